@@ -174,10 +174,10 @@ class Core:
     def _compute(self, scheduled: Rows[ScheduledSequence]) -> None:
         try:
             work = Work.of([each.span for each in scheduled])
-            self._totals["batch"] += work.rows
+            self._totals["batch"] += work.batch_tokens
             self._cost.expect(work)
             began, self._finish_seconds = self._clock(), 0.0
-            scheduled = self._add_drafts(scheduled, work.rows)
+            scheduled = self._add_drafts(scheduled, work.batch_tokens)
             results = self._stepper.run(scheduled)
             sound = [result for result in results if not self._fail_if_broken(result)]
             self._scheduler.record_step(scheduled)
@@ -185,11 +185,11 @@ class Core:
                 if not result.scheduled.sequence.output:
                     self._accept_prompt(result)
                 self._accept_tokens(result)
-            if self._speculation.reads:
+            if self._speculation.reads_hidden_states:
                 self._notify_drafters(results)
             # Step time includes the post-processing of tokens, but not finishing a sequence.
             draft_tokens = sum([len(each.draft_tokens) for each in scheduled])
-            self._speculation.stepped(work.rows + draft_tokens, self._clock() - began - self._finish_seconds)
+            self._speculation.stepped(work.batch_tokens + draft_tokens, self._clock() - began - self._finish_seconds)
         except Exception as error:
             log.exception("a step failed")
             for each in scheduled:
@@ -200,7 +200,7 @@ class Core:
         decoding = [each.sequence for each in scheduled if each.is_sampled]
         try:
             drafts = self._speculation.draft(
-                decoding, rows=batch_tokens, room=lambda most: self._draft_capacity(batch_tokens, most)
+                decoding, batch_tokens=batch_tokens, free_cells=lambda most: self._draft_capacity(batch_tokens, most)
             )
         except Exception:
             # The output does not depend on drafts.

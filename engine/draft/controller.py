@@ -157,7 +157,7 @@ class DepthController:
     def cooldown(self, kind: str, batch_tokens: int) -> int:
         """Steps until the drafter's cooldown at this batch size ends; none beside prefill."""
         size = self._sizes[batch_tokens.bit_length()]
-        return 0 if self.cost.work.reads else max(size.cooldowns.get(kind, 0) - size.steps, 0)
+        return 0 if self.cost.work.has_prefill else max(size.cooldowns.get(kind, 0) - size.steps, 0)
 
     def prefers(self, kind: str, other: str) -> bool:
         """Whether the first tokens of `kind` have the higher acceptance rate, or none was verified for long."""
@@ -167,7 +167,7 @@ class DepthController:
     def choose(self, candidates: Sequence[Candidate], *, batch_tokens: int) -> list[int]:
         """The depths with the most expected tokens a second, or explored ones."""
         kinds = frozenset([one.kind for one in candidates])
-        if self.cost.work.reads:
+        if self.cost.work.has_prefill:
             return self._beside_prefill(kinds, candidates, batch_tokens)
         size = self._sizes[batch_tokens.bit_length()]
         plan = size.plans.get(kinds)
@@ -180,7 +180,7 @@ class DepthController:
         """Record a step. Rates and costs are updated when depths are chosen, or after 32 steps with drafts."""
         self._steps += 1
         self.cost.observe(outcome.batch_tokens + outcome.draft_tokens, outcome.seconds)
-        if self.cost.work.reads:
+        if self.cost.work.has_prefill:
             outcome.calls.clear()
         else:
             self._count(outcome, self._sizes[outcome.batch_tokens.bit_length()])

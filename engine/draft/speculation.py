@@ -79,7 +79,7 @@ class Speculation:
         self._release_seconds = 0.0
 
     @property
-    def reads(self) -> bool:
+    def reads_hidden_states(self) -> bool:
         """Whether a drafter reads hidden states (`computed`)."""
         return self._reader is not None
 
@@ -99,25 +99,27 @@ class Speculation:
             DraftCounts(kind, tuple(self._drafted[kind]), tuple(self._accepted[kind])) for kind in self._drafted
         )
 
-    def draft(self, sequences: Sequence[Running], *, rows: int, room: Callable[[int], int]) -> dict[Running, Draft]:
+    def draft(
+        self, sequences: Sequence[Running], *, batch_tokens: int, free_cells: Callable[[int], int]
+    ) -> dict[Running, Draft]:
         """Drafts for sequences that emit a token in this step, where they are expected to gain time.
 
-        rows  batch tokens of the step without drafts
-        room  free cells for so many draft tokens, or fewer
+        batch_tokens  of the step without drafts
+        free_cells    for a number of draft tokens, or fewer
         """
-        self._outcome, self._drafting_seconds = StepOutcome(rows), 0.0
+        self._outcome, self._drafting_seconds = StepOutcome(batch_tokens), 0.0
         if sequences != self._sequences:
             self._sequences, self._eligible = list(sequences), self._find_eligible(sequences)
-        elif self._idle_steps and rows == self._batch_tokens:
+        elif self._idle_steps and batch_tokens == self._batch_tokens:
             self._idle_steps -= 1
             return {}
-        self._batch_tokens = rows
-        asked, cooldown = self._asked(rows)
+        self._batch_tokens = batch_tokens
+        asked, cooldown = self._asked(batch_tokens)
         self._idle_steps = 0 if asked else cooldown - 1
         if not asked:
             return {}
         candidates = self._candidates(sequences, asked)
-        return self._drafts(candidates, self._depths(candidates, rows), room)
+        return self._drafts(candidates, self._depths(candidates, batch_tokens), free_cells)
 
     def verified(self, draft: Draft, tokens: Sequence[int]) -> int:
         """Count a draft, given the tokens that were emitted in its place; how many of the draft were accepted."""
@@ -130,10 +132,10 @@ class Speculation:
             self._accepted[draft.kind][at] += at < accepted
         return accepted
 
-    def stepped(self, rows: int, seconds: float) -> None:
-        """Measure a step of `rows` batch tokens, drafts included; `seconds` includes drafting."""
+    def stepped(self, batch_tokens: int, seconds: float) -> None:
+        """Measure a step of `batch_tokens`, drafts included; `seconds` includes drafting."""
         outcome = self._outcome
-        outcome.draft_tokens = rows - outcome.batch_tokens
+        outcome.draft_tokens = batch_tokens - outcome.batch_tokens
         outcome.seconds = seconds - self._drafting_seconds
         self._depth.observe(outcome)
 
@@ -227,11 +229,11 @@ class Speculation:
         return [own or next(chosen) for own in fixed]
 
     def _drafts(
-        self, candidates: Sequence[_DraftCandidate], depths: list[int], room: Callable[[int], int]
+        self, candidates: Sequence[_DraftCandidate], depths: list[int], free_cells: Callable[[int], int]
     ) -> dict[Running, Draft]:
         """The drafts of candidates at these depths, or shorter ones for lack of free cells."""
         most = sum(depths)
-        left = room(most) if most else 0
+        left = free_cells(most) if most else 0
         if left < most:
             before = accumulate(depths[:-1], initial=0)
             depths = [max(min(depth, left - used), 0) for depth, used in zip(depths, before, strict=True)]

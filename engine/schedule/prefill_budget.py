@@ -47,15 +47,15 @@ class Allowance:
         if self._left == 0 or math.isinf(seconds := self._seconds()):
             return self._left
         # Larger steps than measured ones are tried by doubling.
-        most = min(self._left, max(self._cost.frontier - self._work.rows, 0))
+        most = min(self._left, max(self._cost.frontier - self._work.batch_tokens, 0))
         fits = np.flatnonzero(self._cost.grown(self._work, start, most) <= seconds)
         return max(int(fits[-1]) + 1 if len(fits) else 0, self._least)
 
     def take(self, work: Work) -> None:
         """Count the work of a chunk."""
         self._work += work
-        self._left = max(self._left - work.rows, 0)
-        self._least = max(self._least - work.rows, 0)
+        self._left = max(self._left - work.batch_tokens, 0)
+        self._least = max(self._least - work.batch_tokens, 0)
 
 
 class Budget:
@@ -70,14 +70,14 @@ class Budget:
 
     def allow(self, decode: Work) -> Allowance:
         """The allowance of a step with this work of sequences in decode; no work: there are none."""
-        least = LEAST_ROWS if decode.rows else LEAST_ALONE
+        least = LEAST_ROWS if decode.batch_tokens else LEAST_ALONE
         seconds = partial(self._limit, decode)
         return Allowance(self._cost, decode, seconds=seconds, least=least, most=self._most)
 
     def _limit(self, decode: Work) -> float:
         if self._target == 0:
             return math.inf
-        if not decode.rows:
+        if not decode.batch_tokens:
             return _ALONE_SECONDS
         if self._target is not None:
             return self._target

@@ -44,37 +44,47 @@ _COLLECTED, _GROUP = 32, 4
 class Work:
     """What a step computes: batch tokens, the cells that its sequences attend to, and pairs of a token and a cell.
 
-    told  batch tokens with logits at most: one a sequence, and all draft tokens
+    logit_tokens  batch tokens with logits at most: one a sequence, and all draft tokens
     """
 
-    rows: int = 0
+    batch_tokens: int = 0
     cells: int = 0
     pairs: int = 0
-    told: int = 0
+    logit_tokens: int = 0
 
     @classmethod
     def of(cls, spans: Iterable[Span]) -> Work:
         """The work of spans."""
-        rows = cells = pairs = told = 0
+        batch_tokens = cells = pairs = logit_tokens = 0
         for span in spans:
             length, start = span.length, span.start
-            rows += length
+            batch_tokens += length
             cells += start + length
             pairs += length * start + length * (length + 1) // 2
-            told += 1
-        return cls(rows, cells, pairs, told)
+            logit_tokens += 1
+        return cls(batch_tokens, cells, pairs, logit_tokens)
 
     @property
-    def reads(self) -> bool:
+    def has_prefill(self) -> bool:
         """Whether there are prefill tokens."""
-        return self.rows > self.told
+        return self.batch_tokens > self.logit_tokens
 
     def __add__(self, other: Work) -> Work:
-        return Work(self.rows + other.rows, self.cells + other.cells, self.pairs + other.pairs, self.told + other.told)
+        return Work(
+            self.batch_tokens + other.batch_tokens,
+            self.cells + other.cells,
+            self.pairs + other.pairs,
+            self.logit_tokens + other.logit_tokens,
+        )
 
-    def scaled(self, rows: int) -> Work:
+    def scaled(self, batch_tokens: int) -> Work:
         """The same sequences and cells with another number of batch tokens."""
-        return Work(rows, self.cells, self.pairs * rows // max(self.rows, 1), self.told + rows - self.rows)
+        return Work(
+            batch_tokens,
+            self.cells,
+            self.pairs * batch_tokens // max(self.batch_tokens, 1),
+            self.logit_tokens + batch_tokens - self.batch_tokens,
+        )
 
 
 class _Measurement(NamedTuple):
@@ -87,7 +97,7 @@ class _Measurement(NamedTuple):
     @property
     def alike(self) -> tuple[int, int, int, bool]:
         """Equal for steps that are measured together."""
-        return self.batch_tokens, self.work.rows, self.work.cells.bit_length(), self.work.reads
+        return self.batch_tokens, self.work.batch_tokens, self.work.cells.bit_length(), self.work.has_prefill
 
 
 @dataclass(slots=True)
@@ -152,7 +162,7 @@ class _Size:
         self.seconds = (
             min(self.seconds, seconds) if self.count == 2 else self.seconds + weight * (seconds - self.seconds)
         )
-        self.tokens += weight * (work.rows - self.tokens)
+        self.tokens += weight * (work.batch_tokens - self.tokens)
         self.cells += weight * (work.cells - self.cells)
         self.pairs += weight * (work.pairs - self.pairs)
 
@@ -237,7 +247,9 @@ class StepCost:
         """The estimate for any work."""
         self._learn()
         tokens, seconds = self._measured(self._table(work)).lines(self._attention)
-        return self._slowdown * (_between(tokens, seconds, work.rows) + self._attention.seconds(work.cells, work.pairs))
+        return self._slowdown * (
+            _between(tokens, seconds, work.batch_tokens) + self._attention.seconds(work.cells, work.pairs)
+        )
 
     def grown(self, work: Work, start: int, most: int) -> Floats:
         """Estimates for work with 1 to `most` prefill tokens more, from position `start` of a sequence on."""
@@ -246,7 +258,7 @@ class StepCost:
         pairs = work.pairs + more * start + more * (more + 1) // 2
         attention = self._attention.cell * (work.cells + start + more) + self._attention.pair * pairs
         tokens, seconds = self._measured(self._prefill).lines(self._attention)
-        found: Floats = self._slowdown * (np.interp(work.rows + more, tokens, seconds) + attention)
+        found: Floats = self._slowdown * (np.interp(work.batch_tokens + more, tokens, seconds) + attention)
         return found
 
     def measured(self, batch_tokens: int) -> int:
@@ -276,9 +288,9 @@ class StepCost:
         work, batch_tokens, seconds = alike[count // 4]
         work, seconds = work.scaled(batch_tokens), seconds / self._slowdown
         table = self._table(work)
-        size = table.size(work.rows)
+        size = table.size(work.batch_tokens)
         if size is None:
-            return table.add(_Size(work.rows, work.cells, work.pairs, seconds, count, self._steps))
+            return table.add(_Size(work.batch_tokens, work.cells, work.pairs, seconds, count, self._steps))
         if size.step + _STALE < self._steps:
             size.count = min(size.count, 2)
         if size.count >= 2:
@@ -295,7 +307,7 @@ class StepCost:
         return None
 
     def _table(self, work: Work) -> _Table:
-        return self._prefill if work.reads else self._decode
+        return self._prefill if work.has_prefill else self._decode
 
     def _measured(self, table: _Table) -> _Table:
         """The table, or the other one while it is empty."""

@@ -266,7 +266,7 @@ def test_step_costs_are_without_the_choice_of_depths(loaded: Models, monkeypatch
 
     monkeypatch.setattr(depth, "choose", slowly)
     play(engine, [Job(ask("one", PROMPT, 24, ignore_eos=True))])
-    depth.cost.expect(Work(1, told=1))
+    depth.cost.expect(Work(1, logit_tokens=1))
 
     assert clock.now > 50
     assert all(seconds < 2 for seconds in depth.cost.seconds([1, 2, 4]))

@@ -102,7 +102,7 @@ def run(
 
 
 def _choose(depth: Depth, world: World, batch: int) -> list[int]:
-    depth.cost.expect(Work(batch, told=batch))
+    depth.cost.expect(Work(batch, logit_tokens=batch))
     if depth.cooldown(KIND, batch):
         return [0] * batch
     return depth.choose([Candidate(KIND, len(world.rates))] * batch, batch_tokens=batch)

@@ -65,7 +65,7 @@ def test_who_is_alone_gets_whole_chunks(loaded: Models) -> None:
 
 def test_on_a_slow_machine_nobody_waits_long_for_a_chunk(loaded: Models) -> None:
     """A row takes a tenth of a second: prompts alone get as few as are still computed well, beside others fewer."""
-    machine = Machine(lambda work: 0.1 * work.rows)
+    machine = Machine(lambda work: 0.1 * work.batch_tokens)
     machine.play(machine.engine(loaded("llama")), [(0.0, text("a", 200, 12)), (20.5, text("b", 50, 2))])
 
     assert [64, 64, 64, 8, 16, 16, 16, 2] == [step.rows for step in machine.steps if step.rows]
@@ -166,7 +166,7 @@ def test_no_text_depends_on_the_pace(loaded: Models, reference: References, fami
     pool = prompts(5)
     for seed in range(3):
         chance = random.Random(seed)
-        machine = Machine(lambda work, chance=chance: chance.uniform(0.0005, 0.004) * (work.rows + 3))
+        machine = Machine(lambda work, chance=chance: chance.uniform(0.0005, 0.004) * (work.batch_tokens + 3))
         asked = {str(at): chance.choice(pool) for at in range(8)}
         engine = machine.engine(loaded(family), context=128, slots=4, itl_target_ms=chance.choice((None, 20.0)))
         machine.play(

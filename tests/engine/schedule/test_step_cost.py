@@ -18,7 +18,7 @@ CELL, PAIR = 4e-6, 4e-7
 
 def true(work: Work) -> float:
     """Rows by the tile, cells to read, pairs to compute."""
-    return 0.006 + 0.004 * ((work.rows + 3) // 4) + CELL * work.cells + PAIR * work.pairs
+    return 0.006 + 0.004 * ((work.batch_tokens + 3) // 4) + CELL * work.cells + PAIR * work.pairs
 
 
 def mix(chance: random.Random) -> Work:
@@ -35,7 +35,7 @@ def learn(steps: int, seconds: Callable[[Work], float], *, seed: int = 0, noise:
     for _ in range(steps):
         work = mix(chance)
         cost.expect(work)
-        cost.observe(work.rows, seconds(work) * (1 + abs(chance.gauss(0, noise))))
+        cost.observe(work.batch_tokens, seconds(work) * (1 + abs(chance.gauss(0, noise))))
     return cost
 
 
@@ -51,7 +51,7 @@ def test_context_is_told_from_rows() -> None:
     cost, chance = learn(300, true), random.Random(99)
     works = [mix(chance) for _ in range(200)]
     errors = [abs(cost.estimate(work) / true(work) - 1) for work in works]
-    without = [abs(cost.estimate(Work(work.rows)) / true(work) - 1) for work in works]
+    without = [abs(cost.estimate(Work(work.batch_tokens)) / true(work) - 1) for work in works]
 
     assert 0.1 > np.quantile(errors, 0.8)
     assert 0.2 < np.quantile(without, 0.8)
@@ -84,7 +84,7 @@ def test_texts_of_another_length_are_followed() -> None:
 
 def test_no_slope_without_a_cause() -> None:
     """Where context costs nothing, noise does not make it seem to: a whole context more adds less than a tenth."""
-    cost = learn(500, lambda work: 0.01 + 0.001 * work.rows)
+    cost = learn(500, lambda work: 0.01 + 0.001 * work.batch_tokens)
     near, far = (Work.of([Span(0, start, 1)]) for start in (0, 4000))
 
     assert cost.estimate(far) < 1.1 * cost.estimate(near)
