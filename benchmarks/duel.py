@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -81,6 +81,21 @@ def document(duel: Sequence[Row]) -> list[dict[str, Any]]:
         | {"verdict": row.verdict}
         for row in duel
     ]
+
+
+def medians(duel: Sequence[Row], about: Mapping[str, str]) -> Iterator[dict[str, Any]]:
+    """Rows for benchmarks.page; `about` is the same in all of them: model, weights and peer."""
+    for row in duel:
+        yield {
+            **about,
+            "cell": row.cell,
+            "figure": row.figure,
+            "cellar": round(median(row.ours), 3),
+            "other": round(median(row.peers), 3),
+            "ratio": round(median(row.ratios), 3),
+            "lowest": round(min(row.ratios), 3),
+            "highest": round(max(row.ratios), 3),
+        }
 
 
 def plot(path: Path, duel: Sequence[Row], peer: str, title: str) -> None:

@@ -27,6 +27,7 @@ class Share:
 class Peer:
     """A server to measure beside ours.
 
+    title      its name in tables
     program    what is run where --program names nothing else
     arguments  of a model and a share; {port} becomes a free port
     ready      where it answers 200 once it is ready
@@ -34,6 +35,7 @@ class Peer:
     by_path    whether requests call the model by its path; else as /v1/models does
     """
 
+    title: str
     program: str
     arguments: Callable[[str, Share], list[str]]
     ready: str
@@ -68,7 +70,14 @@ def transformers(model: str, share: Share) -> list[str]:
 
 
 PEERS = {
-    "llama.cpp": Peer(program="llama-server", arguments=llama_cpp, ready="/health", kind="ids"),
-    "openvino": Peer(program="python", arguments=openvino, ready="/v1/models", kind="ids"),
-    "transformers": Peer(program="transformers", arguments=transformers, ready="/health", kind="text", by_path=True),
+    "llama.cpp": Peer(title="llama.cpp", program="llama-server", arguments=llama_cpp, ready="/health", kind="ids"),
+    "openvino": Peer(title="openvino-genai", program="python", arguments=openvino, ready="/v1/models", kind="ids"),
+    "transformers": Peer(
+        title="transformers serve",
+        program="transformers",
+        arguments=transformers,
+        ready="/health",
+        kind="text",
+        by_path=True,
+    ),
 }

@@ -23,6 +23,7 @@ from bench.launch import cellar
 from bench.prompts import TokenIdPrompts
 from bench.samples import OK
 from bench.target import BenchError, find
+from benchmarks.result import add_json_option, measured, model_name, weight_format
 
 GOAL = 1.15
 ANSWERED = 8
@@ -87,6 +88,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--quantize", default="none", choices=("auto", "int8", "int4", "none"))
     parser.add_argument("--slots", type=int, default=8)
     parser.add_argument("--context", type=int, default=4096)
+    add_json_option(parser)
     given = parser.parse_args(arguments)
     sizes = ("--quantize", given.quantize, "--slots", str(given.slots), "--context", str(given.context))
     command = (*([given.model] if given.model else []), *sizes, "--drafter", "none")
@@ -95,6 +97,18 @@ def main(arguments: list[str] | None = None) -> int:
         with cellar(command, log) as url:
             plan = Plan.printed(log.read_text())
             rest, most = asyncio.run(measure(url, slots=given.slots, context=given.context))
+    if given.json:
+        row = {
+            "model": model_name(given.model or "bundled"),
+            "weights": weight_format(given.quantize, "auto", given.model or ""),
+            "slots": given.slots,
+            "context": given.context,
+            "weights_bytes": plan.weights,
+            "cache_bytes": plan.cache,
+            "idle_bytes": rest,
+            "peak_bytes": most,
+        }
+        measured("memory", [row]).write(given.json)
     ratio = most / (plan.weights + plan.cache)
     gibibytes = {"weights": plan.weights, "cache": plan.cache, "work": plan.work, "at rest": rest, "full": most}
     print(", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in gibibytes.items()))

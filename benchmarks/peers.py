@@ -49,10 +49,12 @@ from bench.samples import OK
 from bench.target import BenchError, check_url, find
 from benchmarks.checkout import commit
 from benchmarks.duel import document as pairs
-from benchmarks.duel import plot, rows, table
+from benchmarks.duel import medians, plot, rows, table
 from benchmarks.goals import GOALS
 from benchmarks.known import PEERS, Share
 from benchmarks.reading import Reading
+from benchmarks.result import add_json_option, model_name, weight_format
+from benchmarks.result import measured as result
 from engine.load.resources import processor_count
 
 NAMES = ("alone", "prefill", "streams", "reuse")
@@ -162,6 +164,13 @@ def write(given: argparse.Namespace, measured: list[Measured], content: dict[str
     goals, names = goals_of(given), (measured[0].server, measured[1].server)
     duel = rows(measured, GOALS[goals])
     write_json(given.out / "peers.json", content | {"figures": pairs(duel)})
+    if given.json:
+        model = given.model or measured[0].model
+        weights = weight_format(given.quantize, given.dtype, model)
+        peer = PEERS[given.peer].title if given.peer else names[1]
+        about = {"model": model_name(model), "weights": weights, "peer": peer}
+        result("peers", medians(duel, about)).write(given.json)
+        print(given.json)
     # Figures cut to fit a narrow terminal would be worth nothing.
     Console(width=max(Console().width, 150)).print(table(duel, names))
     print(given.out / "peers.json")
@@ -214,6 +223,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--goals", choices=sorted(GOALS), default=None, help="default: of --quantize, or of the peer")
     add("--seed", type=int, default=None, help="of the prompts; default: a new one, so that no cache knows them")
     add("--out", type=Path, default=Path("out/peers"), metavar="FOLDER", help="default: out/peers")
+    add_json_option(parser)
     return parser
 
 

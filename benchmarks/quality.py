@@ -29,10 +29,9 @@ from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from bench.launch import cellar, started
-from bench.machine import environment
-from bench.report import write_json
 from bench.target import BenchError
 from benchmarks.known import PEERS, Share
+from benchmarks.result import add_json_option, measured
 from benchmarks.shapes import write_gguf
 from engine.load.resources import processor_count
 from models.recipe.evaluate import held_out_texts
@@ -48,7 +47,7 @@ NORMS = {
     "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj"),
 }
-WORLDS: dict[str, float] = {"as it is": 1.0, "outliers in weights": TIMES, "outliers in rows": 1 / TIMES}
+OUTLIERS = {"none": 1.0, "in weights": TIMES, "in activations": 1 / TIMES}
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +79,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--texts", type=int, default=40, metavar="N", help="held-out conversations (default 40)")
     parser.add_argument("--every", type=int, default=4, metavar="N", help="ask for every so many-th token (default 4)")
     parser.add_argument("--out", type=Path, default=Path("out/quality"), metavar="FOLDER", help="default: out/quality")
+    add_json_option(parser)
     given = parser.parse_args(arguments)
     given.out.mkdir(parents=True, exist_ok=True)
     try:
@@ -87,8 +87,9 @@ def main(arguments: list[str] | None = None) -> int:
     except BenchError as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
     Console(width=110).print(table(found))
-    write_json(given.out / "quality.json", {"environment": environment(), "losses": list(told(found))})
-    print(given.out / "quality.json")
+    path = given.json or given.out / "quality.json"
+    measured("quality", told(found)).write(path)
+    print(path)
     return 0
 
 
@@ -98,7 +99,7 @@ async def compare(given: argparse.Namespace) -> dict[tuple[str, str, str], Loss]
     found = {}
     with tempfile.TemporaryDirectory() as scratch:
         async with httpx.AsyncClient(timeout=600, trust_env=False) as http:
-            for world, times in WORLDS.items():
+            for world, times in OUTLIERS.items():
                 folder = Path(scratch) / world.replace(" ", "-")
                 plant(TARGET.folder, folder, times)
                 places = list(likely(folder, texts, given.every))
@@ -212,7 +213,7 @@ def table(found: Mapping[tuple[str, str, str], Loss]) -> Table:
 def told(found: Mapping[tuple[str, str, str], Loss]) -> Iterator[dict[str, str | float]]:
     """Yield every loss as JSON can hold it."""
     for (world, bits, side), one in found.items():
-        yield {"weights": world, "bits": bits, "side": side} | asdict(one)
+        yield {"weights": bits, "outliers": world, "server": side} | asdict(one)
 
 
 if __name__ == "__main__":

@@ -45,6 +45,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.prompts import sentence
+from benchmarks.result import add_json_option, measured
 from benchmarks.turns import Cell, Turn
 from engine.config import EngineConfig
 from engine.core import Core
@@ -340,6 +341,19 @@ def document(cell: Cell) -> dict[str, object]:
     }
 
 
+def summary(cell: Cell) -> dict[str, object]:
+    """A row for benchmarks.page."""
+    return {
+        "drafter": cell.pair if cell.pair == BUNDLED else f"scripted, {float(cell.pair):g} correct",
+        "batch": cell.batch,
+        "rounds": cell.rounds,
+        "plain": round(cell.rate("off")),
+        "ratios": {mode: round(cell.ratio(mode), 3) for mode in cell.turns if mode != "off"},
+        "best": cell.best,
+        "auto_to_best": round(cell.to_best, 3),
+    }
+
+
 def make_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
@@ -354,6 +368,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--warm", type=int, default=4, help="rounds before those, from which depths are learnt")
     parser.add_argument("--quick", action="store_true", help="a few tokens only, to see that it works")
     parser.add_argument("--out", type=Path, default=Path("out"))
+    add_json_option(parser)
     return parser
 
 
@@ -382,6 +397,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     worst = min(cells, key=lambda cell: cell.to_best)
     Console().print(f"auto to best: {worst.to_best:.3f} at worst ({worst.pair}, batch of {worst.batch})")
     plot(options.out / "speculation.png", cells)
+    if options.json:
+        measured("speculation", map(summary, cells)).write(options.json)
     return 0
 
 

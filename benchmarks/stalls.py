@@ -26,14 +26,15 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 import psutil
 
 from bench.launch import cellar
-from bench.machine import environment
 from benchmarks.bodies import Body, known, random_body
+from benchmarks.result import measured
 from engine.engine import Engine
 from engine.types.request import Request, SamplingParams
 from server.app import create_app
@@ -48,6 +49,8 @@ WORST, AGAIN, TRIES = 20, 40, 3
 AGAIN_SHARE = 0.25
 VICTIM = {"prompt": "Once", "max_tokens": 100000, "ignore_eos": True, "overflow": "shift", "stream": True}
 MEBIBYTE = 2**20
+# Rows of the result, and a note with totals.
+Measurement = tuple[list[dict[str, Any]], str]
 
 
 def post(path: str, content: bytes) -> bytes:
@@ -139,7 +142,7 @@ class Row:
         return min(gap - quiet for gap, quiet in zip(self.gap_ms, self.quiet_ms, strict=True))
 
 
-def table(given: argparse.Namespace) -> dict[str, object]:
+def table(given: argparse.Namespace) -> Measurement:
     """Measure the known bodies against a server; returns the rows."""
     arguments = (*([given.model] if given.model else []), "--drafter", "none", "--slots", "4")
     rows = []
@@ -152,7 +155,7 @@ def table(given: argparse.Namespace) -> dict[str, object]:
                     measure(row, body, victim, process, port)
                 rows.append(row)
                 print(line(row), flush=True)
-    return {"rows": [{**asdict(row), "excess_ms": row.excess_ms} for row in rows]}
+    return [{**asdict(row), "excess_ms": row.excess_ms} for row in rows], ""
 
 
 def measure(row: Row, body: Body, victim: Victim, process: psutil.Process, port: int) -> None:
@@ -253,7 +256,7 @@ class Found:
             self.gap_ms, self.quiet_ms = again.gap_ms, again.quiet_ms
 
 
-async def fuzz(given: argparse.Namespace) -> dict[str, object]:
+async def fuzz(given: argparse.Namespace) -> Measurement:
     """Send random bodies to the application, one after the other; returns the worst."""
     chance, found, tries = random.Random(given.seed), [], []
     process, until = psutil.Process(), time.monotonic() + 60 * given.minutes
@@ -275,13 +278,9 @@ async def fuzz(given: argparse.Namespace) -> dict[str, object]:
     statuses = {status: sum(one.status == status for one in found) for status in sorted({one.status for one in found})}
     for one in worst:
         print(f"{one.path:28} {one.name:44.44} {one.bytes:8} {one.status} {one.callback_ms:7.1f} {one.badness:7.1f}")
-    print(f"{len(found)} bodies, statuses {statuses}, memory {(after - before) / MEBIBYTE:+.0f} MiB")
-    return {
-        "worst": [asdict(one) for one in worst],
-        "bodies": len(found),
-        "statuses": statuses,
-        "grown": after - before,
-    }
+    totals = f"{len(found)} random bodies, statuses {statuses}, memory {(after - before) / MEBIBYTE:+.0f} MiB"
+    print(totals)
+    return [asdict(one) for one in worst], totals
 
 
 @asynccontextmanager
@@ -366,14 +365,17 @@ def make_parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> int:
     """Measure and print; 1 if a known body misses a goal."""
     given = make_parser().parse_args(arguments)
-    result = table(given) if given.what == "table" else asyncio.run(fuzz(given))
+    rows, note = table(given) if given.what == "table" else asyncio.run(fuzz(given))
     if given.out is not None:
-        given.out.write_text(json.dumps({"machine": environment(), **result}, indent=1))
-    rows = result.get("rows", ())
-    assert isinstance(rows, list | tuple)
-    missed = [row for row in rows if row["excess_ms"] > GOAL_GAP_MS or row["left_bytes"] > GOAL_MEMORY_BYTES]
+        measured("stalls", rows, note).write(given.out)
+    missed = [row for row in rows if given.what == "table" and misses(row)]
     print(f"{len(missed)} bodies miss a goal: {', '.join(row['path'] + ' ' + row['name'] for row in missed) or 'none'}")
     return 1 if missed else 0
+
+
+def misses(row: dict[str, Any]) -> bool:
+    """Whether a body of the table misses a goal."""
+    return bool(row["excess_ms"] > GOAL_GAP_MS or row["left_bytes"] > GOAL_MEMORY_BYTES)
 
 
 if __name__ == "__main__":

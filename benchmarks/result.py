@@ -1,0 +1,103 @@
+"""Benchmark results as JSON documents of one schema; benchmarks.page makes docs/performance.md from them.
+
+    {"benchmark": name, "command": command line, "machine": {"cpu", "cores", ...}, "commit": hash, "date": ISO date,
+     "rows": [...]}
+
+"transcribed": true marks rows that were copied from an older page; "commit" is then the commit that recorded them.
+"note" is shown on the page, below the sources.
+
+Rows by benchmark:
+
+    peers        model, weights, peer, cell, figure, cellar, other (medians), ratio, lowest, highest
+    speculation  drafter, batch, plain (tokens/s without drafts), ratios by mode, best, auto_to_best
+    quality      weights, outliers, server, perplexity (times float32's), distance (nats, RMS)
+    memory       model, weights, slots, context, weights_bytes, cache_bytes, idle_bytes, peak_bytes
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from argparse import ArgumentParser
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from bench.machine import environment
+from bench.report import write_json
+from benchmarks.checkout import commit
+
+RESULTS = Path(__file__).with_name("results")
+# Names of models on the page, by size.
+MODELS = ("SmolLM2-135M", "Gemma 3 270M", "Qwen3-0.6B", "Llama-3.2-1B")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchmarkResult:
+    """One document; equal rows of a later date replace its rows on the page."""
+
+    benchmark: str
+    command: str
+    machine: dict[str, Any]
+    commit: str | None
+    date: str
+    rows: list[dict[str, Any]]
+    transcribed: bool = False
+    note: str = ""
+
+    @property
+    def cpu(self) -> str:
+        """The name of the processor."""
+        return str(self.machine["cpu"]).replace("(R)", "")
+
+    def write(self, path: Path) -> None:
+        """Write the document to a file, without empty fields."""
+        optional = ("transcribed", "note")
+        write_json(path, {name: value for name, value in asdict(self).items() if value or name not in optional})
+
+
+def load(folder: Path = RESULTS) -> list[BenchmarkResult]:
+    """All results of a folder, the oldest first."""
+    documents = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
+    return sorted((BenchmarkResult(**document) for document in documents), key=lambda result: result.date)
+
+
+def measured(benchmark: str, rows: Iterable[dict[str, Any]], note: str = "") -> BenchmarkResult:
+    """A result of this process: its command line, machine, commit and the time."""
+    return BenchmarkResult(
+        benchmark=benchmark,
+        command=command_line(benchmark, sys.argv[1:]),
+        machine=environment(),
+        commit=commit(),
+        date=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M"),
+        rows=list(rows),
+        note=note,
+    )
+
+
+def command_line(benchmark: str, arguments: Sequence[str]) -> str:
+    """The command, with absolute paths shortened to file names."""
+    short = [Path(argument).name if argument.startswith("/") else argument for argument in arguments]
+    return f"python -m benchmarks.{benchmark} {shlex.join(short)}".strip()
+
+
+def model_name(path: str) -> str:
+    """The published name of a model in a folder such as qwen3-0.6b; the folder's name where it has none."""
+    return {name.lower(): name for name in MODELS}.get(Path(path).name.lower(), Path(path).name)
+
+
+def weight_format(quantize: str, dtype: str, model: str) -> str:
+    """The format of the weights: quantised, or of a --dtype, or of the checkpoint."""
+    if quantize != "none" or dtype != "auto":
+        return quantize if quantize != "none" else dtype
+    config = Path(model) / "config.json"
+    settings = json.loads(config.read_text(encoding="utf-8")) if config.exists() else {}
+    return str(settings.get("dtype") or settings.get("torch_dtype") or "auto")
+
+
+def add_json_option(parser: ArgumentParser) -> None:
+    """Add --json FILE."""
+    parser.add_argument("--json", type=Path, default=None, metavar="FILE", help="write rows for benchmarks.page here")

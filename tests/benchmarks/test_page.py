@@ -1,0 +1,80 @@
+"""docs/performance.md is generated from benchmarks/results."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.page import KEYS, PAGE, page
+from benchmarks.result import RESULTS, BenchmarkResult, command_line, load, measured
+
+
+def result(date: str, *rows: dict[str, Any], benchmark: str = "peers") -> BenchmarkResult:
+    """A result of an invented machine."""
+    return BenchmarkResult(
+        benchmark=benchmark, command="python", machine={"cpu": "CPU"}, commit="abc", date=date, rows=list(rows)
+    )
+
+
+def decode(tokens_per_second: float) -> dict[str, Any]:
+    """A row of benchmarks.peers."""
+    about = {"model": "tiny", "weights": "int8", "peer": "llama.cpp", "cell": "prompt of 512"}
+    return about | {"figure": "decode, tokens/s", "cellar": tokens_per_second, "other": 10.0, "ratio": 2.0}
+
+
+def test_the_committed_page_is_up_to_date() -> None:
+    """`python -m benchmarks.page` writes it."""
+    assert page(load()) == PAGE.read_text()
+
+
+def test_every_image_of_the_page_exists() -> None:
+    plots = [line.partition("(")[2].rstrip(")") for line in PAGE.read_text().splitlines() if line.startswith("![")]
+
+    assert 4 == len(plots)
+    assert all((PAGE.parent / plot).is_file() for plot in plots)
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
+def test_committed_results_name_their_rows(path: Path) -> None:
+    """Rows of benchmarks on the page have all identifying fields, and no key twice."""
+    document = BenchmarkResult(**json.loads(path.read_text()))
+    names = KEYS.get(document.benchmark, ("name", "path"))
+    keys = [tuple(row[name] for name in names) for row in document.rows]
+
+    assert document.machine["cpu"]
+    assert document.commit
+    assert len(set(keys)) == len(keys) > 0
+
+
+def test_a_later_row_replaces_an_earlier_one(tmp_path: Path) -> None:
+    """By date, not by the name of the file; both stay among the sources."""
+    result("2026-01-02", decode(20.5)).write(tmp_path / "a.json")
+    result("2026-01-01", decode(17.5)).write(tmp_path / "b.json")
+    text = page(load(tmp_path))
+
+    assert "20.5 / 10.0 (2.0)" in text
+    assert "17.5" not in text
+    assert "abc (2026-01-02), abc (2026-01-01)" in text
+
+
+def test_a_benchmark_without_a_section_is_not_a_source() -> None:
+    text = page([result("2026-01-01", decode(1.0)), result("2026-01-02", {"name": "a"}, benchmark="stalls")])
+
+    assert "2026-01-02" not in text
+
+
+def test_absolute_paths_stay_out_of_the_command() -> None:
+    command = command_line("peers", ["llama.cpp", "--model", "/home/me/qwen3-0.6b", "--cellar", "--slots 8"])
+
+    assert "python -m benchmarks.peers llama.cpp --model qwen3-0.6b --cellar '--slots 8'" == command
+
+
+def test_a_measured_result_survives_its_file(tmp_path: Path) -> None:
+    before = measured("memory", [{"model": "tiny"}], note="a note")
+    before.write(tmp_path / "a.json")
+
+    (after,) = load(tmp_path)
+    assert (before.rows, before.note, before.date, before.cpu) == (after.rows, after.note, after.date, after.cpu)
