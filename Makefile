@@ -16,7 +16,7 @@ serve: .venv/serve  ## install, then serve the bundled model on http://127.0.0.1
 	@exec $(BIN)/cellar serve $(ARGS)
 
 test: .venv/test  ## install, then run the tests (minutes, no network, no GPU)
-	$(BIN)/python -m pytest -q -m "$(FAST)" $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal -m "$(FAST)" $(ARGS)
 
 test-all: .venv/test  ## all tests, the slow ones too (the image has its own: make test-container)
 	$(BIN)/python -m pytest -q -m "not container" $(ARGS)
@@ -31,7 +31,7 @@ mutants: .venv/mutants  ## mutation tests of the cache, for a nightly job (hours
 	$(BIN)/mutmut run $(if $(MODULE),"kvcache.$(MODULE).*")
 	$(BIN)/mutmut results
 
-check: .venv/dev  ## lint, types, imports, Dockerfile and compose file
+check: .venv/dev  ## ruff, mypy, import-linter, Dockerfile and compose file
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
