@@ -11,8 +11,7 @@ from fastapi import FastAPI
 from server.http import errors, validation
 from server.http.auth import AuthMiddleware
 from server.http.lenient import LenientRoute
-from server.http.middleware import BodyLimitMiddleware, BoundaryMiddleware
-from server.http.origins import OriginsMiddleware
+from server.http.middleware import BodyLimitMiddleware, BoundaryMiddleware, OriginsMiddleware
 from server.http.parsing import StrictRoute, large_body_limiter
 from server.http.paths import ServedPaths
 from server.http.version import version

@@ -1,6 +1,7 @@
 """ASGI middleware in front of FastAPI.
 
-`BoundaryMiddleware` is the outermost layer but CORS: request id, host, content type, unexpected exceptions.
+`OriginsMiddleware` is the outermost layer (CORS: the origins whose pages may call this server from a browser).
+`BoundaryMiddleware` follows: request id, host, content type, unexpected exceptions.
 `BodyLimitMiddleware` follows the authentication, so that a client without a key cannot fill the memory with bodies.
 """
 
@@ -13,6 +14,8 @@ import uuid
 from collections.abc import Collection
 
 from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.http.errors import (
@@ -37,6 +40,33 @@ _probe_paths = frozenset({"/health", "/ready", "/metrics"})
 # ASGI messages that start a response, of HTTP and of WebSockets.
 _start_messages = frozenset({"http.response.start", "websocket.http.response.start", "websocket.accept"})
 _methods_with_body = frozenset({"POST", "PUT", "PATCH"})
+METHODS = ("GET", "HEAD", "POST", "DELETE")
+# Response headers that pages may read only if the server exposes them.
+EXPOSED_HEADERS = ("x-request-id", "retry-after", "x-should-retry")
+
+
+class OriginsMiddleware(CORSMiddleware):
+    """The outermost layer, so that allowed pages can read every response, errors included.
+
+    Requests still need an API key: browsers do not add it by themselves, unlike cookies.
+    """
+
+    def __init__(self, app: ASGIApp, origins: Collection[str]) -> None:
+        super().__init__(
+            app,
+            allow_origins=origins,
+            allow_methods=METHODS,
+            allow_headers=("*",),
+            allow_private_network=True,
+            expose_headers=EXPOSED_HEADERS,
+        )
+
+    def preflight_response(self, request_headers: Headers) -> Response:
+        """The response to a preflight request; an error for an origin that is not allowed."""
+        response = super().preflight_response(request_headers)
+        if response.status_code == 200:
+            return response
+        return error_response(ApiError(ORIGIN_NOT_ALLOWED, "This origin is not allowed; see --allowed-host."), "")
 
 
 class BoundaryMiddleware:

@@ -1,16 +1,22 @@
-"""Streamed responses: the protocol of an encoder, and the body that it makes of the events of all choices."""
+"""Streamed responses: the protocol of an encoder, the body that it makes of the events of all choices, and NDJSON.
+
+Server-sent events are in sse.py.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
-from starlette.types import Scope
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from engine.errors import EngineError
 from engine.types.events import Event
 from server.http.direct_writer import DirectWriter
+from server.http.encoding import dumps
 from server.http.errors import error_body, from_engine_error, internal_error
 from server.http.events import ChoiceEvents
 
@@ -59,3 +65,22 @@ async def encode_stream(
         return
     if end:
         yield end
+
+
+class NdjsonStream(Response):
+    """A streamed response. Its events are opened before the status is sent, so a refusal has an error status."""
+
+    def __init__(self, opening: AbstractAsyncContextManager[ChoiceEvents], encoder: StreamEncoder) -> None:
+        super().__init__()
+        self._opening, self._encoder = opening, encoder
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Open the events, send them, and cancel the request at the end or if the client disconnects."""
+        async with self._opening as events:
+            lines = encode_stream(events, self._encoder, scope, json_line, b"")
+            await StreamingResponse(lines, media_type="application/x-ndjson")(scope, receive, send)
+
+
+def json_line(value: Mapping[str, object]) -> bytes:
+    """One object and a line feed."""
+    return dumps(value) + b"\n"

@@ -20,9 +20,8 @@ from server.generation.error_fields import with_client_field_names
 from server.generation.jobs import EmbeddingResult
 from server.http.errors import OLLAMA_PREFIX, ApiError
 from server.http.events import ChoiceEvents
-from server.http.ndjson import json_line
 from server.http.parsing import validated
-from server.http.stream_encoder import StreamEncoder
+from server.http.stream_encoder import StreamEncoder, json_line
 from server.openai.embeddings import vector
 from server.schemas.chat import ChatRequest
 from server.schemas.ollama import (

@@ -21,8 +21,8 @@ from server.generation.error_fields import with_client_field_names
 from server.generation.requests import generate
 from server.http.encoding import JsonResponse, large_json_response
 from server.http.errors import OLLAMA_PREFIX, ApiError, invalid_value, missing_parameter, unsupported_parameter
-from server.http.ndjson import NdjsonStream
 from server.http.parsing import run_by_size
+from server.http.stream_encoder import NdjsonStream
 from server.http.version import version
 from server.ollama.translation import (
     OllamaAnswer,
