@@ -183,15 +183,15 @@ def _load(config: EngineConfig, on_phase: Callable[[str], None], reserved_bytes:
 
 
 def _quantize(
-    config: EngineConfig, model: Any, found: QuantizationPlan | None, identity: str, available: int
+    config: EngineConfig, model: Any, plan: QuantizationPlan | None, identity: str, available: int
 ) -> Bits | None:
     """Quantise the surveyed layers: the bits of their weights, or None if the settings exclude quantisation."""
-    bits = None if found is None else bits_for(config.quantize, found, available)
-    if found is None or bits is None:
+    bits = None if plan is None else bits_for(config.quantize, plan, available)
+    if plan is None or bits is None:
         return None
     prepare = linear.prepare if config.kernels == "torch" else dispatch.best_linear()
     try:
-        quantize(model, found, WeightStore(identity, bits), prepare)
+        quantize(model, plan, WeightStore(identity, bits), prepare)
     except ValueError as error:
         raise ModelUnsupported(config.model or BUNDLED_NAME, f"its weights cannot be quantised: {error}") from error
     _release_files(model)
@@ -387,5 +387,5 @@ def _start_tokens(model: Any) -> tuple[int, ...]:
     if not model.config.is_encoder_decoder:
         return ()
     sources, names = (model.generation_config, model.config), ("decoder_start_token_id", "forced_bos_token_id")
-    known = [next((at for one in sources if (at := getattr(one, name, None)) is not None), None) for name in names]
-    return tuple(token for token in known if isinstance(token, int))
+    tokens = [next((t for source in sources if (t := getattr(source, name, None)) is not None), None) for name in names]
+    return tuple(token for token in tokens if isinstance(token, int))

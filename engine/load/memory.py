@@ -1,6 +1,4 @@
-"""Splits the memory between weights, cache and activations before the cache is allocated; refuses a plan that does not
-fit.
-"""
+"""Plans the memory of weights, cells and activations before the cache is allocated; refuses a plan that does not fit."""
 
 from __future__ import annotations
 
@@ -19,6 +17,7 @@ from kvcache.spec import LayerSpec, group_layers
 
 # Default tokens of the cache for each slot: fewer slots are planned rather than less context for a chat.
 _MIN_TOKENS_PER_SLOT = 8192
+# Most slots by default.
 _MAX_DEFAULT_SLOTS = 8
 # Default contexts are multiples of this number of tokens.
 _CONTEXT_MULTIPLE = 1024

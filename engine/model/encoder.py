@@ -56,7 +56,7 @@ class EncoderInput:
         if len(shape) != len(self.shape) or min(shape) < 1:
             return False
         pairs = zip(shape, self.shape, strict=True)
-        if any(lengths.setdefault(own, size) != size if isinstance(own, str) else own != size for size, own in pairs):
+        if any(lengths.setdefault(dim, size) != size if isinstance(dim, str) else dim != size for size, dim in pairs):
             return False
         return self.max_length is None or shape[0] <= self.max_length
 

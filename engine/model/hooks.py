@@ -290,22 +290,24 @@ def _attention(
     """Attention function of transformers: query [1, heads, tokens, width], output [1, tokens, heads, value_width]."""
     state = _state.get(None)
     if state is None:
-        own = {"scaling": scaling, "position_bias": position_bias, **others}
-        output: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **own)
+        arguments = {"scaling": scaling, "position_bias": position_bias, **others}
+        output: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **arguments)
         return output
     # Layers that share weights (Zamba) have no index of their own: the preceding cache update has it.
     layer = state.layer if state.layer is not None else int(module.layer_idx)  # type: ignore[arg-type]
-    crosses, state.layer, state.is_cross = state.is_cross, None, False
-    own = {"attention_mask": attention_mask, **{name: others.get(name) for name in _SPARSE_ARGUMENTS}}
-    if not crosses and any(value is not None for value in own.values()):
-        raise NotImplementedError(f"a layer selects its positions by {[name for name in own if own[name] is not None]}")
+    is_cross, state.layer, state.is_cross = state.is_cross, None, False
+    selections = {"attention_mask": attention_mask, **{name: others.get(name) for name in _SPARSE_ARGUMENTS}}
+    if not is_cross and any(value is not None for value in selections.values()):
+        raise NotImplementedError(
+            f"a layer selects its positions by {[name for name, value in selections.items() if value is not None]}"
+        )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     latent = getattr(module, "latent_projection", None)
     if latent is not None:
         # Key and value are the latent and its rotary part (install_latent).
         key, value = torch.cat((key, value), -1), value[..., :0]
     window, bias = sliding_window or None, position_bias if callable(position_bias) else None
-    call = AttentionCall(layer, query[0], key[0], value[0], scale, window, softcap, s_aux, latent, bias, crosses)
+    call = AttentionCall(layer, query[0], key[0], value[0], scale, window, softcap, s_aux, latent, bias, is_cross)
     return state.backend.attend(call)[None], None
 
 

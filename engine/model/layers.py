@@ -55,8 +55,8 @@ class CalibrationBackend:
             return call.query.transpose(0, 1)
         self.calls[call.layer] = call
         if call.latent is not None:
-            own = call.key[..., : call.latent.latent_width] @ call.latent.values.mT
-            return own.transpose(0, 1).contiguous()
+            values = call.key[..., : call.latent.latent_width] @ call.latent.values.mT
+            return values.transpose(0, 1).contiguous()
         heads = call.query.shape[0] // call.value.shape[0]
         return call.value.repeat_interleave(heads, 0).transpose(0, 1).contiguous()
 

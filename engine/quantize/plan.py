@@ -88,7 +88,7 @@ def plan_from_names(model: nn.Module, names: QuantizationPlanNames) -> Quantizat
     """The plan with these names; None unless the model has all of them."""
     modules = dict(model.named_modules())
     experts = {name: experts_of(modules[name]) for name in names.experts if name in modules}
-    found = {name: own for name, own in experts.items() if own is not None}
+    found = {name: each for name, each in experts.items() if each is not None}
     names_to_quantize = {name for group in names.groups for name in group}
     linear = {name for name in names_to_quantize if type(modules.get(name)) in (nn.Linear, Conv1D)}
     if linear != names_to_quantize or len(found) != len(names.experts):

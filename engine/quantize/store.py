@@ -74,9 +74,9 @@ class WeightStore:
 
 
 def _read(content: safe_open, name: str, packed: PackedMatrix) -> PackedMatrix:
-    for own, kind in ((packed.codes, "codes"), (packed.scales, "scales")):
+    for buffer, kind in ((packed.codes, "codes"), (packed.scales, "scales")):
         stored: Tensor = content.get_tensor(f"{name}.{kind}")  # type: ignore[no-untyped-call]
-        if stored.shape != own.shape or stored.dtype != own.dtype:
+        if stored.shape != buffer.shape or stored.dtype != buffer.dtype:
             raise SafetensorError(f"{name}.{kind} has another shape or dtype")
-        own.copy_(stored)
+        buffer.copy_(stored)
     return packed
