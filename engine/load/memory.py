@@ -1,4 +1,4 @@
-"""Plans the memory of weights, cells and activations before the cache is allocated; refuses a plan that does not fit."""
+"""Plans the memory of weights, cells and activations before the cache is allocated; refuses what does not fit."""
 
 from __future__ import annotations
 
