@@ -167,7 +167,7 @@ class Engine:
         return None if self._embedder is None else self._embedder.info
 
     @property
-    def reader(self) -> EmbeddingTokenizer:
+    def embedding_tokenizer(self) -> EmbeddingTokenizer:
         """The tokenizer of the embedding model, which must exist. For worker threads: its methods block."""
         assert self._embedder is not None, "callers check `embedding` first"
         return self._embedder.tokenizer
@@ -195,7 +195,7 @@ class Engine:
 
     @asynccontextmanager
     async def embed(self, job: EmbeddingJob) -> AsyncIterator[RequestStream]:
-        """Run texts, tokenized by `reader`, through the embedding model; otherwise like `open`."""
+        """Run texts, tokenized by `embedding_tokenizer`, through the embedding model; otherwise like `open`."""
         self._check_accepting(job.id)
         slots = self._require_model().info.slots
         if self._embedder is None or not job.inputs:

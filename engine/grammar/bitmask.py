@@ -31,8 +31,8 @@ def unpack(bits: bytes, size: int) -> NDArray[np.bool_]:
 
 def count(bits: bytes, size: int) -> int:
     """The number of set bits among the first `size`."""
-    whole, rest = divmod(size, 8)
-    tail = bits[whole] & (1 << rest) - 1 if rest else 0
+    whole, remainder = divmod(size, 8)
+    tail = bits[whole] & (1 << remainder) - 1 if remainder else 0
     return int(np.bitwise_count(np.frombuffer(bits, np.uint8, whole)).sum()) + tail.bit_count()
 
 

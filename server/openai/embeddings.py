@@ -106,16 +106,16 @@ def _check_dimensions(size: int, requested: int) -> None:
 
 def _readers(service: Service, inputs: Inputs, options: EmbeddingOptions) -> list[tuple[str, InputReader]]:
     """Tokenization of the inputs for the embedding model, for a worker thread."""
-    reader = service.engine.reader
-    prompt = reader.prompt(options.purpose)
-    max_tokens = {0: None, -1: reader.max_length}.get(options.max_tokens, options.max_tokens)
+    tokenizer = service.engine.embedding_tokenizer
+    prompt = tokenizer.prompt(options.purpose)
+    max_tokens = {0: None, -1: tokenizer.max_length}.get(options.max_tokens, options.max_tokens)
 
     def read(text: str | list[int]) -> EmbeddingInput:
         if isinstance(text, str):
-            return reader.encode(text, prompt=prompt, max_tokens=max_tokens)
+            return tokenizer.encode(text, prompt=prompt, max_tokens=max_tokens)
         if prompt and options.purpose is not None:
             raise InvalidRequest("input_type", "its prompt can be prepended to text only, not to tokens")
-        return reader.truncate(text, max_tokens=max_tokens)
+        return tokenizer.truncate(text, max_tokens=max_tokens)
 
     return [(_field(inputs, at), functools.partial(read, text)) for at, text in enumerate(inputs)]
 

@@ -35,11 +35,11 @@ async def compare(
         message = "This server does not support 'instruction' with an embedding model: it takes none."
         raise ApiError(UNSUPPORTED_PARAMETER, message, param="instruction")
     sides = ("query", "documents") if isinstance(body, RerankRequest) else ("text_1", "text_2")
-    reader = service.engine.reader
-    max_tokens = reader.max_length if body.truncate_prompt_tokens == -1 else body.truncate_prompt_tokens
+    tokenizer = service.engine.embedding_tokenizer
+    max_tokens = tokenizer.max_length if body.truncate_prompt_tokens == -1 else body.truncate_prompt_tokens
     if service.reranker is None:
         return await _similarities(service, pairs, sides, max_tokens, id=id, endpoint=endpoint)
-    readers = [(sides[1], functools.partial(reader.encode_pair, *pair, max_tokens=max_tokens)) for pair in pairs]
+    readers = [(sides[1], functools.partial(tokenizer.encode_pair, *pair, max_tokens=max_tokens)) for pair in pairs]
     result = await run_embedding_job(service, readers, id, endpoint)
     return [struct.unpack("<f", score)[0] for score in result.vectors], result.tokens
 
@@ -51,9 +51,8 @@ async def _similarities(
     queries, documents = (list(dict.fromkeys(side)) for side in zip(*pairs, strict=True))
     readers: list[tuple[str, InputReader]] = []
     for side, purpose, texts in zip(sides, ("query", "document"), (queries, documents), strict=True):
-        read = functools.partial(
-            service.engine.reader.encode, prompt=service.engine.reader.prompt(purpose), max_tokens=max_tokens
-        )
+        tokenizer = service.engine.embedding_tokenizer
+        read = functools.partial(tokenizer.encode, prompt=tokenizer.prompt(purpose), max_tokens=max_tokens)
         readers += [(side, functools.partial(read, text)) for text in texts]
     result = await run_embedding_job(service, readers, id, endpoint)
     assert service.embedder is not None, "an embedding model is a reranker or returns embeddings"

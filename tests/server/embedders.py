@@ -10,7 +10,7 @@ from engine.types.events import Embedded, Event, Finished, Started, Timings, Usa
 from engine.types.request import EmbeddingInput, EmbeddingJob
 
 
-class FakeReader:
+class FakeEmbeddingTokenizer:
     """What an embedding model reads: a byte is a token, between a first and a last one. Queries have a prompt."""
 
     max_length, vocabulary = 16, 256

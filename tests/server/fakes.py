@@ -22,7 +22,7 @@ from engine.types.request import EmbeddingJob, Grammar, RenderedPrompt, Request
 from engine.types.status import DraftingInfo, EmbeddingModelInfo, MemoryPlan, ModelInfo, Stats
 from server.lifecycle import Lifecycle, listen
 from server.settings import ClientLimits, Settings
-from tests.server.embedders import FakeReader, count_letters
+from tests.server.embedders import FakeEmbeddingTokenizer, count_letters
 
 INFO = ModelInfo(
     fingerprint="0123456789abcdef",
@@ -193,7 +193,7 @@ class FakeEngine:
     memory: MemoryPlan = MEMORY
     drafting: DraftingInfo = DraftingInfo()
     embedding: EmbeddingModelInfo | None = None
-    reader: FakeReader = field(default_factory=FakeReader)
+    embedding_tokenizer: FakeEmbeddingTokenizer = field(default_factory=FakeEmbeddingTokenizer)
     jobs: list[EmbeddingJob] = field(default_factory=list)
     cut: set[asyncio.Event] = field(default_factory=set)
 

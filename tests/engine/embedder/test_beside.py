@@ -78,7 +78,7 @@ def test_generation_and_embedding_share_the_thread_unchanged(
     """Many jobs and many answers at once: greedy text is that of generate, vectors those of transformers."""
 
     async def story(engine: Engine) -> None:
-        inputs = tuple(engine.reader.encode(text) for text in TEXTS)
+        inputs = tuple(engine.embedding_tokenizer.encode(text) for text in TEXTS)
         prompts = [(5, 6, 7), (5, 6, 7, 8), (9,), (1, 2, 3)]
         texts, embedded = await asyncio.gather(
             asyncio.gather(
