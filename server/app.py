@@ -19,18 +19,13 @@ from server.metrics import Metrics
 from server.routes import (
     anthropic,
     capabilities,
-    chat,
     completions,
-    decisions,
-    embeddings,
-    health,
-    metrics,
     models,
+    monitoring,
     ollama,
     openapi,
-    rerank,
     responses,
-    score,
+    scoring,
     tokens,
 )
 from server.service import Service
@@ -68,21 +63,7 @@ def create_app(engine: Engine, settings: Settings) -> FastAPI:
     app.state.large_bodies = large_body_limiter()
     service = Service(engine, settings, Metrics(engine))
     app.router.route_class = LenientRoute if settings.lenient else StrictRoute
-    for routes in (
-        capabilities,
-        chat,
-        completions,
-        embeddings,
-        rerank,
-        score,
-        decisions,
-        tokens,
-        models,
-        anthropic,
-        ollama,
-        health,
-        metrics,
-    ):
+    for routes in (capabilities, completions, scoring, tokens, models, anthropic, ollama, monitoring):
         routes.add(app, service)
     closing.push_async_callback(responses.add(app, service).close)
     openapi.install(app)

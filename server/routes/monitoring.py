@@ -1,8 +1,9 @@
-"""GET /health: whether the process works. GET /ready: whether it accepts requests. Both need no key."""
+"""GET /health, /ready and /metrics. The first two need no key."""
 
 from __future__ import annotations
 
 from fastapi import FastAPI
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import Response
 
 from server.http.encoding import JsonResponse
@@ -30,3 +31,10 @@ def add(app: FastAPI, service: Service) -> None:
         """200 while requests are accepted, or 503 with the reason."""
         service.check_ready()
         return JsonResponse({"status": "ready"})
+
+    text = {"text/plain": {"schema": {"type": "string"}}}
+
+    @app.get("/metrics", responses={**ERROR_RESPONSES, 200: {"content": text}}, response_class=Response)
+    async def metrics() -> Response:
+        """All metrics of this server."""
+        return Response(service.metrics.render(), media_type=CONTENT_TYPE_LATEST)
