@@ -26,7 +26,7 @@ TALK = [
 ]
 
 
-def says(*texts: str, context: int = 4096) -> FakeEngine:
+def generating(*texts: str, context: int = 4096) -> FakeEngine:
     """An engine that generates these texts, one for each request."""
     left = iter(texts)
 
@@ -48,7 +48,7 @@ def talk(engine: FakeEngine) -> list[tuple[str, str]]:
 
 def test_the_summary_replaces_the_conversation() -> None:
     """System messages stay; the other items become the request for the summary and its answer."""
-    engine = says("<think>\nhm\n</think>\n\nThe word: slate.", "slate")
+    engine = generating("<think>\nhm\n</think>\n\nThe word: slate.", "slate")
     app = create_app(engine, settings())  # type: ignore[arg-type]
 
     answer = post(app, "/compact", model="fake", input=TALK, prompt_cache_key="x").json
@@ -73,7 +73,7 @@ def test_the_summary_replaces_the_conversation() -> None:
 
 def test_the_summary_is_greedy_and_limited() -> None:
     """A quarter of the context at most, at temperature 0."""
-    engine = says("short")
+    engine = generating("short")
     post(create_app(engine, settings()), "/compact", model="fake", input="hi")  # type: ignore[arg-type]
 
     [request] = engine.requests
@@ -82,7 +82,7 @@ def test_the_summary_is_greedy_and_limited() -> None:
 
 def test_a_stored_conversation_is_compacted_by_its_id() -> None:
     """With its history; nothing of the compaction is stored."""
-    engine = says("four", "two and two are four", "yes")
+    engine = generating("four", "two and two are four", "yes")
     app = create_app(engine, settings())  # type: ignore[arg-type]
     kept = post(app, input="2 + 2?").json["id"]
 
@@ -112,7 +112,7 @@ def test_a_stored_conversation_is_compacted_by_its_id() -> None:
 )
 def test_compaction_errors_name_the_field(body: dict[str, Any], param: str) -> None:
     """An error of the usual shape, before anything runs."""
-    engine = says()
+    engine = generating()
     answer = post(create_app(engine, settings()), "/compact", **body)  # type: ignore[arg-type]
 
     assert (True, param) == (answer.status in (400, 404), answer.json["error"]["param"])
@@ -121,14 +121,14 @@ def test_compaction_errors_name_the_field(body: dict[str, Any], param: str) -> N
 
 def test_an_empty_summary_is_an_error() -> None:
     """A conversation is never replaced by nothing."""
-    answer = post(create_app(says(" \n"), settings()), "/compact", model="fake", input="hi")  # type: ignore[arg-type]
+    answer = post(create_app(generating(" \n"), settings()), "/compact", model="fake", input="hi")  # type: ignore[arg-type]
 
     assert (500, "generation_failed") == (answer.status, answer.json["error"]["code"])
 
 
 def test_outputs_answer_calls_of_their_conversation() -> None:
     """As at OpenAI: after an earlier response, an output without its tool call is rejected."""
-    app = create_app(says("a", "b"), settings())  # type: ignore[arg-type]
+    app = create_app(generating("a", "b"), settings())  # type: ignore[arg-type]
     kept = post(app, input="hi").json["id"]
     output = {"type": "function_call_output", "call_id": "call_1", "output": "3"}
 

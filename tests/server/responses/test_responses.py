@@ -43,7 +43,7 @@ TOOL = {"type": "function", "name": "add", "parameters": {"type": "object", "pro
 BACKGROUND = {"input": "hi", "background": True}
 
 
-def says(*texts: str) -> FakeEngine:
+def generating(*texts: str) -> FakeEngine:
     """An engine that generates these texts letter by letter, one for each request."""
     left = iter(texts)
 
@@ -90,7 +90,7 @@ def rendered(engine: FakeEngine) -> list[Any]:
 
 def test_an_answer_has_the_shape_of_openais() -> None:
     """Every field: text, usage and the request's settings."""
-    body = post(make(says("Hello")), input="hi", metadata={"a": "b"}, top_p=0.5, model="fake").json
+    body = post(make(generating("Hello")), input="hi", metadata={"a": "b"}, top_p=0.5, model="fake").json
 
     response = Response.model_validate(body)
     assert ("completed", "Hello", "fake") == (response.status, response.output_text, response.model)
@@ -104,7 +104,7 @@ def test_an_answer_has_the_shape_of_openais() -> None:
 
 def test_a_stream_ends_in_the_answer_in_one_piece() -> None:
     """Sequence numbers from 0, no [DONE], and the same text."""
-    answer = post(make(says("Hello")), input="hi", stream=True)
+    answer = post(make(generating("Hello")), input="hi", stream=True)
 
     told = events(answer)
     assert "text/event-stream; charset=utf-8" == answer.headers["content-type"]
@@ -117,7 +117,7 @@ def test_a_stream_ends_in_the_answer_in_one_piece() -> None:
 
 def test_responses_match_the_published_types() -> None:
     """Responses, events, pages and counts validate against /openapi.json without extra fields."""
-    app = make(says(f"<think>\nhm\n</think>\n\nyes{CALL}", "a"))
+    app = make(generating(f"<think>\nhm\n</think>\n\nyes{CALL}", "a"))
     asked = {"input": "q", "tools": [TOOL], "include": ["reasoning.encrypted_content"], "metadata": {"a": "b"}}
     streamed = events(post(app, **asked, stream=True))
     id = streamed[0]["response"]["id"]
@@ -135,7 +135,7 @@ def test_responses_match_the_published_types() -> None:
 
 def test_input_items_become_a_conversation() -> None:
     """Instructions first; consecutive reasoning, text and tool calls are one message."""
-    engine = says("ok")
+    engine = generating("ok")
     items = [
         {"role": "user", "content": [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]},
         {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
@@ -162,7 +162,7 @@ def test_input_items_become_a_conversation() -> None:
 
 def test_a_conversation_continues_a_response() -> None:
     """With its reasoning, its tool call and the output; instructions are not inherited."""
-    engine = says(f"<think>\nhm\n</think>\n\n{CALL}", "two")
+    engine = generating(f"<think>\nhm\n</think>\n\n{CALL}", "two")
     app = make(engine)
     first = post(app, input="1+1", instructions="be", tools=[TOOL]).json
     called = first["output"][-1]
@@ -183,7 +183,7 @@ def test_a_conversation_continues_a_response() -> None:
 
 def test_stateless_clients_send_encrypted_reasoning_back() -> None:
     """Reasoning is decoded from `encrypted_content`."""
-    engine = says("<think>\nhm\n</think>\n\nyes", "ok")
+    engine = generating("<think>\nhm\n</think>\n\nyes", "ok")
     app = make(engine)
     include = ["reasoning.encrypted_content"]
     item = post(app, input="q", store=False, include=include).json["output"][0]
@@ -196,7 +196,7 @@ def test_stateless_clients_send_encrypted_reasoning_back() -> None:
 
 def test_items_can_be_referenced_by_id() -> None:
     """A stored item needs only its id; an unknown id is rejected."""
-    engine = says("yes", "ok")
+    engine = generating("yes", "ok")
     app = make(engine)
     first = post(app, input="q").json
     reference = {"type": "item_reference", "id": first["output"][0]["id"]}
@@ -211,7 +211,7 @@ def test_items_can_be_referenced_by_id() -> None:
 
 def test_settings_reach_the_engine_request() -> None:
     """As in chats, under the names of this API."""
-    engine = says("{}")
+    engine = generating("{}")
     text = {"format": {"type": "json_schema", "name": "n", "schema": {"type": "object"}, "strict": True}}
     answer = post(
         make(engine),
@@ -278,7 +278,7 @@ def test_errors_name_the_unsupported_field(body: dict[str, Any], code: str, para
     """By the field names of this API, with an error status for streams too."""
     if stream and "stream_options" in body:
         return
-    answer = post(make(says("x")), **body, stream=stream)
+    answer = post(make(generating("x")), **body, stream=stream)
 
     error = answer.json["error"]
     assert (code, param) == (error["code"], error["param"])
@@ -304,7 +304,7 @@ def test_chat_errors_have_the_field_names_of_responses(chat: str, response: str)
 
 def test_a_response_is_read_streamed_and_deleted() -> None:
     """The stored response equals the first one; its events can be streamed from any number on."""
-    app = make(says("Hello"))
+    app = make(generating("Hello"))
     streamed = events(post(app, input="hi", stream=True))
     id = streamed[0]["response"]["id"]
 
@@ -322,9 +322,9 @@ def test_a_response_is_read_streamed_and_deleted() -> None:
 def test_a_response_outlives_its_server(tmp_path: Path) -> None:
     """Another server with the same file reads it, continues it and streams its events."""
     store = str(tmp_path / "responses.sqlite")
-    streamed = events(post(make(says("Hello"), store=store), input="hi", stream=True))
+    streamed = events(post(make(generating("Hello"), store=store), input="hi", stream=True))
     first = streamed[-1]["response"]
-    engine = says("ok")
+    engine = generating("ok")
     app = make(engine, store=store)
 
     assert first == get(app, first["id"]).json
@@ -335,7 +335,7 @@ def test_a_response_outlives_its_server(tmp_path: Path) -> None:
 
 def test_a_response_belongs_to_its_key() -> None:
     """With another key it cannot be read, streamed, continued, referenced or deleted."""
-    app = make(says("a", "b", "c"), keys=("one", "two"))
+    app = make(generating("a", "b", "c"), keys=("one", "two"))
 
     def sent(key: str, method: str, path: str = "", **body: Any) -> Answer:
         path, _, query = path.partition("?")
@@ -364,7 +364,7 @@ def test_a_response_belongs_to_its_key() -> None:
 def test_a_broken_store_does_not_fail_the_response(tmp_path: Path) -> None:
     """A response is complete without the store; requests that need the store are errors and compute nothing."""
     place = tmp_path / "responses.sqlite"
-    engine = says("a", "b", "c")
+    engine = generating("a", "b", "c")
     app = make(engine, store=str(place))
     assert 200 == post(app, input="hi").status
     with closing(sqlite3.connect(place)) as other:
@@ -379,7 +379,7 @@ def test_a_broken_store_does_not_fail_the_response(tmp_path: Path) -> None:
 
 def test_store_false_stores_nothing() -> None:
     """It can be neither read nor continued."""
-    app = make(says("a"))
+    app = make(generating("a"))
     id = post(app, input="hi", store=False).json["id"]
 
     assert 404 == get(app, id).status
@@ -388,7 +388,7 @@ def test_store_false_stores_nothing() -> None:
 
 def test_a_server_without_a_store_answers() -> None:
     """Requests that need a store are errors."""
-    app = make(says("a", "b"), store="none")
+    app = make(generating("a", "b"), store="none")
     answer = post(app, input="hi").json
 
     assert answer["store"] is False
@@ -404,7 +404,7 @@ def test_a_server_without_a_store_answers() -> None:
 
 def test_input_items_come_in_pages() -> None:
     """In either order, after any item."""
-    app = make(says("a"))
+    app = make(generating("a"))
     id = post(app, input=[{"role": "user", "content": text} for text in "vwxyz"]).json["id"]
 
     def texts(query: str) -> tuple[str, bool]:
@@ -450,7 +450,7 @@ def test_cache_diagnostics_compare_with_an_earlier_response() -> None:
 
 def test_tokens_are_counted() -> None:
     """As many as in the prompt of the same request, history included."""
-    app = make(says("abc"))
+    app = make(generating("abc"))
     first = post(app, input="hi").json
 
     assert {"object": "response.input_tokens", "input_tokens": 3} == post(app, "/input_tokens", input="hi").json
@@ -460,7 +460,7 @@ def test_tokens_are_counted() -> None:
 
 def test_truncation_auto_drops_the_oldest_turns() -> None:
     """Instructions stay. A message above the context is still an error."""
-    engine = says("ok")
+    engine = generating("ok")
     app = make(engine)
     items = [{"role": role, "content": f"{role[0]}{at}" * 3} for at in range(9) for role in ("user", "assistant")]
     items.append({"role": "user", "content": "now"})
@@ -577,7 +577,7 @@ def test_a_background_response_can_be_cancelled() -> None:
 
 def test_a_response_in_the_foreground_cannot_be_cancelled() -> None:
     """A disconnect cancels it."""
-    app = make(says("a"))
+    app = make(generating("a"))
     id = post(app, input="x").json["id"]
 
     assert 400 == post(app, f"/{id}/cancel").status

@@ -43,10 +43,10 @@ def create(socket: ClientConnection, **body: Any) -> None:
 def turn(socket: ClientConnection, **body: Any) -> list[Any]:
     """All events of one response."""
     create(socket, **body)
-    return heard(socket)
+    return terminal_events(socket)
 
 
-def heard(socket: ClientConnection) -> list[Any]:
+def terminal_events(socket: ClientConnection) -> list[Any]:
     """The events up to a terminal event."""
     events: list[Any] = []
     while not events or events[-1]["type"] not in TERMINAL:
@@ -157,7 +157,7 @@ def test_a_failed_generation_ends_its_conversation() -> None:
     with serve_in_thread(FakeEngine(script)) as port, connected(port) as socket:
         first = turn(socket, input="one")[-1]["response"]["id"]
         broken = turn(socket, input="two", previous_response_id=first)
-        assert "response.failed" == heard(socket)[-1]["type"]
+        assert "response.failed" == terminal_events(socket)[-1]["type"]
         assert "previous_response_not_found" == refusal(socket, input="x", previous_response_id=first)[1]
         assert "response.completed" == turn(socket, input="three")[-1]["type"]
 
@@ -196,7 +196,7 @@ def test_requests_of_a_connection_are_sequential() -> None:
         assert gate.reached.wait(PATIENCE_SECONDS)
         assert "response.completed" == turn(other, input="quick")[-1]["type"]
         gate.open()
-        first, second = heard(socket), heard(socket)
+        first, second = terminal_events(socket), terminal_events(socket)
 
     assert 1 == len({event["response"]["id"] for event in first if "response" in event})
     assert ["response.completed"] * 2 == [first[-1]["type"], second[-1]["type"]]
@@ -265,7 +265,7 @@ def test_an_invalid_message_gets_an_error_event(
     """An error event with status, code and field."""
     with connected(served[1]) as socket:
         socket.send(text)
-        [event] = heard(socket)
+        [event] = terminal_events(socket)
 
         assert ("error", code, param) == (event["type"], event["error"]["code"], event["error"]["param"])
         assert event["status"] in (400, 404)
@@ -304,7 +304,7 @@ def test_a_connection_has_a_time_limit(served: tuple[FakeEngine, int], monkeypat
     """The last event tells clients to reconnect."""
     monkeypatch.setattr(websocket, "SESSION_SECONDS", 0.05)
     with connected(served[1]) as socket:
-        [event] = heard(socket)
+        [event] = terminal_events(socket)
         with pytest.raises(ConnectionClosed):
             socket.recv(PATIENCE_SECONDS)
 

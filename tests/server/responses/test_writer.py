@@ -79,14 +79,14 @@ def writer(**changes: Any) -> ResponseWriter:
     return ResponseWriter(body, encrypted=sealed)
 
 
-def told(events: Iterable[Any]) -> list[Any]:
+def round_trip(events: Iterable[Any]) -> list[Any]:
     """The events after a JSON round trip."""
     return [json.loads(json.dumps(event)) for event in events]
 
 
-def tell(pieces: Sequence[AnswerDelta], writer: ResponseWriter, status: Any = "completed") -> list[Any]:
+def response_events(pieces: Sequence[AnswerDelta], writer: ResponseWriter, status: Any = "completed") -> list[Any]:
     """The events of a whole response."""
-    return told([*writer.created(), *writer.in_progress(), *writer.add(pieces), *writer.finish(status, USAGE)])
+    return round_trip([*writer.created(), *writer.in_progress(), *writer.add(pieces), *writer.finish(status, USAGE)])
 
 
 def accumulate(events: Sequence[Any]) -> Any:
@@ -99,7 +99,7 @@ def accumulate(events: Sequence[Any]) -> Any:
 
 def test_the_complete_sequence_of_every_item() -> None:
     """Reasoning, text and calls: added, deltas, done; between the events of the response."""
-    events = tell([*THINKING, *ENDING], writer())
+    events = response_events([*THINKING, *ENDING], writer())
 
     kinds = [event["type"].removeprefix("response.") for event in events]
     text = ["content_part.added", "output_text.delta", "output_text.delta", "output_text.done", "content_part.done"]
@@ -130,7 +130,7 @@ def test_the_complete_sequence_of_every_item() -> None:
 
 def test_the_accumulator_of_openai_gets_the_same_response() -> None:
     """The sum of the deltas equals the last event."""
-    events = tell([*THINKING, *ENDING], writer())
+    events = response_events([*THINKING, *ENDING], writer())
 
     response = accumulate(events)
     assert "Hello" == response.output_text
@@ -152,10 +152,10 @@ def test_the_accumulator_of_openai_gets_the_same_response() -> None:
     st.sampled_from(["completed", "incomplete"]),
     st.booleans(),
 )
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 def test_any_pieces_make_a_valid_stream(pieces: list[AnswerDelta], status: str, sealed: bool) -> None:
     """Every event has openai's type, in order, without loss."""
-    events = tell(pieces, writer(sealed=sealed), status)
+    events = response_events(pieces, writer(sealed=sealed), status)
 
     for event in events:
         EVENT.validate_python(event)
@@ -170,7 +170,7 @@ def test_any_pieces_make_a_valid_stream(pieces: list[AnswerDelta], status: str, 
 
 def test_a_truncated_answer_has_an_incomplete_item() -> None:
     """Earlier items are complete."""
-    events = tell(THINKING, writer(), "incomplete")
+    events = response_events(THINKING, writer(), "incomplete")
 
     last = events[-1]
     assert "response.incomplete" == last["type"]
@@ -180,7 +180,7 @@ def test_a_truncated_answer_has_an_incomplete_item() -> None:
 
 
 def test_no_text_is_an_empty_message() -> None:
-    response = accumulate(tell([], writer()))
+    response = accumulate(response_events([], writer()))
 
     assert "" == response.output_text
     assert ["message"] == [item.type for item in response.output]
@@ -189,9 +189,9 @@ def test_no_text_is_an_empty_message() -> None:
 def test_an_error_is_two_events_and_ends_the_stream() -> None:
     """An error event, flat and nested, and the failed response."""
     one = writer()
-    events = told([*one.created(), *one.in_progress(), *one.add([TextDelta("Hel")])])
+    events = round_trip([*one.created(), *one.in_progress(), *one.add([TextDelta("Hel")])])
     error = {"message": "broken", "type": "server_error", "param": None, "code": "generation_failed"}
-    events += told(one.fail(error))
+    events += round_trip(one.fail(error))
 
     *_, fault, last = events
     assert {"type": "error", "code": "generation_failed", "message": "broken", "param": None, "error": error} == {
@@ -208,7 +208,7 @@ def test_an_error_is_two_events_and_ends_the_stream() -> None:
 def test_a_background_response_is_queued_first() -> None:
     """Created and queued, then in progress; cancelled, it ends as incomplete with that status."""
     one = writer(status="queued", background=True)
-    events = told([*one.created(), *one.in_progress(), *one.add([TextDelta("a")]), *one.cancel()])
+    events = round_trip([*one.created(), *one.in_progress(), *one.add([TextDelta("a")]), *one.cancel()])
 
     assert ["created", "queued", "in_progress"] == [event["type"].split(".")[1] for event in events[:3]]
     assert ["queued", "queued", "in_progress"] == [event["response"]["status"] for event in events[:3]]
@@ -219,7 +219,7 @@ def test_a_background_response_is_queued_first() -> None:
 def test_the_response_can_be_read_during_the_generation() -> None:
     """With the text so far."""
     one = writer()
-    told([*one.created(), *one.in_progress(), *one.add([ReasoningDelta("Hm"), TextDelta("Hel")])])
+    round_trip([*one.created(), *one.in_progress(), *one.add([ReasoningDelta("Hm"), TextDelta("Hel")])])
 
     output: Any = one.response["output"]
     assert [("completed", "Hm"), ("in_progress", "Hel")] == [
@@ -230,7 +230,7 @@ def test_the_response_can_be_read_during_the_generation() -> None:
 @pytest.mark.parametrize("sealed", [True, False])
 def test_encrypted_reasoning_is_optional(sealed: bool) -> None:
     """It equals the plain reasoning."""
-    item = tell([ReasoningDelta("I see.")], writer(sealed=sealed))[-1]["response"]["output"][0]
+    item = response_events([ReasoningDelta("I see.")], writer(sealed=sealed))[-1]["response"]["output"][0]
 
     assert sealed == ("encrypted_content" in item)
     assert not sealed or "I see." == decode_content(item["encrypted_content"])
@@ -241,7 +241,7 @@ def test_logprobs_go_with_the_text() -> None:
     entry: Any = {"token": "Hel", "logprob": -0.5, "bytes": [72], "top_logprobs": []}
     one = writer()
     spoken = [*one.add([ReasoningDelta("Hm")], [{**entry, "token": "Hm"}]), *one.add([TextDelta("Hel")], [entry])]
-    events = told([*one.created(), *one.in_progress(), *spoken, *one.finish("completed", USAGE)])
+    events = round_trip([*one.created(), *one.in_progress(), *spoken, *one.finish("completed", USAGE)])
 
     deltas = [event for event in events if event["type"] == "response.output_text.delta"]
     assert [[entry]] == [event["logprobs"] for event in deltas]
@@ -252,11 +252,13 @@ def test_logprobs_are_held_back_with_their_text() -> None:
     """The next token decides whether held-back text is shown."""
     first, second = ({"token": token, "logprob": -0.5, "bytes": [60], "top_logprobs": []} for token in "<b")
     one = writer()
-    events = told([*one.created(), *one.in_progress(), *one.add([], [first]), *one.add([TextDelta("<b")], [second])])  # type: ignore[list-item]
+    events = round_trip(
+        [*one.created(), *one.in_progress(), *one.add([], [first]), *one.add([TextDelta("<b")], [second])]
+    )  # type: ignore[list-item]
 
     assert [first, second] == events[-1]["logprobs"]
 
 
 def test_the_first_event_is_a_response_of_openais_type() -> None:
     """Validated strictly, with every required field."""
-    assert Response.model_validate(told(writer().created())[0]["response"])
+    assert Response.model_validate(round_trip(writer().created())[0]["response"])

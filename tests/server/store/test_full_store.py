@@ -53,7 +53,7 @@ def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Disk:
     return Disk(tmp_path / "responses.sqlite", monkeypatch)
 
 
-def speaking(text: str, gate: Gate | None = None) -> FakeEngine:
+def generating(text: str, gate: Gate | None = None) -> FakeEngine:
     """An engine that generates a text behind a gate."""
 
     def script(request: Request) -> Iterator[Event | Gate]:
@@ -82,7 +82,7 @@ def test_a_response_that_is_not_stored_has_a_warning(disk: Disk) -> None:
     """It is complete, with a warning and `store: false`; with free space again responses are stored."""
 
     async def story() -> tuple[Any, ...]:
-        app = app_on(disk, speaking(LONG))
+        app = app_on(disk, generating(LONG))
         first = await post(app)
         disk.fill()
         full = await post(app)
@@ -108,7 +108,7 @@ def test_a_stream_that_is_not_stored_ends_with_a_warning(disk: Disk) -> None:
     """The last event keeps its number and has the warning."""
 
     async def story() -> tuple[list[Any], list[Any]]:
-        app = app_on(disk, speaking(LONG))
+        app = app_on(disk, generating(LONG))
         before = events(await post(app, stream=True))
         disk.fill()
         return before, events(await post(app, stream=True))
@@ -130,7 +130,7 @@ def test_a_background_response_needs_a_working_store(disk: Disk) -> None:
     """It could not be read later: 503 before the generation starts."""
 
     async def story() -> tuple[Answer, set[str]]:
-        engine = speaking("hi")
+        engine = generating("hi")
         app = app_on(disk, engine)
         await post(app)
         disk.lock()
@@ -149,7 +149,7 @@ def test_a_background_response_not_stored_has_failed(disk: Disk) -> None:
 
     async def story() -> Any:
         gate = Gate()
-        app = app_on(disk, speaking(LONG, gate))
+        app = app_on(disk, generating(LONG, gate))
         id = (await post(app, background=True)).json["id"]
         await asyncio.to_thread(gate.reached.wait, 20)
         disk.fill()
@@ -170,7 +170,7 @@ def test_a_full_disk_can_still_be_read(disk: Disk) -> None:
     """Without the update of the time of last use, responses and conversations are still read."""
 
     async def story() -> tuple[Any, Any, Answer]:
-        app = app_on(disk, speaking("hi"))
+        app = app_on(disk, generating("hi"))
         first = (await post(app)).json
         disk.lock()
         read = (await get(app, first["id"])).json
