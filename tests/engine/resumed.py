@@ -1,4 +1,4 @@
-"""One conversation of 300 tokens with a tiny model of each kind of memory, and what it hears undisturbed."""
+"""One conversation of 300 tokens with a tiny model of each kind of memory, and its logits in one forward."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from tests.engine.models import load_model
 from tests.kvcache.reference import oldest
 
 LENGTH = 300
-# Rows behind the place of a resume that are compared, too.
-BEYOND = 3
-# Where messages end.
-MARKS = (60, 150, 231)
+# Tokens after the position of a resume that are compared.
+COMPARED_AFTER = 3
+# Ends of messages.
+MESSAGE_ENDS = (60, 150, 231)
 CHUNK = 48
 SLOTS = 3
 TOLERANCE = 1e-9
 AMPLE = 4096
 
-# What a kind of memory is called, a family that has it, and what its layers need for that besides tiny.settings.
+# By kind of memory: a family with it, and settings beside tiny.settings.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "full": ("llama", {}),
     "window": ("mistral", {}),
@@ -56,15 +56,15 @@ KINDS = (*FAMILIES, "encoder")
 
 
 class Exact(TorchFunctionMode):
-    """Lets transformers compute in float64 what it computes in float32 whatever the model's type: scans, routers.
+    """Computes in float64 what transformers computes in float32 for every dtype: scans, routers.
 
-    Their rounding depends on how many rows come together, and would hide a mistake of its size.
+    Their rounding depends on the batch and would hide errors of its size.
     """
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call a function of torch with one type for another."""
+        """Replace float32 by float64 in the arguments of a function."""
         function = torch.Tensor.double if function is torch.Tensor.float else function
         named = {name: _exact(value) for name, value in (kwargs or {}).items()}
         return function(*[_exact(value) for value in args], **named)
@@ -75,40 +75,40 @@ def _exact(value: Any) -> Any:
 
 
 def ends() -> list[int]:
-    """Where the forwards end that compute the conversation: after each chunk, and at marks."""
+    """The ends of the forwards that compute the conversation: after each chunk and each message."""
     found, at = [], 0
     while at < LENGTH:
-        at = min(at + CHUNK, LENGTH, *(mark for mark in MARKS if mark > at))
+        at = min(at + CHUNK, LENGTH, *(mark for mark in MESSAGE_ENDS if mark > at))
         found.append(at)
     return found
 
 
 def text(vocabulary: int, seed: int) -> tuple[int, ...]:
-    """A conversation, and some rows more."""
+    """A conversation, and some tokens after it."""
     generator = torch.Generator().manual_seed(seed)
-    return tuple(torch.randint(3, vocabulary, (LENGTH + BEYOND,), generator=generator).tolist())
+    return tuple(torch.randint(3, vocabulary, (LENGTH + COMPARED_AFTER,), generator=generator).tolist())
 
 
 @dataclass(slots=True)
-class Talk:
-    """A model over cells, what is said, and the logits after every token of one forward over all of it."""
+class Conversation:
+    """A model and its cells, the tokens, and the logits after each token in one forward over all of them."""
 
     runner: ModelRunner
     recurrent: bool
     vocabulary: int = tiny.VOCABULARY
-    sight: EncoderMask | None = None
+    encoder_mask: EncoderMask | None = None
     tokens: tuple[int, ...] = field(init=False)
     logits: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        """Hear it undisturbed."""
+        """Compute the expected logits."""
         self.tokens = text(self.vocabulary, 1)
         self.logits = self.feed(self.cache(), 0, len(self.tokens))
 
     @property
-    def reaches(self) -> list[AttentionRange]:
-        """What the layers see."""
-        return [plan.spec.attention_range.limited_to(LENGTH + BEYOND) for plan in self.runner.layers]
+    def attention_ranges(self) -> list[AttentionRange]:
+        """The attention ranges of the layers."""
+        return [plan.spec.attention_range.limited_to(LENGTH + COMPARED_AFTER) for plan in self.runner.layers]
 
     def cache(
         self,
@@ -116,71 +116,72 @@ class Talk:
         cells: int = AMPLE,
         rows: int | None = None,
         states: int | None = None,
-        shelf: OffloadConfig | None = None,
+        offload: OffloadConfig | None = None,
     ) -> Cache:
-        """An empty cache, but for what the shelf holds; it remembers so many recurrent states, None: all."""
+        """An empty cache with an offload tier and a budget of recurrent states, None: unlimited."""
         return Cache(
             [plan.spec for plan in self.runner.layers],
             slots=SLOTS,
-            capacity=LENGTH + BEYOND,
+            capacity=LENGTH + COMPARED_AFTER,
             cells=cells,
             max_batch_tokens=rows,
             state_bytes=self._budget(states) if self.recurrent else None,
-            offload=shelf,
+            offload=offload,
             dtype=torch.float64,
         )
 
     def feed(self, cache: Cache, slot: int, stop: int, tokens: Sequence[int] = ()) -> Tensor:
-        """Compute what a slot lacks of the first `stop` tokens, of the conversation if of no other; every row."""
+        """Compute the missing tokens up to `stop` in a slot, with the logits of each."""
         start, tokens = cache.cached_length(slot), tokens or self.tokens
         span = Span(slot, start, stop - start)
         assert 0 == cache.evict_for([span])
         with Exact(), cache.forward([span]) as forward:
-            return self.runner.run(forward, tokens[start:stop], list(range(stop - start)), [self.sight])
+            return self.runner.run(forward, tokens[start:stop], list(range(stop - start)), [self.encoder_mask])
 
     def play(
-        self, cache: Cache, slot: int = 0, tokens: Sequence[int] = (), *, remember: bool = True, upto: int = LENGTH
+        self, cache: Cache, slot: int = 0, tokens: Sequence[int] = (), *, insert: bool = True, upto: int = LENGTH
     ) -> None:
-        """Compute a conversation as the engine does: chunk by chunk, each remembered, and sealed where messages end."""
+        """Compute a conversation as the engine does: in chunks, which are cached, with checkpoints."""
         tokens = tokens or self.tokens
         for stop in ends():
             if stop <= upto:
                 self.feed(cache, slot, stop, tokens)
-                if remember:
-                    cache.insert_prefix(slot, tokens[:stop], checkpoint=stop in MARKS)
+                if insert:
+                    cache.insert_prefix(slot, tokens[:stop], checkpoint=stop in MESSAGE_ENDS)
 
-    def goes_on(self, cache: Cache, slot: int, position: int) -> bool:
-        """Whether what a slot says, from where it stands to a little past a position, is what was said undisturbed."""
-        start, stop = cache.cached_length(slot), position + BEYOND
+    def matches(self, cache: Cache, slot: int, position: int) -> bool:
+        """Whether the logits from the cached length to a little after `position` equal the expected ones."""
+        start, stop = cache.cached_length(slot), position + COMPARED_AFTER
         return bool((self.feed(cache, slot, stop) - self.logits[start:stop]).abs().max() <= TOLERANCE)
 
     def computed(self, position: int, start: int = 0) -> int:
-        """The deepest place to go on at with all that forwards made, and the cells that rows from `start` on see."""
-        unseen = {reach: set(range(oldest(reach, start))) for reach in self.reaches}
-        return self._deepest(position, {0, *ends()}, unseen)
+        """The largest length to resume at with all computed cells and states."""
+        missing = {reach: set(range(oldest(reach, start))) for reach in self.attention_ranges}
+        return self._deepest(position, {0, *ends()}, missing)
 
     def trimmed(self, position: int, kept: Sequence[int]) -> int:
-        """The deepest place to go on at with what going on at some positions takes, and no more."""
+        """The largest length to resume at after the tree is trimmed to some positions."""
         every = set(range(max(kept)))
-        unseen = {
-            reach: every - {at for stop in kept for at in range(oldest(reach, stop), stop)} for reach in self.reaches
+        missing = {
+            reach: every - {at for stop in kept for at in range(oldest(reach, stop), stop)}
+            for reach in self.attention_ranges
         }
-        return self._deepest(position, {0, *kept}, unseen)
+        return self._deepest(position, {0, *kept}, missing)
 
-    def remembered(self, cache: Cache, position: int) -> int:
-        """The deepest place to go on at with what the tree has in cells."""
+    def resident_length(self, cache: Cache, position: int) -> int:
+        """The largest length to resume at with the cells of the tree."""
         nodes = list(_resident(cache, self.tokens))
-        unseen = {
+        missing = {
             group.spec.attention_range: {
                 node.start + at for node in nodes for at in np.flatnonzero(node.references[own] == HOLE)
             }
             for own, group in enumerate(cache.groups)
         }
         states = {node.start + at for node in nodes for at in node.references[-1].states} if self.recurrent else set()
-        return self._deepest(min(position, nodes[-1].stop if nodes else 0), {0, *states}, unseen)
+        return self._deepest(min(position, nodes[-1].stop if nodes else 0), {0, *states}, missing)
 
     def _budget(self, states: int | None) -> int:
-        """What so many recurrent states take; None: more than all."""
+        """The bytes of a number of recurrent states; None: unlimited."""
         if states is None:
             return 2**40
         cache = self.cache()
@@ -188,16 +189,16 @@ class Talk:
         assert cache.recurrent_states is not None, "only asked of recurrent models"
         return states * cache.recurrent_states.acquire(0, 0, 1).bytes
 
-    def _deepest(self, position: int, states: set[int], unseen: dict[AttentionRange, set[int]]) -> int:
+    def _deepest(self, position: int, states: set[int], missing: dict[AttentionRange, set[int]]) -> int:
         def fits(at: int) -> bool:
-            seen = all(holes.isdisjoint(range(oldest(reach, at), at)) for reach, holes in unseen.items())
+            seen = all(holes.isdisjoint(range(oldest(reach, at), at)) for reach, holes in missing.items())
             return seen and (at in states or not self.recurrent)
 
         return next(at for at in range(position, -1, -1) if fits(at))
 
 
 def _resident(cache: Cache, tokens: Sequence[int]) -> Iterator[Node]:
-    """The nodes of a conversation that the tree has in cells, as far as all their tokens are of it."""
+    """The nodes of a conversation with cells in the prefix cache."""
     node, depth = cache._tree._radix.roots.get(b""), 0
     while node is not None and depth < len(tokens):
         node = node.children.get(tokens[depth])
@@ -207,33 +208,35 @@ def _resident(cache: Cache, tokens: Sequence[int]) -> Iterator[Node]:
         depth = node.stop
 
 
-def build(kind: str, folder: Path) -> Talk:
-    """A conversation with a model of a kind; the folder is for what has to be read from files."""
+def build(kind: str, folder: Path) -> Conversation:
+    """A conversation with a model of a kind; the folder is for files of the model."""
     return _with_encoder(folder) if kind == "encoder" else _decoder(*FAMILIES[kind])
 
 
-def _decoder(family: str, own: dict[str, Any]) -> Talk:
-    # Tiny layers: a second thread would only be waited for.
+def _decoder(family: str, own: dict[str, Any]) -> Conversation:
+    # Tiny layers are slower with a second thread.
     torch.set_num_threads(1)
     torch.manual_seed(0)
     config = AutoConfig.for_model(family, **{**tiny.settings(family), **own})
     model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float64, attn_implementation="eager").eval()
-    # The default, a grouped matrix product, knows no float64.
+    # The default, a grouped matrix product, does not support float64.
     model.set_experts_implementation("eager")
     recurrent = recurrence.install(model)
     hooks.install_latent(model)
     facts = ModelTraits(vocabulary=tiny.VOCABULARY, recurrent=recurrent, dtype=torch.float64)
     with Exact():
-        return Talk(find_runner(family, model, facts), recurrent)
+        return Conversation(find_runner(family, model, facts), recurrent)
 
 
-def _with_encoder(folder: Path) -> Talk:
-    """Bart: its rows look at what an encoder made, and its positions are learned."""
+def _with_encoder(folder: Path) -> Conversation:
+    """Bart: its tokens attend to an encoder entry, and its positions are learned."""
     kind, own, settings = encoders.KINDS["bart"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(encoders.KINDS, "bart", (kind, own, {**settings, "max_position_embeddings": LENGTH + BEYOND}))
-        loaded = load_model(encoders.save_encoder_model("bart", folder), context=LENGTH + BEYOND)
+        patch.setitem(
+            encoders.KINDS, "bart", (kind, own, {**settings, "max_position_embeddings": LENGTH + COMPARED_AFTER})
+        )
+        loaded = load_model(encoders.save_encoder_model("bart", folder), context=LENGTH + COMPARED_AFTER)
     assert loaded.encoder is not None
     media = encoders.media("bart", 1)
-    sight = loaded.encoder.mask(loaded.encoder.encode(media), media, text(loaded.info.vocabulary, 1))
-    return Talk(loaded.runner, False, loaded.info.vocabulary, sight)
+    encoder_mask = loaded.encoder.mask(loaded.encoder.encode(media), media, text(loaded.info.vocabulary, 1))
+    return Conversation(loaded.runner, False, loaded.info.vocabulary, encoder_mask)

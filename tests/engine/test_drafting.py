@@ -1,4 +1,4 @@
-"""The settings of speculation: who drafts, which draft models are refused and why, what strange tokens come to."""
+"""The settings of speculative decoding: selected drafters, refused draft models, and tokens outside of a vocabulary."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def config(folder: Path, draft: Path | None, **changes: Any) -> EngineConfig:
 
 
 def smaller(folder: Path, **changes: Any) -> Path:
-    """A llama of other sizes."""
+    """A llama of another size."""
     save_model("llama", folder)
     settings = AutoConfig.from_pretrained(folder)
     AutoModelForCausalLM.from_config(type(settings)(**{**settings.to_dict(), **changes})).save_pretrained(folder)
@@ -44,7 +44,7 @@ def smaller(folder: Path, **changes: Any) -> Path:
 
 @pytest.mark.parametrize("tokens", [0, 16, None])
 def test_drafts_have_up_to_sixteen_tokens(tokens: int | None) -> None:
-    """0 means that only requests that ask for drafts get some."""
+    """0 disables drafts unless a request sets them."""
     assert tokens == EngineConfig(draft_tokens=tokens).draft_tokens
 
 
@@ -61,8 +61,8 @@ def test_drafts_have_up_to_sixteen_tokens(tokens: int | None) -> None:
         ({"draft_quantize": "int8", "drafter": "lookup"}, "draft_quantize needs a draft model"),
     ],
 )
-def test_settings_that_contradict_each_other_are_refused(settings: dict[str, Any], word: str) -> None:
-    """ValueError says which."""
+def test_contradicting_settings_are_refused(settings: dict[str, Any], word: str) -> None:
+    """ValueError names the setting."""
     with pytest.raises(ValueError, match=word):
         EngineConfig(**settings)
 
@@ -77,10 +77,10 @@ def test_settings_that_contradict_each_other_are_refused(settings: dict[str, Any
         ({"draft": True, "drafter": "model"}, ("model",)),
     ],
 )
-def test_the_settings_say_who_drafts(
+def test_settings_select_the_drafter(
     loaded: Models, folder: Folder, settings: dict[str, Any], kinds: tuple[str, ...]
 ) -> None:
-    """Repetitions cost nothing, so they are drafted from unless somebody says otherwise."""
+    """N-gram lookup is the default."""
     target, small = loaded("llama"), folder("gemma3")
     fields = {key: value for key, value in settings.items() if key != "draft"}
     asked = config(folder("llama"), small if settings.get("draft") else None, slots=2, **fields)
@@ -100,8 +100,8 @@ def test_the_settings_say_who_drafts(
         {"drafter": "model", "draft_model": str(BUNDLED_DRAFT)},
     ],
 )
-def test_the_bundled_pair_drafts_with_every_setting_that_allows_it(settings: dict[str, Any]) -> None:
-    """What is checked of the settings of a server holds for those of its draft model, too."""
+def test_the_bundled_pair_drafts_by_default(settings: dict[str, Any]) -> None:
+    """With each setting that permits it; settings of the model apply to its draft model too."""
     asked = EngineConfig(**{"context": 64, "slots": 1, "kernels": "reference", **settings})
     draft = load_draft(asked, load(asked, lambda phase: None), lambda phase: None)
 
@@ -109,8 +109,8 @@ def test_the_bundled_pair_drafts_with_every_setting_that_allows_it(settings: dic
     assert BUNDLED_DRAFT == Path(draft.info.folder)
 
 
-def test_a_draft_with_another_tokenizer_is_refused_by_a_token(tmp_path: Path, loaded: Models, folder: Folder) -> None:
-    """The first token that means something else is named."""
+def test_a_draft_model_with_another_tokenizer_is_refused(tmp_path: Path, loaded: Models, folder: Folder) -> None:
+    """The error names the first token that differs."""
     small = smaller(tmp_path / "small")
     file = small / "tokenizer.json"
     content = json.loads(Tokenizer.from_file(str(file)).to_str())
@@ -124,10 +124,10 @@ def test_a_draft_with_another_tokenizer_is_refused_by_a_token(tmp_path: Path, lo
         load_draft(config(folder("llama"), small), loaded("llama"), lambda phase: None)
 
 
-def test_a_draft_that_does_not_fit_beside_the_model_is_refused(
+def test_a_draft_model_beyond_memory_is_refused(
     loaded: Models, folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the model's own cache will take is not there for the draft, and the answer says whom it is about."""
+    """The cache of the model is subtracted first, and the error names the draft model."""
     target = loaded("llama")
     promised = target.memory.cache_bytes + target.memory.workspace_bytes
     asked = config(folder("llama"), folder("llama"))
@@ -141,10 +141,8 @@ def test_a_draft_that_does_not_fit_beside_the_model_is_refused(
     assert load_draft(asked, target, lambda phase: None) is not None
 
 
-def test_a_draft_that_is_not_there_or_broken_is_told_in_one_sentence(
-    tmp_path: Path, loaded: Models, folder: Folder
-) -> None:
-    """As for the model itself."""
+def test_a_missing_draft_model_is_reported(tmp_path: Path, loaded: Models, folder: Folder) -> None:
+    """In one line, as for the model itself."""
     with pytest.raises(ModelMissing, match="no such folder"):
         load_draft(config(folder("llama"), tmp_path / "absent"), loaded("llama"), lambda phase: None)
     (tmp_path / "config.json").write_text("{")
@@ -152,8 +150,8 @@ def test_a_draft_that_is_not_there_or_broken_is_told_in_one_sentence(
         load_draft(config(folder("llama"), tmp_path), loaded("llama"), lambda phase: None)
 
 
-def test_a_missing_companion_is_missed_only_where_it_was_asked_for(loaded: Models) -> None:
-    """The folder of this model has no draft beside it."""
+def test_a_missing_bundled_draft_is_an_error_on_request_only(loaded: Models) -> None:
+    """The folder of this model has no draft model beside it."""
     target = loaded("llama")
 
     assert load_draft(EngineConfig(), target, lambda phase: None) is None
@@ -162,10 +160,10 @@ def test_a_missing_companion_is_missed_only_where_it_was_asked_for(loaded: Model
 
 
 @pytest.mark.parametrize("vocabulary", [262, 300])
-def test_tokens_that_only_one_of_them_knows_do_no_harm(
+def test_tokens_outside_the_other_vocabulary_are_ignored(
     tmp_path: Path, loaded: Models, folder: Folder, vocabulary: int
 ) -> None:
-    """Families pad their vocabularies to different sizes; a prompt may hold tokens behind the draft's."""
+    """Families pad their vocabularies to different sizes."""
     small = smaller(tmp_path / "small", vocab_size=vocabulary)
     save_tokenizer(small)
     target, asked = loaded("llama"), config(folder("llama"), small, drafter="model", draft_tokens=4, slots=2)
@@ -181,8 +179,8 @@ def test_tokens_that_only_one_of_them_knows_do_no_harm(
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 5])
-def test_a_request_says_how_many_tokens_to_draft(loaded: Models, folder: Folder, tokens: int) -> None:
-    """Whatever the server would do of its own: here nothing."""
+def test_a_request_sets_its_draft_tokens(loaded: Models, folder: Folder, tokens: int) -> None:
+    """Here the setting of the engine is 0."""
     target, asked = loaded("llama"), config(folder("llama"), folder("llama"), drafter="model", draft_tokens=0, slots=2)
     speculation = make_speculation(asked, target, load_draft(asked, target, lambda phase: None), lambda: 0.0)
     engine = core(target, speculation=speculation)
@@ -199,8 +197,8 @@ def test_a_request_says_how_many_tokens_to_draft(loaded: Models, folder: Folder,
     assert 0 == answers["plain"].end.usage.accepted_tokens  # type: ignore[union-attr]
 
 
-def test_the_engine_tells_who_drafts_and_refuses_others(folder: Folder) -> None:
-    """The phases of the draft are told while it loads; a drafter that is not there is refused by name."""
+def test_unknown_drafters_are_refused(folder: Folder) -> None:
+    """By name; the phases of a load include the draft model."""
     phases: list[str] = []
 
     async def scene() -> None:
@@ -230,8 +228,8 @@ def _request(name: str, drafter: Any) -> Request:
     return ask(name, (5, 6, 7), 4, ignore_eos=True, speculation=SpeculationParams(drafter))
 
 
-def test_what_the_draft_model_read_survives_the_process(folder: Folder, loaded: Models, tmp_path: Path) -> None:
-    """With a shelf, the next process's draft model need not read a text again; both texts are the same."""
+def test_the_draft_model_s_prefixes_survive_a_restart(folder: Folder, loaded: Models, tmp_path: Path) -> None:
+    """In the disk cache; the texts are equal."""
     settings = config(folder("llama"), folder("llama"), drafter="model", draft_tokens=4, disk_cache=str(tmp_path))
     target, prompt = loaded("llama"), tuple(range(60))
     texts, read = [], []
@@ -247,16 +245,16 @@ def test_what_the_draft_model_read_survives_the_process(folder: Folder, loaded: 
         read.append(sum(file.stat().st_size for file in tmp_path.glob("*/*.safetensors")) - before)
 
     assert texts[0] == texts[1]
-    # The second process found all of it: there was nothing new to be written.
+    # The second process found all tokens and wrote none.
     assert read[0] > 0
     assert read[1] == 0
 
 
 @pytest.mark.parametrize(("asked", "quantized"), [({}, "none"), ({"draft_quantize": "int8"}, "int8")])
-def test_a_draft_may_be_quantised_where_the_model_is_not(
+def test_the_draft_model_alone_may_be_quantised(
     loaded: Models, folder: Folder, monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any], quantized: str
 ) -> None:
-    """It is the first to gain, for its mistakes cost no quality."""
+    """Its rounding does not affect the output."""
     seen = []
     target = loaded("llama")
     monkeypatch.setattr("engine.draft.loading.load", lambda settings, *_, **__: seen.append(settings) or target)

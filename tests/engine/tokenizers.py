@@ -1,6 +1,6 @@
-"""One small tokenizer of every kind that decodes differently, and the law for streams of their tokens.
+"""One small tokenizer of every kind of decoder, and the expected text of token streams.
 
-`python -W ignore -m tests.engine.tokenizers 100000` holds so many random streams against it.
+`python -W ignore -m tests.engine.tokenizers 100000` compares as many random streams.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ SPECIAL = ["<s>", "</s>", "<pad>"]
 ADDED = ["<tool>", "<é>"]
 WHOLE = [*"abcdxyzäß世🦙.,!'", *'{}":01', "ab", "世界", "'s", BROKEN]
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
-# Stands for bytes that are no text, which the tokenizers library shows otherwise.
+# A placeholder for invalid bytes, which the tokenizers library decodes differently.
 HIDDEN = "\ue000"
 SIZE = 400
 
 
 @cache
 def letters() -> dict[int, str]:
-    """How byte-level BPE writes bytes: printable ones as themselves, the others from U+0100 on."""
+    """The letters of bytes in byte-level BPE: printable bytes as themselves, others from U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {byte: chr(byte) for byte in printable} | {byte: chr(256 + at) for at, byte in enumerate(others)}
 
 
 def byte_pieces() -> list[str]:
-    """All bytes, and some pieces of more: whole characters, and parts of two neighbours."""
+    """All bytes, and some longer pieces: whole characters, and parts of two neighbours."""
     table = letters()
     longer = ["ab", " a", "世界", "🦙", "é"]
     parts = [b"\xb8\x96", b"\x96a\xe4", b"a\xf0\x9f", b"\x99\xf0\x9f\xa6"]
@@ -50,13 +50,13 @@ def byte_pieces() -> list[str]:
 
 
 def spaced(mark: str, *, behind: bool = False) -> list[str]:
-    """Pieces of which some begin or end with a mark that stands for a space."""
+    """Pieces, some with a mark for a space at the start or the end."""
     marked = [piece + mark if behind else mark + piece for piece in WHOLE]
     return [mark, mark * 2, *WHOLE, *marked] if not behind else [*WHOLE, *marked]
 
 
 class Letters(PreTrainedTokenizer):
-    """A tokenizer in Python that writes bytes as letters and reads them back itself, as those for tiktoken do."""
+    """A Python tokenizer that writes bytes as letters, like those for tiktoken."""
 
     def __init__(self, **settings: Any) -> None:
         self._pieces = [*SPECIAL, *self.own_pieces()]
@@ -86,7 +86,7 @@ class Letters(PreTrainedTokenizer):
         return self._pieces[index]
 
     def convert_tokens_to_string(self, tokens: list[str]) -> str:
-        """The text of pieces, and of special tokens as they are."""
+        """The text of pieces."""
         raw = (
             token.encode() if token in (*SPECIAL, *ADDED) else b"".join(self._table[letter] for letter in token)
             for token in tokens
@@ -95,7 +95,7 @@ class Letters(PreTrainedTokenizer):
 
 
 class Stripped(Letters):
-    """A tokenizer in Python that strips both ends of a text, as transformers' for SentencePiece does."""
+    """A Python tokenizer that strips both ends of a text, like those of transformers for SentencePiece."""
 
     def own_pieces(self) -> list[str]:
         """Tokens without special ones."""
@@ -110,7 +110,7 @@ class Stripped(Letters):
 
 
 class Joined(Stripped):
-    """A tokenizer in Python that joins its tokens with spaces, as transformers does where nothing else is said."""
+    """A Python tokenizer that joins tokens with spaces, the default of transformers."""
 
     def convert_tokens_to_string(self, tokens: list[str]) -> str:
         """The text of pieces."""
@@ -124,7 +124,7 @@ def _sequence(*parts: Any) -> Any:
 _SPACE = decoders.Replace("\u2581", " ")
 _FALLBACK = (decoders.ByteFallback(), decoders.Fuse())
 _LEADING = decoders.Strip(content=" ", left=1, right=0)
-# The library's crashes where it strips the end of a text that is empty by then (tokenizers 0.23); Python's does not.
+# In Python, because the library (tokenizers 0.23) crashes when it strips the end of an empty text.
 _TWICE = decoders.Strip(content=" ", left=2, right=0)
 _PIECES = spaced("\u2581")
 # By kind: the tokens without special ones, and the decoder.
@@ -152,7 +152,7 @@ KINDS = [*FAST, *SLOW]
 
 @cache
 def tokenizer_of(kind: str) -> Any:
-    """A tokenizer of transformers, with tokens that are special and some that are added only."""
+    """A tokenizer of transformers, with special tokens and added tokens."""
     if kind in SLOW:
         slow = SLOW[kind]()
         slow.add_tokens(ADDED[:1])
@@ -168,22 +168,22 @@ def tokenizer_of(kind: str) -> Any:
 
 @cache
 def served(kind: str) -> Tokenizer:
-    """It as the engine has it."""
+    """The engine's tokenizer of a kind."""
     return Tokenizer(tokenizer_of(kind), vocabulary_size=SIZE, context=1000)
 
 
 @cache
 def vocabulary(kind: str) -> dict[str, int]:
-    """Every token by its piece."""
+    """The ids of all pieces."""
     known: dict[str, int] = tokenizer_of(kind).get_vocab()
     return known
 
 
 def whole(kind: str, tokens: Sequence[int], *, special: bool) -> str:
-    """The text of all tokens at once; numbers that are no tokens have none.
+    """The text of all tokens at once; invalid ids have no text.
 
-    The tokenizers library shows all bytes of a run as U+FFFD where one of them belongs to no character. Such runs are
-    read as SentencePiece does: characters are characters, and each other byte is one U+FFFD.
+    The tokenizers library decodes all bytes of an invalid run to U+FFFD. Such runs are decoded as in SentencePiece:
+    valid characters stay, and each other byte becomes one U+FFFD.
     """
     reader = tokenizer_of(kind)
     hidden = set() if special else set(reader.all_special_ids)
@@ -199,7 +199,7 @@ def whole(kind: str, tokens: Sequence[int], *, special: bool) -> str:
 
 
 def _without_broken_runs(pieces: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The pieces with one in place of each run of bytes beyond ASCII that is not valid, and the text of these runs."""
+    """The pieces with a placeholder for each invalid run of bytes beyond ASCII, and the texts of these runs."""
     shown: list[str] = []
     runs: list[str] = []
     for part in re.findall(r"(?:<0x[89A-F].>)+|<.*?>|[^<]+", "\x00".join(pieces).replace(">\x00<0x", "><0x")):
@@ -219,19 +219,19 @@ def _without_broken_runs(pieces: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def expected(kind: str, prompt: Sequence[int], tokens: Sequence[int], *, special: bool) -> str:
-    """The text behind a prompt: that of both, less what the text of the prompt has in common with it."""
+    """The text after a prompt: the text of all tokens without its common prefix with the text of the prompt."""
     before, text = (whole(kind, some, special=special) for some in (prompt, [*prompt, *tokens]))
     return text[len(commonprefix((before, text))) :]
 
 
 def streamed(kind: str, prompt: Sequence[int], tokens: Sequence[int], *, special: bool) -> list[str]:
-    """The same, token by token, and the rest."""
+    """The text token by token, and the flushed end."""
     decoder = served(kind).detokenizer(prompt, special=special)
     return [*map(decoder.push, tokens), decoder.flush()]
 
 
 def random_stream(kind: str, chance: Random) -> tuple[list[int], list[int]]:
-    """A prompt and what follows it: pieces, characters in bytes, broken bytes and special tokens in any order."""
+    """A prompt and tokens after it: pieces, characters in bytes, invalid bytes and special tokens in any order."""
     known = vocabulary(kind)
     numbers = sorted(known.values())
     rare = [known[piece] for piece in (*SPECIAL, *ADDED) if piece in known]
@@ -251,7 +251,7 @@ def random_stream(kind: str, chance: Random) -> tuple[list[int], list[int]]:
 
 
 def faults(kind: str, seed: int) -> list[str]:
-    """What is wrong with one random stream; nothing, as a rule."""
+    """The errors of one random stream; usually none."""
     chance = Random(f"{kind} {seed}")
     special = chance.random() < 0.5
     prompt, tokens = random_stream(kind, chance)
@@ -283,7 +283,7 @@ def _until(kind: str, prompt: Sequence[int], tokens: Sequence[int], stop: str, *
 
 
 def main(count: int) -> None:
-    """Print a table: streams of each kind, and how many differ."""
+    """Print a table: the streams of each kind, and the number of errors."""
     wrong: Counter[str] = Counter()
     for kind in KINDS:
         for seed in range(count // len(KINDS) + 1):
