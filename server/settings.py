@@ -28,8 +28,6 @@ CONTAINER_SECRETS = "/run/secrets"
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 
 _origin = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#*\s]+")
-# EngineConfig's names of the options with another name.
-ENGINE_NAMES = {"shelf": "disk_cache", "shelf_bytes": "disk_cache_bytes", "shelf_memory_bytes": "host_cache_bytes"}
 # Fields that are no options.
 _internal = Parameter(parse=False)
 
@@ -283,7 +281,7 @@ class Settings:
         try:
             self.engine_config()
         except ConfigError as error:
-            raise ValueError(f"{flag_of(error.setting)} {error.reason}") from error
+            raise ValueError(f"--{error.setting.replace('_', '-')} {error.reason}") from error
 
     @property
     def all_keys(self) -> tuple[str, ...]:
@@ -406,11 +404,6 @@ def _option(declared: Field[Any], hint: Any) -> Option:
 def _words(value_type: Any) -> tuple[str, ...]:
     parts = (value_type, *get_args(value_type)) if get_origin(value_type) in (Union, UnionType) else (value_type,)
     return tuple(word for part in parts if get_origin(part) is Literal for word in get_args(part))
-
-
-def flag_of(setting: str) -> str:
-    """The option behind a field of EngineConfig."""
-    return f"--{ENGINE_NAMES.get(setting, setting).replace('_', '-')}"
 
 
 def _model_name(model: str) -> str:
