@@ -348,8 +348,8 @@ def _embedding_line(embedding: EmbeddingModelInfo) -> tuple[str, str]:
 def _url_lines(settings: Settings, url: str) -> Iterator[str]:
     key = " -H 'Authorization: Bearer YOUR_KEY'" if settings.all_keys else ""
     body = f'{{"model": "{settings.model_names[0]}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
-    yield f"  API       {url}/v1    metrics {url}/metrics    types {url}/openapi.json"
-    yield f"  try       curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'"
+    yield f"  API        {url}/v1    metrics {url}/metrics    types {url}/openapi.json"
+    yield f"  try        curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'"
 
 
 def _count(number: int) -> str:
