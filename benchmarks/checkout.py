@@ -1,4 +1,4 @@
-"""Which state of this checkout was measured."""
+"""The commit of this checkout."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def commit() -> str | None:
 
 
 def git(*arguments: str) -> str | None:
-    """Return what git prints, None where it fails or is missing."""
+    """Return the output of git; None if it fails or is missing."""
     try:
         run = subprocess.run(["git", "-C", ROOT, *arguments], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):

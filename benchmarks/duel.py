@@ -1,4 +1,4 @@
-"""The result of two servers measured in turns: pairs, medians, ratios, goals, and how they are shown."""
+"""Figures of two servers that were measured alternately: pairs, medians, ratios, goals, table and plot."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from benchmarks.goals import Goals
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """One figure of one cell, ours and the peer's, pair by pair. `goal` None: nobody set one."""
+class PairedFigure:
+    """One figure of one cell, Cellar's and the peer's values pair by pair, and a goal for the ratio."""
 
     cell: str
     figure: str
@@ -35,46 +35,46 @@ class Row:
 
     @property
     def ratios(self) -> list[float]:
-        """Pair by pair, how many times better ours is: more of a rate, less of a time."""
+        """Of each pair, how many times better Cellar is: a higher rate, a lower time."""
         pairs = zip(self.ours, self.peers, strict=True)
         return [peer / own if self.figure.endswith(", ms") else own / peer for own, peer in pairs]
 
     @property
     def verdict(self) -> str:
-        """Whether the median reaches the goal; of reuse, ours alone is asked for."""
+        """Whether the median reaches the goal; the goal of the prefix cache is for Cellar's own ratio."""
         if self.goal is None:
             return ""
         return "PASS" if median(self.ours if self.figure == FASTER else self.ratios) >= self.goal else "behind"
 
 
-def rows(measured: Sequence[Measured], goals: Goals) -> list[Row]:
-    """Return a row a figure of neighbours in `measured`: ours, the peer's, ours, ..."""
+def rows(measured: Sequence[Measured], goals: Goals) -> list[PairedFigure]:
+    """Pair the figures of neighbours in `measured`: Cellar, the peer, Cellar, ..."""
     result = []
     for ours, peers in list(pairwise(measured))[::2]:
-        # A run that was interrupted leaves the last pair without its second half.
+        # An interrupted run may lack the second half of its last pair.
         whole = min(len(ours.results), len(peers.results))
         for name in ours.series:
             pair = [one.values(name)[:whole] for one in (ours, peers)]
-            # Where pieces bring several tokens the time between them may be 0: no ratio says anything of that.
+            # The time between tokens of one chunk may be 0, which has no ratio.
             if whole and len(pair[0]) == len(pair[1]) and all(map(all, pair)):
-                result.append(Row(ours.cell.label, name, pair[0], pair[1], goals.of(ours.cell, name)))
+                result.append(PairedFigure(ours.cell.label, name, pair[0], pair[1], goals.of(ours.cell, name)))
     return result
 
 
-def table(duel: Sequence[Row], names: tuple[str, str]) -> Table:
+def table(duel: Sequence[PairedFigure], names: tuple[str, str]) -> Table:
     """Return the printed table."""
     result = Table(caption="medians; times better: the median of the pairs' ratios, and the lowest and highest of them")
     for heading in ("figure", *names, "times better", "lowest", "highest", "goal", ""):
         result.add_column(heading, justify="left" if heading in ("figure", "") else "right", no_wrap=True)
     for row in duel:
-        told = [median(row.ours), median(row.peers), median(row.ratios), min(row.ratios), max(row.ratios)]
+        figures = [median(row.ours), median(row.peers), median(row.ratios), min(row.ratios), max(row.ratios)]
         goal = "" if row.goal is None else f"{row.goal:g}"
-        result.add_row(row.name, *(digits(value) for value in told), goal, row.verdict)
+        result.add_row(row.name, *(digits(value) for value in figures), goal, row.verdict)
     return result
 
 
-def document(duel: Sequence[Row]) -> list[dict[str, Any]]:
-    """Return all pairs, as JSON can hold them."""
+def document(duel: Sequence[PairedFigure]) -> list[dict[str, Any]]:
+    """All pairs, as JSON values."""
     return [
         dataclasses.asdict(row)
         | {"ratios": row.ratios, "ratio": median(row.ratios), "medians": (median(row.ours), median(row.peers))}
@@ -83,7 +83,7 @@ def document(duel: Sequence[Row]) -> list[dict[str, Any]]:
     ]
 
 
-def medians(duel: Sequence[Row], about: Mapping[str, str]) -> Iterator[dict[str, Any]]:
+def medians(duel: Sequence[PairedFigure], about: Mapping[str, str]) -> Iterator[dict[str, Any]]:
     """Rows for benchmarks.page; `about` is the same in all of them: model, weights and peer."""
     for row in duel:
         yield {
@@ -98,8 +98,8 @@ def medians(duel: Sequence[Row], about: Mapping[str, str]) -> Iterator[dict[str,
         }
 
 
-def plot(path: Path, duel: Sequence[Row], peer: str, title: str) -> None:
-    """Draw how many times better ours is, a row a figure, a dot a pair and a cross the goal; ImportError may come."""
+def plot(path: Path, duel: Sequence[PairedFigure], peer: str, title: str) -> None:
+    """Draw the ratios: a line for each figure, a dot for each pair, a cross for the goal. Needs matplotlib."""
     from matplotlib.figure import Figure  # half a second of import, and only needed here
     from matplotlib.ticker import LogLocator, NullFormatter
 

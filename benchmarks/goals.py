@@ -1,4 +1,4 @@
-"""How far ahead of a peer each figure should be."""
+"""Goals for the ratio of Cellar to a peer."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from bench.cells import COLD, DECODE, FASTER, PREFILL, RATE, Cell
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goals:
-    """Times better than the peer: of figures by name, and of those that have none of their own.
+    """Ratios to reach.
 
-    streams  the only number of streams that a rate's goal is for; None: all
-    reuse    how many times sooner ours answers behind a known beginning than behind a new one
+    figures  by name
+    others   for all other figures
+    streams  the number of streams for which the goal of the rate counts; None: all
+    reuse    cold to warm time to the first token with a cached prefix, Cellar alone
     """
 
     figures: Mapping[str, float] = field(default_factory=dict)
@@ -22,7 +24,7 @@ class Goals:
     reuse: float | None = 20.0
 
     def of(self, cell: Cell, figure: str) -> float | None:
-        """Return the goal of a figure, None where there is none."""
+        """Return the goal of a figure, or None."""
         if figure == FASTER:
             return self.reuse
         if figure == COLD or (figure == RATE and self.streams not in (None, cell.work.streams)):

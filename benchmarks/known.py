@@ -1,4 +1,4 @@
-"""The peers that are known by name: how each is started with the same threads, sequences and tokens as ours."""
+"""Commands that start a peer with the same threads, sequences and context as Cellar."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ OPENVINO = str(Path(__file__).with_name("openvino_server.py"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
-    """What both sides get: threads, sequences at once, and tokens of each."""
+class Resources:
+    """Resources of each server: threads, slots, and tokens of a slot."""
 
     threads: int
     slots: int
@@ -28,43 +28,43 @@ class Peer:
     """A server to measure beside ours.
 
     title      its name in tables
-    program    what is run where --program names nothing else
-    arguments  of a model and a share; {port} becomes a free port
-    ready      where it answers 200 once it is ready
-    kind       of prompts that it takes
-    by_path    whether requests call the model by its path; else as /v1/models does
+    program    default of --program
+    arguments  for a model and its resources; {port} is replaced by a free port
+    ready      path that answers 200 when the server is ready
+    kind       of prompts: token ids or text
+    by_path    whether requests name the model by its path instead of the name in /v1/models
     """
 
     title: str
     program: str
-    arguments: Callable[[str, Share], list[str]]
+    arguments: Callable[[str, Resources], list[str]]
     ready: str
     kind: Kind
     by_path: bool = False
 
-    def command(self, program: str | None, model: str, share: Share) -> list[str]:
-        """Return the command line; Unusable where the program is not there."""
+    def command(self, program: str | None, model: str, resources: Resources) -> list[str]:
+        """Return the command line; BenchError if the program is not installed."""
         beside = str(Path(sys.executable).with_name(self.program))
         found = shutil.which(program) if program else shutil.which(self.program) or shutil.which(beside)
         if found is None:
-            raise BenchError(f"{program or self.program} is not there: give its path as --program")
-        return [found, *self.arguments(model, share)]
+            raise BenchError(f"{program or self.program} is not installed: give its path as --program")
+        return [found, *self.arguments(model, resources)]
 
 
-def llama_cpp(model: str, share: Share) -> list[str]:
+def llama_cpp(model: str, resources: Resources) -> list[str]:
     """Return llama-server's arguments."""
-    threads = ("-t", str(share.threads), "-tb", str(share.threads))
-    cells = ("-np", str(share.slots), "-c", str(share.slots * share.context))
+    threads = ("-t", str(resources.threads), "-tb", str(resources.threads))
+    cells = ("-np", str(resources.slots), "-c", str(resources.slots * resources.context))
     return ["-m", model, "--port", "{port}", *threads, *cells, "-fa", "on"]
 
 
-def openvino(model: str, share: Share) -> list[str]:
-    """Return the arguments of the Python that has openvino-genai; -P keeps our files out of its imports."""
-    return ["-P", OPENVINO, model, "--port", "{port}", "--threads", str(share.threads)]
+def openvino(model: str, resources: Resources) -> list[str]:
+    """Return the arguments of a Python with openvino-genai; -P keeps this checkout out of its imports."""
+    return ["-P", OPENVINO, model, "--port", "{port}", "--threads", str(resources.threads)]
 
 
-def transformers(model: str, share: Share) -> list[str]:
-    """Return the arguments of transformers' own server; its threads come by OMP_NUM_THREADS."""
+def transformers(model: str, resources: Resources) -> list[str]:
+    """Return the arguments of `transformers serve`; OMP_NUM_THREADS sets its threads."""
     numbers = ("--device", "cpu", "--dtype", "float32", "--attn-implementation", "sdpa")
     return ["serve", "--continuous-batching", *numbers, "--port", "{port}", model]
 

@@ -1,17 +1,18 @@
-"""Measures us and a peer alternately in one run, both over HTTP, and prints the medians, their ratio and the goals.
+"""Measures Cellar and a peer alternately, both over HTTP, and prints medians, ratios and goals.
 
     python -m benchmarks.peers llama.cpp --model FOLDER --quantize int8 --peer-model q8_0.gguf --program llama-server
     python -m benchmarks.peers openvino --model FOLDER --quantize int8 --peer-model q8_0.gguf --program OTHER/bin/python
     python -m benchmarks.peers transformers --model FOLDER --quantize int8 --program OTHER/bin/transformers
     python -m benchmarks.peers --base-url us=http://127.0.0.1:8000/v1 --base-url peer=http://127.0.0.1:8001/v1
-    python -m benchmarks.peers --smoke          # the bundled model against itself, one pair: does all of this work?
+    python -m benchmarks.peers --smoke          # the bundled model against itself, one pair: a test
 
-Both sides get as many threads (--threads), sequences (as many as the most streams) and tokens. How long it takes is
-said at the start. openvino_server.py says how that peer's environment is made; transformers' own server needs one with
-`pip install 'transformers[serving]' accelerate`, whose bin/transformers is the --program.
+Both servers get the same threads (--threads), slots (the largest number of streams) and context. The expected duration
+is printed at the start. The environment of openvino is described in openvino_server.py; `transformers serve` needs one
+with `pip install 'transformers[serving]' accelerate`: its bin/transformers is the --program.
 
-The models: `python -m benchmarks.shapes qwen3-0.6b FOLDER --gguf bf16.gguf` makes random weights for both sides, then
-`llama-quantize bf16.gguf q8_0.gguf Q8_0` and `llama-quantize --pure bf16.gguf q4_0.gguf Q4_0` make the peer's files.
+The models: `python -m benchmarks.shapes qwen3-0.6b FOLDER --gguf bf16.gguf` writes random weights for both
+servers; `llama-quantize bf16.gguf q8_0.gguf Q8_0` and `llama-quantize --pure bf16.gguf q4_0.gguf Q4_0` write the files
+of the peer.
 
 llama.cpp's programs come from the source package of its Python binding:
 
@@ -19,7 +20,8 @@ llama.cpp's programs come from the source package of its Python binding:
     cmake -S llama_cpp_python-*/vendor/llama.cpp -B build -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DLLAMA_CURL=OFF
     cmake --build build --target llama-server llama-quantize         # build/bin; the tree's gguf-py is the package gguf
 
-peers.json with every pair and every request and peers.png go to out/peers/.
+peers.json with every pair and every request, and peers.png, go to out/peers/. --json writes the medians as rows for
+benchmarks.page.
 """
 
 from __future__ import annotations
@@ -51,30 +53,30 @@ from benchmarks.checkout import commit
 from benchmarks.duel import document as pairs
 from benchmarks.duel import medians, plot, rows, table
 from benchmarks.goals import GOALS
-from benchmarks.known import PEERS, Share
-from benchmarks.reading import Reading
+from benchmarks.known import PEERS, Resources
+from benchmarks.reading import MemoryBandwidth
 from benchmarks.result import add_json_option, model_name, weight_format
 from benchmarks.result import measured as result
 from engine.load.resources import processor_count
 
 NAMES = ("alone", "prefill", "streams", "reuse")
-# Tokens of a sequence: enough for the first questions, and a multiple that pages and blocks of both sides like.
-LEAST, ROUND = 512, 256
+# Context of a slot: lower limit (the requests that detect the server's features fit), and a multiple of page sizes.
+MIN_CONTEXT, CONTEXT_STEP = 512, 256
 
 
-class Unsound(Exception):
-    """A server did not answer as it must, so its times say nothing."""
+class IncompleteAnswer(Exception):
+    """An answer was incomplete, so its times are invalid."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """Tokens of prompts and answers.
+    """Tokens of prompts and outputs.
 
-    depth, decoded    prompt and answer of a lone stream
-    long              a prompt whose answer is one token
-    asked, answered   prompt and answer of each of many streams
-    history, turn     what is shared by prompts, and what each adds
-    users             who share one prompt
+    depth, decoded    prompt and output of a single stream
+    long              prompt with an output of one token
+    asked, answered   prompt and output of each concurrent stream
+    history, turn     shared prefix, and new tokens of each prompt
+    users             requests with one shared prefix
     """
 
     depth: int = 512
@@ -87,7 +89,7 @@ class Sizes:
     users: int = 64
 
     def cells(self, names: list[str], counts: list[int]) -> dict[str, tuple[Cell, int]]:
-        """Return the cells of these names, and how many tokens a sequence of each holds at most."""
+        """Return the cells with these names, and the longest sequence of each in tokens."""
         known = {
             "alone": (single_stream(self.depth, answered=self.decoded, repeats=1), self.depth + self.decoded),
             "prefill": (single_stream(self.long, answered=1, repeats=1), self.long + 1),
@@ -104,21 +106,21 @@ SMOKE = Sizes(depth=24, decoded=8, long=48, asked=16, answered=8, history=64, tu
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure, print, write; 0 if all was measured, 1 if an answer was not whole, 2 if nothing could be measured."""
+    """Measure, print and write; 0: complete, 1: an answer was incomplete, 2: a server could not be measured."""
     parser = make_parser()
     given = parser.parse_args(arguments)
     try:
         return compete(given)
     except BenchError as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
-    except Unsound as error:
+    except IncompleteAnswer as error:
         parser.exit(1, f"{parser.prog}: {error}\n")
     except KeyboardInterrupt:
         parser.exit(130, f"{parser.prog}: interrupted\n")
 
 
 def compete(given: argparse.Namespace) -> int:
-    """Return 0 once all is measured and written; Unusable or Unsound say why not."""
+    """Return 0 after all results are written; raises BenchError or IncompleteAnswer."""
     rounds = given.pairs if given.pairs is not None else 1 if given.smoke else 5
     seed = given.seed if given.seed is not None else random.SystemRandom().randrange(2**32)
     if rounds < 1:
@@ -131,31 +133,31 @@ def compete(given: argparse.Namespace) -> int:
     kind = given.prompts or (PEERS[given.peer].kind if given.peer else "ids")
     ask = RequestOptions(timeout_seconds=1200.0, extra={"ignore_eos": True})
     given.out.mkdir(parents=True, exist_ok=True)
-    reading = Reading(given.threads)
+    bandwidth = MemoryBandwidth(given.threads)
 
     def watch(measured: Measured) -> None:
         check(measured)
-        reading.ask()
+        bandwidth.measure()
 
     session = Benchmark(options=ask, kind=kind, seed=seed, rounds=rounds, console=Console(stderr=True), watch=watch)
     with ExitStack() as stack:
-        share = Share(
+        resources = Resources(
             threads=given.threads,
             slots=max(cell.work.streams for cell in cells),
-            context=-(-max(LEAST, *(tokens for _, tokens in chosen.values())) // ROUND) * ROUND,
+            context=-(-max(MIN_CONTEXT, *(tokens for _, tokens in chosen.values())) // CONTEXT_STEP) * CONTEXT_STEP,
         )
-        sides = find_sides(given, share, stack)
+        sides = find_sides(given, resources, stack)
         around = environment() | {"commit": commit()}
         options = {name: str(value) for name, value in vars(given).items()} | {"seed": seed, "cells": list(chosen)}
         try:
             asyncio.run(session.run(sides, cells))
         finally:
-            # Also of a run that was interrupted: what there is took its time.
+            # Partial results of an interrupted run are written, too.
             found = session.measured
             if found and found[0].results and found[1].results:
                 content = document(found, servers=sides, environment=around, options=options, left_out=())
-                write(given, found, content | {"memory read, bytes a second": reading.rates})
-                print(f"memory read in between, GB/s: {told(reading.rates)}")
+                write(given, found, content | {"memory read, bytes a second": bandwidth.rates})
+                print(f"memory bandwidth, GB/s: {describe(bandwidth.rates)}")
     return 0
 
 
@@ -165,13 +167,13 @@ def write(given: argparse.Namespace, measured: list[Measured], content: dict[str
     duel = rows(measured, GOALS[goals])
     write_json(given.out / "peers.json", content | {"figures": pairs(duel)})
     if given.json:
-        model = given.model or measured[0].model
+        model = given.model or names[0]
         weights = weight_format(given.quantize, given.dtype, model)
         peer = PEERS[given.peer].title if given.peer else names[1]
         about = {"model": model_name(model), "weights": weights, "peer": peer}
         result("peers", medians(duel, about)).write(given.json)
         print(given.json)
-    # Figures cut to fit a narrow terminal would be worth nothing.
+    # A narrow terminal would truncate the figures.
     Console(width=max(Console().width, 150)).print(table(duel, names))
     print(given.out / "peers.json")
     try:
@@ -181,14 +183,14 @@ def write(given: argparse.Namespace, measured: list[Measured], content: dict[str
         print(MISSING)
 
 
-def told(rates: Sequence[float]) -> str:
-    """Return the median of bytes a second, and the range, in GB/s."""
+def describe(rates: Sequence[float]) -> str:
+    """Return the median and range of rates in GB/s."""
     low, middle, high = (1e-9 * pick(rates) for pick in (min, median, max))
-    return f"{middle:.1f} ({low:.1f} to {high:.1f}), which is what decoding one stream waits for"
+    return f"{middle:.1f} ({low:.1f} to {high:.1f}), the limit of decoding one stream"
 
 
 def goals_of(given: argparse.Namespace) -> str:
-    """Return the name of the goals; small sizes have none unless asked for."""
+    """Return the name of the goals; none for --smoke without --goals."""
     if given.goals or given.smoke:
         return str(given.goals or "none")
     return str(given.quantize if given.peer in (None, "llama.cpp") else given.peer)
@@ -204,34 +206,34 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("peer", nargs="?", choices=sorted(PEERS), help="who is started beside ours")
-    add("--model", default=None, metavar="FOLDER", help="what ours serves, and transformers")
-    add("--peer-model", default=None, metavar="PATH", help="what the peer serves (default: --model)")
-    add("--program", default=None, metavar="PATH", help="llama-server, or the python that has openvino-genai")
-    add("--quantize", default="none", choices=("int8", "int4", "none"), help="ours (default none)")
-    add("--dtype", default="auto", help="ours (default auto, which keeps cells in 16 bits where llama.cpp does)")
-    add("--threads", type=int, default=processor_count(), metavar="N", help="of both (default: all)")
-    add("--cellar", default="", metavar="ARGS", help="more arguments of ours")
+    add("peer", nargs="?", choices=sorted(PEERS), help="server to start beside Cellar")
+    add("--model", default=None, metavar="FOLDER", help="model of Cellar, and of transformers")
+    add("--peer-model", default=None, metavar="PATH", help="model of the peer (default: --model)")
+    add("--program", default=None, metavar="PATH", help="llama-server, a python with openvino-genai, or transformers")
+    add("--quantize", default="none", choices=("int8", "int4", "none"), help="of Cellar (default none)")
+    add("--dtype", default="auto", help="of Cellar (default auto)")
+    add("--threads", type=int, default=processor_count(), metavar="N", help="of both servers (default: all)")
+    add("--cellar", default="", metavar="ARGS", help="more arguments of `cellar serve`")
     add("--peer-args", default="", metavar="ARGS", help="more arguments of the peer")
-    add("--base-url", action="append", default=[], metavar="NAME=URL", help="instead: two running servers, ours first")
-    add("--prompts", choices=("ids", "text"), default=None, help="default: what the peer takes, ids before text")
-    add("--smoke", action="store_true", help="one pair of small sizes; without a peer, the bundled model twice")
-    add("--pairs", type=int, default=None, metavar="N", help="how often both are measured (default 5)")
+    add("--base-url", action="append", default=[], metavar="NAME=URL", help="two running servers instead, Cellar first")
+    add("--prompts", choices=("ids", "text"), default=None, help="default: ids where the peer accepts them")
+    add("--smoke", action="store_true", help="one pair of small sizes; without a peer: the bundled model twice")
+    add("--pairs", type=int, default=None, metavar="N", help="rounds of both servers (default 5)")
     add("--cells", default=",".join(NAMES), metavar="NAME,...", help="default: all four")
-    add("--long", type=int, default=Sizes().long, metavar="N", help="tokens of the prompt of prefill (default 2048)")
-    add("--streams", default="8", metavar="N,...", help="streams at once (default 8)")
-    add("--goals", choices=sorted(GOALS), default=None, help="default: of --quantize, or of the peer")
-    add("--seed", type=int, default=None, help="of the prompts; default: a new one, so that no cache knows them")
+    add("--long", type=int, default=Sizes().long, metavar="N", help="prompt tokens of the prefill cell (default 2048)")
+    add("--streams", default="8", metavar="N,...", help="concurrent streams (default 8)")
+    add("--goals", choices=sorted(GOALS), default=None, help="default: by --quantize or the peer")
+    add("--seed", type=int, default=None, help="of the prompts (default: random, so that no prompt is cached)")
     add("--out", type=Path, default=Path("out/peers"), metavar="FOLDER", help="default: out/peers")
     add_json_option(parser)
     return parser
 
 
-def find_sides(given: argparse.Namespace, share: Share, stack: ExitStack) -> list[Server]:
-    """Return our server and the peer; those started here live as long as `stack`."""
+def find_sides(given: argparse.Namespace, resources: Resources, stack: ExitStack) -> list[Server]:
+    """Return Cellar and the peer; started servers end with `stack`."""
     named = [text.partition("=")[::2] for text in given.base_url]
     if not named and given.peer:
-        named = [("cellar", start_ours(given, share, stack)), (given.peer, start_peer(given, share, stack))]
+        named = [("cellar", start_cellar(given, resources, stack)), (given.peer, start_peer(given, resources, stack))]
     elif not named and given.smoke:
         names = ("cellar", "cellar again")
         alone = ("--drafter", "none")
@@ -245,34 +247,34 @@ def find_sides(given: argparse.Namespace, share: Share, stack: ExitStack) -> lis
     ]
 
 
-def start_ours(given: argparse.Namespace, share: Share, stack: ExitStack) -> str:
-    """Start `cellar serve` without drafts: the peer has none."""
+def start_cellar(given: argparse.Namespace, resources: Resources, stack: ExitStack) -> str:
+    """Start `cellar serve` without drafts, as the peer has none."""
     if given.model is None:
-        raise BenchError("give --model, the folder that ours serves")
+        raise BenchError("give --model, the folder of the model")
     numbers = ("--dtype", given.dtype, "--quantize", given.quantize, "--drafter", "none")
-    size = ("--threads", str(share.threads), "--slots", str(share.slots), "--context", str(share.context))
+    size = ("--threads", str(resources.threads), "--slots", str(resources.slots), "--context", str(resources.context))
     arguments = (given.model, *numbers, *size, *shlex.split(given.cellar))
     return stack.enter_context(cellar(arguments, given.out / "cellar.log"))
 
 
-def start_peer(given: argparse.Namespace, share: Share, stack: ExitStack) -> str:
+def start_peer(given: argparse.Namespace, resources: Resources, stack: ExitStack) -> str:
     """Start the peer."""
     peer = PEERS[given.peer]
-    command = [*peer.command(given.program, given.peer_model or given.model, share), *shlex.split(given.peer_args)]
-    threads = {"OMP_NUM_THREADS": str(share.threads)}
+    command = [*peer.command(given.program, given.peer_model or given.model, resources), *shlex.split(given.peer_args)]
+    threads = {"OMP_NUM_THREADS": str(resources.threads)}
     log = given.out / f"{given.peer}.log"
     return stack.enter_context(started(command, ready=peer.ready, log=log, environment=threads))
 
 
 def check(measured: Measured) -> None:
-    """Unsound if the last answers are not whole, or not as long as asked for: who says less is not faster."""
+    """Raise IncompleteAnswer if one of the last answers failed or has fewer tokens than requested."""
     for run in measured.results[-1].runs:
         for sample in run.samples:
             if sample.outcome != OK or sample.completion_tokens != sample.asked_tokens or not sample.arrivals:
-                told = (
+                answer = (
                     f"{sample.outcome}, {sample.completion_tokens} tokens of {sample.asked_tokens} {sample.text[:200]}"
                 )
-                raise Unsound(f"{measured.server} answered ({measured.cell.label}): {told}")
+                raise IncompleteAnswer(f"{measured.server} answered ({measured.cell.label}): {answer}")
 
 
 if __name__ == "__main__":

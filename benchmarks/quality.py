@@ -1,11 +1,11 @@
-"""What quantising costs us and llama.cpp in accuracy: the bundled model on text it was not trained on, both over HTTP.
+"""Measures the accuracy of quantised weights beside llama.cpp: the bundled model on held-out text, both over HTTP.
 
     python -m benchmarks.quality --program llama-server --quantizer llama-quantize      (and pip install gguf)
 
-Each side says how likely it holds the tokens of held-out conversations; that is compared with transformers in float32.
-Three times: with the weights as they are, with outliers in the weights and with outliers in what meets them. They are
-planted in a hundredth of the columns behind every norm: the column times 32 and its place in the norm by 32, or the
-other way round. In float32 the model stays the same, so what is lost is lost by quantising.
+The log-probabilities of tokens in held-out conversations are compared with transformers in float32, for three models:
+the bundled one, one with outliers in the weights, one with outliers in the activations. Outliers are 1 % of the columns
+after every norm: the column is scaled by 32 and its norm weight by 1/32, or the other way round. In float32 the three
+models are the same, so every difference is a quantisation error.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from bench.launch import cellar, started
 from bench.target import BenchError
-from benchmarks.known import PEERS, Share
+from benchmarks.known import PEERS, Resources
 from benchmarks.result import add_json_option, measured
 from benchmarks.shapes import write_gguf
 from engine.load.resources import processor_count
@@ -40,7 +40,7 @@ from models.recipe.plan import TARGET
 # A power of two moves no bit of a bfloat16 weight but its exponent.
 TIMES, SHARE = 32.0, 0.01
 PEER_BITS = {"int8": "Q8_0", "int4": "Q4_0"}
-# The peer tells its likeliest tokens only, so tokens are compared that float32 has among so many fewer.
+# The peer lists its LISTED most likely tokens, so only tokens among the LIKELY first in float32 are compared.
 LISTED, LIKELY = 256, 32
 AT_ONCE = 4
 NORMS = {
@@ -52,7 +52,7 @@ OUTLIERS = {"none": 1.0, "in weights": TIMES, "in activations": 1 / TIMES}
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A token of a text that is to be foretold from those before it; `truth` is its log-probability in float32."""
+    """A token to predict from the tokens before it; `truth` is its log-probability in float32."""
 
     text: int
     position: int
@@ -61,10 +61,10 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """What one side lost.
+    """The error of one server.
 
-    perplexity  times float32's
-    distance    root mean square of how far log-probabilities of the said tokens are off, nats
+    perplexity  relative to float32
+    distance    root mean square error of the tokens' log-probabilities, nats
     """
 
     perplexity: float
@@ -77,7 +77,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--program", default=None, metavar="PATH", help="llama-server")
     parser.add_argument("--quantizer", default="llama-quantize", metavar="PATH", help="llama-quantize")
     parser.add_argument("--texts", type=int, default=40, metavar="N", help="held-out conversations (default 40)")
-    parser.add_argument("--every", type=int, default=4, metavar="N", help="ask for every so many-th token (default 4)")
+    parser.add_argument("--every", type=int, default=4, metavar="N", help="compare every N-th token (default 4)")
     parser.add_argument("--out", type=Path, default=Path("out/quality"), metavar="FOLDER", help="default: out/quality")
     add_json_option(parser)
     given = parser.parse_args(arguments)
@@ -88,31 +88,31 @@ def main(arguments: list[str] | None = None) -> int:
         parser.exit(2, f"{parser.prog}: {error}\n")
     Console(width=110).print(table(found))
     path = given.json or given.out / "quality.json"
-    measured("quality", told(found)).write(path)
+    measured("quality", result_rows(found)).write(path)
     print(path)
     return 0
 
 
 async def compare(given: argparse.Namespace) -> dict[tuple[str, str, str], Loss]:
-    """Return what each side lost, by world, bits and side."""
+    """Return the error by outliers, weight format and server."""
     texts = held_out_texts(given.texts)
     found = {}
     with tempfile.TemporaryDirectory() as scratch:
         async with httpx.AsyncClient(timeout=600, trust_env=False) as http:
-            for world, times in OUTLIERS.items():
-                folder = Path(scratch) / world.replace(" ", "-")
+            for outliers, times in OUTLIERS.items():
+                folder = Path(scratch) / outliers.replace(" ", "-")
                 plant(TARGET.folder, folder, times)
                 places = list(likely(folder, texts, given.every))
                 for bits, name in PEER_BITS.items():
                     with ours(folder, bits, given.out) as url:
-                        found[world, bits, "Cellar"] = loss(places, await ask_ours(http, url, texts, places))
+                        found[outliers, bits, "Cellar"] = loss(places, await ask_ours(http, url, texts, places))
                     with theirs(quantised(folder, given.quantizer, name), given.program, given.out) as url:
-                        found[world, bits, "llama.cpp"] = loss(places, await ask_peer(http, url, texts, places))
+                        found[outliers, bits, "llama.cpp"] = loss(places, await ask_peer(http, url, texts, places))
     return found
 
 
 def plant(source: Path, folder: Path, times: float) -> None:
-    """Write `source` anew with some columns behind every norm `times` as large, and less of them let through."""
+    """Write `source` with 1 % of the columns after every norm scaled by `times`, and their norm weights by 1/times."""
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
     generator = torch.Generator().manual_seed(0)
     for layer in model.model.layers:
@@ -128,32 +128,32 @@ def plant(source: Path, folder: Path, times: float) -> None:
 
 
 def likely(folder: Path, texts: Sequence[list[int]], every: int) -> Iterator[Place]:
-    """Yield every so many-th token of the texts, where float32 holds it likely enough for a peer to list it."""
+    """Yield every N-th token of the texts that is likely enough in float32 to be listed by the peer."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     for number, text in enumerate(texts):
         with torch.inference_mode():
-            told = model(input_ids=torch.tensor([text]), use_cache=False).logits[0].log_softmax(-1)
+            scores = model(input_ids=torch.tensor([text]), use_cache=False).logits[0].log_softmax(-1)
         for position in range(1 + number % every, len(text), every):
-            row = told[position - 1]
+            row = scores[position - 1]
             truth = row[text[position]]
             if int((row > truth).sum()) < LIKELY:
                 yield Place(number, position, float(truth))
 
 
 def ours(folder: Path, bits: str, out: Path, *more: str) -> AbstractContextManager[str]:
-    """Start Cellar as a duel does."""
+    """Start Cellar without drafts."""
     return cellar((str(folder), "--quantize", bits, "--drafter", "none", *more), out / "cellar.log")
 
 
 def theirs(file: Path, program: str | None, out: Path) -> AbstractContextManager[str]:
-    """Start llama.cpp as a duel does."""
+    """Start llama.cpp."""
     peer = PEERS["llama.cpp"]
-    share = Share(threads=processor_count(), slots=AT_ONCE, context=4096)
-    return started(peer.command(program, str(file), share), ready=peer.ready, log=out / "llama.cpp.log")
+    resources = Resources(threads=processor_count(), slots=AT_ONCE, context=4096)
+    return started(peer.command(program, str(file), resources), ready=peer.ready, log=out / "llama.cpp.log")
 
 
 def quantised(folder: Path, program: str, name: str) -> Path:
-    """Return the folder's weights as a file of llama.cpp's; Unusable where its program fails."""
+    """Return the quantised GGUF file of a folder; BenchError if llama-quantize fails."""
     raw, file = folder / "bf16.gguf", folder / f"{name}.gguf"
     config = AutoConfig.from_pretrained(folder)
     write_gguf(config.to_dict() | {"rope_theta": config.rope_parameters["rope_theta"]}, folder, raw)
@@ -167,7 +167,7 @@ def quantised(folder: Path, program: str, name: str) -> Path:
 async def ask_ours(
     http: httpx.AsyncClient, url: str, texts: Sequence[list[int]], places: Sequence[Place]
 ) -> list[float]:
-    """Return log-probabilities at the places: each text is scored in one request."""
+    """Return the log-probabilities of the places; one request for each text."""
     scored = {}
     for number in dict.fromkeys(place.text for place in places):
         body = {"prompt": texts[number], "max_tokens": 0, "prompt_logprobs": 0}
@@ -179,13 +179,13 @@ async def ask_ours(
 async def ask_peer(
     http: httpx.AsyncClient, url: str, texts: Sequence[list[int]], places: Sequence[Place]
 ) -> list[float]:
-    """Return log-probabilities at the places, each asked for behind its beginning; the least listed where unlisted."""
-    turn = asyncio.Semaphore(AT_ONCE)
+    """Return the log-probabilities of the places, one request for each; the lowest listed one for an unlisted token."""
+    limit = asyncio.Semaphore(AT_ONCE)
 
     async def ask(place: Place) -> float:
         text = texts[place.text]
         body = {"prompt": text[: place.position], "n_predict": 1, "n_probs": LISTED}
-        async with turn:
+        async with limit:
             answer = await http.post(url.removesuffix("/v1") + "/completion", json=body)
         (token,) = answer.raise_for_status().json()["completion_probabilities"]
         listed = {entry["id"]: float(entry["logprob"]) for entry in token["top_logprobs"]}
@@ -194,15 +194,15 @@ async def ask_peer(
     return await asyncio.gather(*(ask(place) for place in places))
 
 
-def loss(places: Sequence[Place], said: Sequence[float]) -> Loss:
-    """Return how far what a side said is from float32."""
-    gaps = [place.truth - one for place, one in zip(places, said, strict=True)]
+def loss(places: Sequence[Place], scores: Sequence[float]) -> Loss:
+    """Return the error of log-probabilities."""
+    gaps = [place.truth - one for place, one in zip(places, scores, strict=True)]
     return Loss(math.exp(sum(gaps) / len(gaps)), math.sqrt(sum(gap * gap for gap in gaps) / len(gaps)))
 
 
 def table(found: Mapping[tuple[str, str, str], Loss]) -> Table:
     """Return the printed table."""
-    result = Table(caption="perplexity over float32's; distance: root mean square, nats a token")
+    result = Table(caption="perplexity relative to float32; distance: root mean square error, nats a token")
     for heading in ("weights", "bits", "side", "perplexity", "distance"):
         result.add_column(heading, justify="right" if heading in ("perplexity", "distance") else "left")
     for key, one in found.items():
@@ -210,10 +210,10 @@ def table(found: Mapping[tuple[str, str, str], Loss]) -> Table:
     return result
 
 
-def told(found: Mapping[tuple[str, str, str], Loss]) -> Iterator[dict[str, str | float]]:
-    """Yield every loss as JSON can hold it."""
-    for (world, bits, side), one in found.items():
-        yield {"weights": bits, "outliers": world, "server": side} | asdict(one)
+def result_rows(found: Mapping[tuple[str, str, str], Loss]) -> Iterator[dict[str, str | float]]:
+    """Yield the rows of the result."""
+    for (outliers, bits, side), one in found.items():
+        yield {"weights": bits, "outliers": outliers, "server": side} | asdict(one)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How fast memory is read now: one token waits for it, and on a shared machine it changes by the minute."""
+"""The memory bandwidth during a run; it bounds decoding, and on a shared machine it changes by the minute."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ import time
 
 import torch
 
-BYTES, TURNS = 1 << 28, 8
+BYTES, READS = 1 << 28, 8
 
 
-class Reading:
-    """Reads a block that no processor cache holds, with as many threads as the servers that are measured.
+class MemoryBandwidth:
+    """Reads a block larger than the processor caches, with the threads of the servers.
 
-    rates  what was read, bytes a second, one for each time it was asked
+    rates  bytes per second of each measurement
     """
 
     def __init__(self, threads: int) -> None:
         torch.set_num_threads(threads)
-        # numpy's memory lies in huge pages where the system grants any; torch's does not.
+        # numpy allocates in huge pages where the system has them; torch does not.
         self._block = torch.from_numpy(torch.zeros(BYTES // 4).numpy().copy())
         self.rates: list[float] = []
 
-    def ask(self) -> None:
-        """Read, a few times, and keep the best: a pause of the machine says nothing of its memory."""
-        self.rates.append(max(self._once() for _ in range(TURNS)))
+    def measure(self) -> None:
+        """Add the best rate of a few reads."""
+        self.rates.append(max(self._once() for _ in range(READS)))
 
     def _once(self) -> float:
         began = time.perf_counter()

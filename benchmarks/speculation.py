@@ -1,30 +1,26 @@
-"""Measures speculation: what drafts gain over a plain engine, and whether the depths chosen are the best ones.
+"""Measures speculative decoding: the speed-up of fixed depths, and the depth chosen at run time beside the best one.
 
     python -m benchmarks.speculation [--cells bundled 0 0.3 0.6 0.8 0.95] [--batches 1 4 8 16] [--null] [--out out]
 
-In one process, without HTTP. The bundled model says the same requests in several modes: without drafts, with drafts of
-a fixed depth, and with depths that the engine chooses (`auto`; `lookup` is that without a model). A round is new to
-every cache, prompts included, and the same for all modes, which go on in turns of a twentieth of a second, in an order
-left to chance: the machine is slow for all of them, and what a mode leaves in the processor's caches is in the way of
-another one each time. Their engines are new in each round, built in such an order: where a cache lies in memory makes
-the same steps up to 4 % slower or faster, and must not be a mode's for good. Before the rounds that count, some that
-only `auto` plays teach it what steps cost and how often drafts are right, as a server knows it after its first
-requests. After 6 rounds, and whenever there are half as many more, modes are given up that are clearly slower than the
-best one, so that most of the time goes to comparing what is close. Who drafts:
+In one process, without HTTP. The bundled model answers the same requests in several modes: without drafts (off), with
+drafts of a fixed depth, with the depth chosen by the engine (auto), and the same without a draft model (lookup). Each
+round has new prompts, the same for all modes. Modes alternate in random order every 0.05 s, so that slow phases of the
+machine and the contents of processor caches affect all of them. Each round has new engines, built in random order: the
+placement of a cache in memory changes the time of a step by up to 4 %. In the warm-up rounds only `auto` runs and
+measures step costs and acceptance, as a server does in its first requests. After 6 rounds, and whenever there are half
+as many more, modes that are clearly slower than the best one are dropped. Drafters:
 
-    bundled   the bundled draft model and the lookup, for held-out dialogues with long answers, others in each round
-    0.6       a script that knows what will be said and is right so often, token by token; its level costs --draft-cost.
-              Each round has another script, the same for all modes
+    bundled   the bundled draft model and the n-gram lookup; held-out dialogues with long answers, others in each round
+    0.6       a script with this acceptance rate per token; a level costs --draft-cost of a step. Each round has another
+              script, the same for all modes
 
-Seconds are of the processor, of the one thread that computes, for the engine's own choices too. Other work on the
-machine still changes them, by sharing its caches and its memory. Ratios are of the same round; what counts is the mean
-of their middle half.
+Times are processor times of the thread that computes, the engine's scheduling included. Ratios are of the same round;
+the reported ratio is the interquartile mean.
 
-`auto` is compared with the best of the modes that choose nothing. That one is chosen by half of the rounds and measured
-in the other half, both ways around: the best of several modes in the rounds that chose it is also the luckiest. The
-interval holds nine of ten results of the same computation on rounds drawn from these with replacement. With `--null`
-the best depth, as it seems in the rounds before those that count, is played a second time in place of `auto`: that must
-come out at 1, and shows how far the comparison can be trusted.
+`auto` is compared with the best fixed depth. Half of the rounds choose the best depth, the other half measure it, both
+ways around: a depth chosen and measured in the same rounds would be overestimated. The interval is the 90 % interval of
+a bootstrap over the rounds. With `--null` the best depth of the warm-up runs a second time in place of `auto`: the
+result must be 1 and shows the error of the method.
 """
 
 from __future__ import annotations
@@ -45,8 +41,8 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.prompts import sentence
+from benchmarks.comparison import ModeComparison, RoundTime
 from benchmarks.result import add_json_option, measured
-from benchmarks.turns import Cell, Turn
 from engine.config import EngineConfig
 from engine.core import Core
 from engine.draft.controller import DepthController
@@ -60,23 +56,24 @@ from engine.types.request import DrafterChoice, Request, SamplingParams
 from models.recipe.evaluate import held_out
 
 CONTEXT = 1024
-# Who drafts: this, or how often a script is right.
+# The drafter: this, or the acceptance rate of a script.
 BUNDLED = "bundled"
-# How long a mode goes on before it is another's turn.
-_TURN_SECONDS = 0.05
-# Rounds before a mode is given up, and by what factor there are more before the next one is.
-_FAIR, _MORE = 6, 1.5
-# Of so many dialogues some are taken in each round.
+# Processor time of a mode before the next one continues.
+_SLICE_SECONDS = 0.05
+# Rounds before the first mode is dropped, and the growth of the rounds between later checks.
+_FIRST_CHECK, _CHECK_GROWTH = 6, 1.5
+# Dialogues from which each round samples.
 _DIALOGUES = 48
 Prompts = Sequence[tuple[int, ...]]
 
 
 class Scripted:
-    """Knows what will be said, is right so often, and takes so many seconds a level; implements Drafter.
+    """A drafter with a known acceptance rate and cost; implements Drafter.
 
-    outputs    what each sequence says behind its prompt
-    prompts    how long those are
-    agreement  how often a guess is right: by chance, at the same places whoever asks in a round
+    outputs        output tokens of each sequence
+    prompts        prompt tokens of each sequence
+    acceptance     probability that a draft token is correct; the same positions in all modes of a round
+    level_seconds  processor time of a level of depth
     """
 
     kind = "scripted"
@@ -85,52 +82,52 @@ class Scripted:
         self,
         outputs: Mapping[str, Sequence[int]],
         prompts: Mapping[str, int],
-        agreement: float,
+        acceptance: float,
         level_seconds: float,
         vocabulary: int,
     ) -> None:
-        self._outputs, self._prompts, self._agreement = outputs, prompts, agreement
+        self._outputs, self._prompts, self._acceptance = outputs, prompts, acceptance
         self._level_seconds, self._vocabulary = level_seconds, vocabulary
-        self._guesses: dict[str, list[int]] = {}
+        self._scripts: dict[str, list[int]] = {}
 
-    def propose(self, wants: Sequence[DraftRequest]) -> list[list[int]]:
-        """The script from where each text stands."""
-        until = time.thread_time() + self._level_seconds * max(want.limit for want in wants)
-        drafts = [self._draft(want) for want in wants]
+    def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
+        """The script from the position of each sequence on."""
+        until = time.thread_time() + self._level_seconds * max(request.limit for request in requests)
+        drafts = [self._draft(request) for request in requests]
         while time.thread_time() < until:
             pass
         return drafts
 
-    def forget(self, sequence_id: str, said: Sequence[int]) -> None:
-        """The sequence is over."""
-        self._guesses.pop(sequence_id, None)
+    def forget(self, sequence_id: str, tokens: Sequence[int]) -> None:
+        """Drop the script of a finished sequence."""
+        self._scripts.pop(sequence_id, None)
 
     def flush(self, budget_bytes: int) -> bool:
-        """Nothing outlives the process."""
+        """Nothing is written to disk."""
         return False
 
-    def _draft(self, want: DraftRequest) -> list[int]:
-        if want.sequence_id not in self._guesses:
-            self._guesses[want.sequence_id] = self._script(want.sequence_id)
-        said = want.draw.position - self._prompts[_at(want.sequence_id)]
-        return self._guesses[want.sequence_id][said : said + want.limit]
+    def _draft(self, request: DraftRequest) -> list[int]:
+        if request.sequence_id not in self._scripts:
+            self._scripts[request.sequence_id] = self._script(request.sequence_id)
+        start = request.draw.position - self._prompts[_at(request.sequence_id)]
+        return self._scripts[request.sequence_id][start : start + request.limit]
 
     def _script(self, sequence_id: str) -> list[int]:
-        chance = random.Random(f"{self._agreement} {sequence_id}")
+        chance = random.Random(f"{self._acceptance} {sequence_id}")
         tokens = self._outputs[_at(sequence_id)]
-        return [token if chance.random() < self._agreement else (token + 1) % self._vocabulary for token in tokens]
+        return [token if chance.random() < self._acceptance else (token + 1) % self._vocabulary for token in tokens]
 
 
 def _at(sequence_id: str) -> str:
-    """Which of the prompts a sequence has: requests are named by the round and by that."""
+    """The prompt of a sequence: requests are named by round and prompt."""
     return sequence_id.rpartition(" ")[2]
 
 
-class Playing:
-    """A core in the midst of a round.
+class RunningRound:
+    """An engine core with the requests of a round.
 
-    outputs  what each prompt got for an answer so far
-    seconds  of the processor
+    outputs  output tokens by prompt
+    seconds  processor time until now
     """
 
     def __init__(self, core: Core, requests: Sequence[Request]) -> None:
@@ -142,16 +139,16 @@ class Playing:
 
     @property
     def busy(self) -> bool:
-        """Whether it is not over."""
+        """Whether requests are running."""
         return self._core.busy
 
     @property
-    def turn(self) -> Turn:
-        """What was said, and how long it took."""
-        return Turn(sum(map(len, self.outputs.values())), self.seconds)
+    def time(self) -> RoundTime:
+        """Tokens and seconds of the round."""
+        return RoundTime(sum(map(len, self.outputs.values())), self.seconds)
 
-    def go(self, seconds: float) -> None:
-        """Go on for about so long."""
+    def run(self, seconds: float) -> None:
+        """Run steps for about this processor time."""
         began = now = time.thread_time()
         while self._core.busy and now < began + seconds:
             for name, event in self._core.step():
@@ -161,8 +158,8 @@ class Playing:
         self.seconds += now - began
 
 
-class Bench:
-    """The bundled pair, what drafts for it in each mode, and engines over it.
+class SpeculationBench:
+    """The bundled models, the speculation of each mode, and engines.
 
     words, dialogues  prompts, at least one of each for every sequence of the largest batch
     """
@@ -172,7 +169,7 @@ class Bench:
         self._max_tokens = max_tokens
         self.target = load(self._config, lambda phase: None)
         self.draft = load_draft(self._config, self.target, lambda phase: None)
-        # Whose turn it is when what was loaded is looked through for garbage would be left to chance.
+        # Loaded objects are exempt from garbage collection, which would hit a random mode.
         gc.collect()
         gc.freeze()
         encode = self.target.tokenizer.encode
@@ -180,11 +177,11 @@ class Bench:
         self.dialogues = [self.target.tokenizer.render_chat(asked).tokens for asked in longest(max(batch, _DIALOGUES))]
 
     def core(self, speculation: Speculation) -> Core:
-        """A new engine; what is learnt stays with what drafts."""
+        """A new engine; measured costs and acceptance stay in `speculation`."""
         return Core(self.target, self._config, speculation, time.thread_time)
 
     def bundled(self, mode: str) -> Speculation:
-        """The drafts that `cellar serve` would make."""
+        """The speculation of `cellar serve`."""
         fixed = int(mode) if mode.isdigit() else None
         drafter: DrafterChoice = (
             "model" if fixed else "none" if mode == "off" else "lookup" if mode == "lookup" else "auto"
@@ -194,15 +191,15 @@ class Bench:
         return make_speculation(config, self.target, draft, time.thread_time)
 
     def scripted(self, mode: str, script: Scripted | None = None) -> Speculation:
-        """Drafts that are written down."""
+        """Speculation with a script as the drafter."""
         depth = FixedDepth(0 if mode == "off" else int(mode)) if mode != "auto" else DepthController()
         return Speculation(None, script, depth, time.thread_time)
 
-    def begin(self, core: Core, prompts: Prompts, turn: int, *, ignore_end: bool) -> Playing:
-        """All prompts at once. No two rounds share what is remembered."""
-        salt = f"{turn}".encode()
-        return Playing(
-            core, [self._request(f"{turn} {at}", prompt, salt, ignore_end) for at, prompt in enumerate(prompts)]
+    def begin(self, core: Core, prompts: Prompts, number: int, *, ignore_end: bool) -> RunningRound:
+        """Submit all prompts. The salt keeps rounds from sharing cached prefixes."""
+        salt = f"{number}".encode()
+        return RunningRound(
+            core, [self._request(f"{number} {at}", prompt, salt, ignore_end) for at, prompt in enumerate(prompts)]
         )
 
     def _request(self, name: str, prompt: tuple[int, ...], salt: bytes, ignore_end: bool) -> Request:
@@ -211,144 +208,146 @@ class Bench:
 
 
 def longest(count: int) -> list[list[dict[str, object]]]:
-    """The held-out questions, without tools, that have the longest answers."""
+    """The held-out conversations without tools that have the longest answers."""
     plain = [one for one in held_out() if not one.tools]
     return [one.prompt() for one in sorted(plain, key=lambda one: len(one.answer), reverse=True)[:count]]
 
 
-def measure(bench: Bench, pair: str, batch: int, options: argparse.Namespace) -> Cell:
-    """All modes of a pair on a batch, round by round, for as long as a cell may take."""
+def measure(bench: SpeculationBench, drafter: str, batch: int, options: argparse.Namespace) -> ModeComparison:
+    """All modes of a drafter at a batch size, round by round, for `options.seconds`."""
     until = time.process_time() + options.seconds
-    prompts = bench.dialogues if pair == BUNDLED else bench.words[:batch]
-    make = bench.bundled if pair == BUNDLED else scripted_modes(bench, pair, prompts, options.draft_cost)
+    prompts = bench.dialogues if drafter == BUNDLED else bench.words[:batch]
+    make = bench.bundled if drafter == BUNDLED else scripted_modes(bench, drafter, prompts, options.draft_cost)
     fixed = ["off", *map(str, options.depths)]
-    learning = fixed if options.null else ["auto", "lookup"] if pair == BUNDLED else ["auto"]
+    learning = fixed if options.null else ["auto", "lookup"] if drafter == BUNDLED else ["auto"]
     modes = {mode: make(mode) for mode in dict.fromkeys((*fixed, *learning))}
-    rounds = Rounds(bench, prompts, batch, ignore_end=pair != BUNDLED)
-    learnt = [rounds.play(modes, learning, turn) for turn in range(-options.warm, 0)]
+    rounds = Rounds(bench, prompts, batch, ignore_end=drafter != BUNDLED)
+    warm_up = [rounds.play(modes, learning, number) for number in range(-options.warm, 0)]
     if options.null:
-        best = min(fixed, key=lambda mode: sum(taken[mode].seconds for taken in learnt))
+        best = min(fixed, key=lambda mode: sum(one[mode].seconds for one in warm_up))
         modes["auto"] = make(best)
-    cell, playing, check = Cell(pair, batch, {mode: [] for mode in modes}), list(modes), _FAIR
+    cell, active, check = ModeComparison(drafter, batch, {mode: [] for mode in modes}), list(modes), _FIRST_CHECK
     while cell.rounds < options.rounds or time.process_time() < until:
-        for mode, turn in rounds.play(modes, playing, cell.rounds).items():
-            cell.turns[mode].append(turn)
+        for mode, time_ in rounds.play(modes, active, cell.rounds).items():
+            cell.times[mode].append(time_)
         if cell.rounds >= check:
-            check = math.ceil(_MORE * check)
-            playing = [mode for mode in playing if mode not in cell.hopeless()]
-    cell.accepted = {mode: shares(speculation) for mode, speculation in modes.items()}
+            check = math.ceil(_CHECK_GROWTH * check)
+            active = [mode for mode in active if mode not in cell.clearly_slower()]
+    cell.acceptance = {mode: shares(speculation) for mode, speculation in modes.items()}
     return cell
 
 
 class Rounds:
-    """Rounds of a cell: in each, all modes say the same."""
+    """Rounds of a comparison; all modes answer the same prompts."""
 
-    def __init__(self, bench: Bench, prompts: Prompts, batch: int, *, ignore_end: bool) -> None:
+    def __init__(self, bench: SpeculationBench, prompts: Prompts, batch: int, *, ignore_end: bool) -> None:
         self._bench, self._prompts, self._batch, self._ignore_end = bench, prompts, batch, ignore_end
         self._chance = random.Random(0)
 
-    def play(self, modes: Mapping[str, Speculation], playing: Sequence[str], turn: int) -> dict[str, Turn]:
-        """What each of the modes that play took, by turns."""
-        said = self._asked(turn)
-        cores = {mode: self._bench.core(modes[mode]) for mode in self._chance.sample(playing, len(playing))}
-        going = {mode: self._bench.begin(cores[mode], said, turn, ignore_end=self._ignore_end) for mode in playing}
-        while busy := [mode for mode in playing if going[mode].busy]:
+    def play(self, modes: Mapping[str, Speculation], active: Sequence[str], number: int) -> dict[str, RoundTime]:
+        """The time of each active mode in a round."""
+        prompts = self._round_prompts(number)
+        cores = {mode: self._bench.core(modes[mode]) for mode in self._chance.sample(active, len(active))}
+        runs = {mode: self._bench.begin(cores[mode], prompts, number, ignore_end=self._ignore_end) for mode in active}
+        while busy := [mode for mode in active if runs[mode].busy]:
             for mode in self._chance.sample(busy, len(busy)):
-                going[mode].go(_TURN_SECONDS)
-        return {mode: played.turn for mode, played in going.items()}
+                runs[mode].run(_SLICE_SECONDS)
+        return {mode: running.time for mode, running in runs.items()}
 
-    def _asked(self, turn: int) -> Prompts:
-        """The prompts of a round: others in each, where there are more than it takes.
+    def _round_prompts(self, number: int) -> Prompts:
+        """The prompts of a round: a random sample where there are more prompts than the batch has sequences.
 
-        By chance: neighbours have answers of the same length, and would end together.
+        Neighbours in the list have answers of similar length, which would end at the same time.
         """
         if len(self._prompts) == self._batch:
             return self._prompts
-        return random.Random(turn).sample(self._prompts, self._batch)
+        return random.Random(number).sample(self._prompts, self._batch)
 
 
-def scripted_modes(bench: Bench, pair: str, prompts: Prompts, draft_cost: float) -> Callable[[str], Speculation]:
-    """Makes what drafts in a mode: a script for these prompts."""
+def scripted_modes(
+    bench: SpeculationBench, drafter: str, prompts: Prompts, draft_cost: float
+) -> Callable[[str], Speculation]:
+    """A function from a mode to its speculation with scripts for these prompts."""
     plain = bench.core(bench.scripted("off"))
-    for turn in (0, 1):
-        played = bench.begin(plain, prompts, turn, ignore_end=True)
-        played.go(math.inf)
-    level_seconds = draft_cost * played.turn.seconds * len(prompts) / played.turn.tokens
+    for number in (0, 1):
+        first = bench.begin(plain, prompts, number, ignore_end=True)
+        first.run(math.inf)
+    level_seconds = draft_cost * first.time.seconds * len(prompts) / first.time.tokens
     lengths = {str(at): len(prompt) for at, prompt in enumerate(prompts)}
-    script = Scripted(played.outputs, lengths, float(pair), level_seconds, bench.target.info.vocabulary)
+    script = Scripted(first.outputs, lengths, float(drafter), level_seconds, bench.target.info.vocabulary)
     return lambda mode: bench.scripted(mode, script)
 
 
 def shares(speculation: Speculation) -> list[float]:
-    """How much of what was drafted was said, by position; of all drafters together."""
+    """Acceptance rate by position, of all drafters together."""
     counts = speculation.counts()
     drafted = [sum(column) for column in zip_longest(*(one.drafted for one in counts), fillvalue=0)]
     accepted = [sum(column) for column in zip_longest(*(one.accepted for one in counts), fillvalue=0)]
-    return [right / judged for right, judged in zip(accepted, drafted, strict=True) if judged]
+    return [accepted_ / drafted_ for accepted_, drafted_ in zip(accepted, drafted, strict=True) if drafted_]
 
 
-def table(cells: Sequence[Cell]) -> Table:
+def table(cells: Sequence[ModeComparison]) -> Table:
     """The printed table."""
     result = Table(
-        caption="times as fast as without drafts, in the rounds of both (given up: the first ones only); "
-        "said: per cent of the drafts at each position, deepest mode"
+        caption="speed relative to no drafts, in the rounds of both (dropped modes: the first rounds only); "
+        "accepted: per cent of the drafts at each position, deepest mode"
     )
-    names = list(dict.fromkeys(mode for cell in cells for mode in cell.turns if mode != "off"))
-    for name in ("who drafts", "batch", "rounds", "off, tokens/s", *names, "auto to best", "nine of ten", "said"):
+    names = list(dict.fromkeys(mode for cell in cells for mode in cell.times if mode != "off"))
+    for name in ("drafter", "batch", "rounds", "off, tokens/s", *names, "auto / best", "90 % interval", "accepted"):
         result.add_column(name, justify="right")
     for cell in cells:
-        ratios = [f"{cell.ratio(mode):.2f}" if mode in cell.turns else "" for mode in names]
-        deepest = max((mode for mode in cell.turns if mode.isdigit()), key=int)
-        said = " ".join(f"{100 * share:.0f}" for share in cell.accepted[deepest])
+        ratios = [f"{cell.ratio(mode):.2f}" if mode in cell.times else "" for mode in names]
+        deepest = max((mode for mode in cell.times if mode.isdigit()), key=int)
+        accepted = " ".join(f"{100 * share:.0f}" for share in cell.acceptance[deepest])
         compared = f"{cell.to_best:.3f} of {cell.best}", "{:.3f} to {:.3f}".format(*cell.interval)
         result.add_row(
-            cell.pair, f"{cell.batch}", f"{cell.rounds}", f"{cell.rate('off'):.0f}", *ratios, *compared, said
+            cell.drafter, f"{cell.batch}", f"{cell.rounds}", f"{cell.rate('off'):.0f}", *ratios, *compared, accepted
         )
     return result
 
 
-def plot(path: Path, cells: Sequence[Cell]) -> None:
-    """Draw the gain of every depth and of the chosen ones, a panel a batch."""
+def plot(path: Path, cells: Sequence[ModeComparison]) -> None:
+    """Draw the speed-up of every depth and of `auto`, one panel per batch size."""
     from matplotlib.figure import Figure  # half a second of import, and only needed here
 
     batches = list(dict.fromkeys(cell.batch for cell in cells))
     figure = Figure(figsize=(4 * len(batches), 4), layout="constrained")
     for panel, batch in zip(figure.subplots(1, len(batches), sharey=True, squeeze=False)[0], batches, strict=True):
         for number, cell in enumerate(one for one in cells if one.batch == batch):
-            depths = [mode for mode in cell.turns if mode == "off" or mode.isdigit()]
+            depths = [mode for mode in cell.times if mode == "off" or mode.isdigit()]
             colour = f"C{number}"
             panel.plot(
                 [int(mode.replace("off", "0")) for mode in depths], list(map(cell.ratio, depths)), "o-", color=colour
             )
-            panel.axhline(cell.ratio("auto"), color=colour, linestyle="--", label=f"{cell.pair}, auto")
+            panel.axhline(cell.ratio("auto"), color=colour, linestyle="--", label=f"{cell.drafter}, auto")
         panel.set_title(f"batch of {batch}")
         panel.set_xlabel("tokens drafted")
         panel.grid(alpha=0.3)
         panel.legend(fontsize="x-small")
-    figure.supylabel("times as fast as without drafts")
+    figure.supylabel("speed relative to no drafts")
     figure.savefig(path, dpi=110)
 
 
-def document(cell: Cell) -> dict[str, object]:
-    """All that was measured, and what it comes to."""
+def document(cell: ModeComparison) -> dict[str, object]:
+    """Round times and results of a comparison."""
     return {
         **asdict(cell),
         "best": cell.best,
         "rounds": cell.rounds,
         "auto_to_best": cell.to_best,
         "interval": cell.interval,
-        "ratios": {mode: cell.ratio(mode) for mode in cell.turns},
+        "ratios": {mode: cell.ratio(mode) for mode in cell.times},
     }
 
 
-def summary(cell: Cell) -> dict[str, object]:
+def summary(cell: ModeComparison) -> dict[str, object]:
     """A row for benchmarks.page."""
     return {
-        "drafter": cell.pair if cell.pair == BUNDLED else f"scripted, {float(cell.pair):g} correct",
+        "drafter": cell.drafter if cell.drafter == BUNDLED else f"scripted, {float(cell.drafter):g} correct",
         "batch": cell.batch,
         "rounds": cell.rounds,
         "plain": round(cell.rate("off")),
-        "ratios": {mode: round(cell.ratio(mode), 3) for mode in cell.turns if mode != "off"},
+        "ratios": {mode: round(cell.ratio(mode), 3) for mode in cell.times if mode != "off"},
         "best": cell.best,
         "auto_to_best": round(cell.to_best, 3),
     }
@@ -357,23 +356,26 @@ def summary(cell: Cell) -> dict[str, object]:
 def make_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--cells", nargs="+", default=[BUNDLED, "0", "0.3", "0.6", "0.8", "0.95"], help="who drafts")
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 8, 16])
-    parser.add_argument("--depths", type=int, nargs="+", default=[1, 2, 3, 4, 6])
-    parser.add_argument("--null", action="store_true", help="the best depth once more in place of auto")
-    parser.add_argument("--draft-cost", type=float, default=0.1, help="of a scripted level, in plain steps")
-    parser.add_argument("--max-tokens", type=int, default=96)
-    parser.add_argument("--seconds", type=float, default=60.0, help="for each pair and batch")
-    parser.add_argument("--rounds", type=int, default=4, help="at least, however long they take")
-    parser.add_argument("--warm", type=int, default=4, help="rounds before those, from which depths are learnt")
-    parser.add_argument("--quick", action="store_true", help="a few tokens only, to see that it works")
-    parser.add_argument("--out", type=Path, default=Path("out"))
+    drafters = [BUNDLED, "0", "0.3", "0.6", "0.8", "0.95"]
+    parser.add_argument(
+        "--cells", nargs="+", default=drafters, help="drafters: bundled, or acceptance rates of scripts"
+    )
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 8, 16], help="batch sizes")
+    parser.add_argument("--depths", type=int, nargs="+", default=[1, 2, 3, 4, 6], help="fixed depths")
+    parser.add_argument("--null", action="store_true", help="run the best depth twice, in place of auto")
+    parser.add_argument("--draft-cost", type=float, default=0.1, help="of a scripted level, in steps without drafts")
+    parser.add_argument("--max-tokens", type=int, default=96, help="of an answer")
+    parser.add_argument("--seconds", type=float, default=60.0, help="processor time of each drafter and batch size")
+    parser.add_argument("--rounds", type=int, default=4, help="rounds at least")
+    parser.add_argument("--warm", type=int, default=4, help="warm-up rounds of auto")
+    parser.add_argument("--quick", action="store_true", help="a few tokens only, as a test")
+    parser.add_argument("--out", type=Path, default=Path("out"), help="folder (default out)")
     add_json_option(parser)
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure and print; a line of speculation.jsonl is added for every cell as it is done, then speculation.png."""
+    """Measure and print; append each comparison to speculation.jsonl; plot speculation.png."""
     options = make_parser().parse_args(arguments)
     if options.quick:
         quick = {
@@ -385,17 +387,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "rounds": 2,
         }
         vars(options).update(quick, warm=1)
-    bench = Bench(max(options.batches), options.max_tokens)
+    bench = SpeculationBench(max(options.batches), options.max_tokens)
     options.out.mkdir(parents=True, exist_ok=True)
     cells = []
-    for pair, batch in product(options.cells, options.batches):
-        cells.append(measure(bench, pair, batch, options))
+    for drafter, batch in product(options.cells, options.batches):
+        cells.append(measure(bench, drafter, batch, options))
         with (options.out / "speculation.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(document(cells[-1])) + "\n")
         Console(width=200).print(table(cells[-1:]))
     Console(width=200).print(table(cells))
     worst = min(cells, key=lambda cell: cell.to_best)
-    Console().print(f"auto to best: {worst.to_best:.3f} at worst ({worst.pair}, batch of {worst.batch})")
+    Console().print(f"auto / best: {worst.to_best:.3f} at worst ({worst.drafter}, batch of {worst.batch})")
     plot(options.out / "speculation.png", cells)
     if options.json:
         measured("speculation", map(summary, cells)).write(options.json)

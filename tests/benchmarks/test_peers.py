@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bench.benchmark import Measured
 from bench.cells import DECODE, FASTER, FIRST, PREFILL, RATE, CellResult
-from benchmarks.duel import Row, document, rows, table
+from benchmarks.duel import PairedFigure, document, rows, table
 from benchmarks.goals import GOALS
-from benchmarks.known import PEERS, Share
+from benchmarks.known import PEERS, Resources
 from benchmarks.peers import Sizes, main
 from benchmarks.shapes import SHAPES, gguf_tensors, pair_columns, write_folder
 from tests.server.peer import Peer
@@ -43,7 +43,7 @@ def compete(peer: Peer, out: Path, *arguments: str) -> dict[str, Any]:
 def test_a_ratio_above_one_is_ours() -> None:
     """More of a rate is better, less of a time is, and the ratio is the middle of the pairs' own."""
     ours, peers = [40.0, 20.0, 10.0], [10.0, 10.0, 20.0]
-    rate, time = document([Row("a", DECODE, ours, peers, 2.0), Row("a", FIRST, ours, peers, 1.2)])
+    rate, time = document([PairedFigure("a", DECODE, ours, peers, 2.0), PairedFigure("a", FIRST, ours, peers, 1.2)])
 
     assert (2.0, [4.0, 2.0, 0.5], "PASS") == (rate["ratio"], rate["ratios"], rate["verdict"])
     assert (0.5, (20.0, 10.0), "behind") == (time["ratio"], time["medians"], time["verdict"])
@@ -51,13 +51,13 @@ def test_a_ratio_above_one_is_ours() -> None:
 
 def test_reuse_is_asked_of_ours_alone() -> None:
     """A known beginning must pay twenty times, however well the peer does."""
-    verdicts = [Row("a", FASTER, [ours], [100.0], 20.0).verdict for ours in (19.0, 21.0)]
+    verdicts = [PairedFigure("a", FASTER, [ours], [100.0], 20.0).verdict for ours in (19.0, 21.0)]
 
     assert ["behind", "PASS"] == verdicts
 
 
 def test_no_ratio_is_made_of_nothing() -> None:
-    """Tokens that share their pieces have no time in between: such a figure is left out, and the others are not."""
+    """Tokens that resources their pieces have no time in between: such a figure is left out, and the others are not."""
     cell = next(cell for cell, _ in Sizes().cells(["streams"], [8]).values())
     gap, sides = "between p50, ms", ((0.0, 5.0), (3.0, 5.0))
     results = [[CellResult({RATE: 10.0, gap: ms}, ()) for ms in side] for side in sides]
@@ -84,8 +84,8 @@ def test_both_sides_get_the_same(tmp_path: Path) -> None:
     program = tmp_path / "server"
     program.write_text("")
     program.chmod(0o755)
-    share = Share(threads=3, slots=8, context=512)
-    command = " ".join(PEERS["llama.cpp"].command(str(program), "q8_0.gguf", share))
+    resources = Resources(threads=3, slots=8, context=512)
+    command = " ".join(PEERS["llama.cpp"].command(str(program), "q8_0.gguf", resources))
 
     assert f"{program} -m q8_0.gguf --port {{port}} -t 3 -tb 3 -np 8 -c 4096 -fa on" == command
 
@@ -93,7 +93,7 @@ def test_both_sides_get_the_same(tmp_path: Path) -> None:
 def test_the_table_has_a_row_a_figure() -> None:
     """Medians, ratio, its range, the goal and whether it is reached stand in one line."""
     console = Console(width=150, record=True, file=io.StringIO())
-    console.print(table([Row("8 streams", RATE, [1234.5], [50.0], 3.0)], ("us", "peer")))
+    console.print(table([PairedFigure("8 streams", RATE, [1234.5], [50.0], 3.0)], ("us", "peer")))
     row = next(line for line in console.export_text().splitlines() if "8 streams" in line)
 
     assert ["1,234", "50.0", "24.7", "24.7", "24.7", "3", "PASS"] == [part.strip() for part in row.split("│")[2:-1]]
@@ -191,7 +191,7 @@ def test_every_weight_goes_to_the_peer(tmp_path: Path) -> None:
 
 
 def test_rotated_halves_become_neighbours() -> None:
-    """Row i of a head's first half is followed by row i of its second."""
+    """PairedFigure i of a head's first half is followed by row i of its second."""
     rows = torch.arange(8.0).unsqueeze(1)
 
     assert [0, 2, 1, 3, 4, 6, 5, 7] == pair_columns(rows, 4).flatten().tolist()
