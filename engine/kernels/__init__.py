@@ -1,1 +1,1 @@
-"""Attention over cells, in several implementations that must agree; reference.py is the oracle of the others."""
+"""Attention and products on the CPU: C++ kernels, and plain torch as reference and fallback."""

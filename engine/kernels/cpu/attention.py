@@ -92,7 +92,7 @@ class NativeAttention:
     """The kernel of one library file, which engine/kernels/cpu/build.py provides."""
 
     def __init__(self, file: Path) -> None:
-        """Raises OSError if the file cannot be loaded, LayoutMismatch (an OSError) for other structures than these."""
+        """Raises OSError if the file cannot be loaded, LayoutMismatch (an OSError) for other structures."""
         library = ctypes.CDLL(str(file))
         check_layout(library, _MIRRORS)
         self._call = library.cellar_attend

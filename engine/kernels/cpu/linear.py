@@ -42,7 +42,7 @@ class _CallFields(Structure):
 
 
 class PlainCallFields(Structure):
-    """Of engine/kernels/cpu/products.py, whose kernel is in the same library."""
+    """`PlainLinearCall` of linear.h, for engine/kernels/cpu/products.py."""
 
     _fields_ = [
         *((name, c_void_p) for name in ("rows", "weights", "output")),
@@ -61,7 +61,7 @@ _MIRRORS: Mirrors = {
 
 
 def load_library(file: Path) -> ctypes.CDLL:
-    """A library of `linear`. Raises OSError, LayoutMismatch (an OSError) for other structures than these."""
+    """Load a library of `linear`. Raises OSError; LayoutMismatch (an OSError) if its structures have another layout."""
     library = ctypes.CDLL(str(file))
     check_layout(library, _MIRRORS)
     return library

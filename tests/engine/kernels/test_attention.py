@@ -16,9 +16,9 @@ from kvcache.forward import Segment
 from kvcache.kv_buffer import FloatKVBuffer, Int8KVBuffer, KVBuffer, LayerKV, allocate_kv_buffers
 from kvcache.spec import AttentionRange, GroupSpec
 
-# What float32 sums of a few thousand terms of size 1 may be off by; stored formats are exact in float64 on both sides.
+# The error of float32 sums of a few thousand terms of size 1; stored formats are exact in float64 on both sides.
 TOLERANCE = 3e-6
-# And where weights are rounded to bfloat16, each by up to a 512th, which values of size 4 add up.
+# With softmax weights rounded to bfloat16, each by up to 1/512, for values of size 4.
 ROUNDED = 8e-3
 REACHES = (
     AttentionRange(),
@@ -103,7 +103,7 @@ def batch(
     layout: str,
     seed: int = 0,
 ) -> Batch:
-    """Random content. The cells' layout: "runs", "permuted" all over the pool, or "shared", all of one stretch."""
+    """Random content. The layout of cells: "runs", "permuted" over the pool, or "shared" by all sequences."""
     generator = torch.Generator().manual_seed(seed)
     lengths = [start + rows - attention_range.oldest_visible(start) for rows, start in plan]
     count = sum(lengths) + 9
@@ -122,7 +122,7 @@ def batch(
             length = segment.start + segment.batch_slice.stop - segment.batch_slice.start - segment.oldest_visible
             buffer.write(1, segment.cells, torch.randn(key_heads, length, buffer.width, generator=generator))
     query = torch.randn(row, heads, width, generator=generator).transpose(0, 1)
-    # Rounded here, for what the reference says is of the same queries then.
+    # Rounded here, so that the reference gets the same queries.
     query = query.bfloat16().float() if cells.rounds else query
     return Batch(query, keys, values, tuple(segments), cells.rounds)
 

@@ -13,7 +13,7 @@ import pytest
 
 from engine.kernels.cpu import build
 
-# Stands for g++: counts its builds, and needs no time.
+# A fake g++ that counts its builds.
 COMPILER = """#!/bin/sh
 if [ "$1" = --version ]; then echo "{version}"; exit 0; fi
 echo built >>"{log}"
@@ -168,10 +168,10 @@ def test_all_variants_can_be_prebuilt(bench: Workbench, monkeypatch: pytest.Monk
     monkeypatch.setenv("PATH", f"{bench.path}:{os.environ['PATH']}")
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
 
-    made = build.prebuild(bench.prebuilt)
+    built = build.prebuild(bench.prebuilt)
 
-    assert sorted(made) == sorted(bench.prebuilt.iterdir())
-    assert bench.library() in made
+    assert sorted(built) == sorted(bench.prebuilt.iterdir())
+    assert bench.library() in built
     assert sum(len(variants) for variants in build.KERNELS.values()) == bench.builds
 
 
@@ -181,12 +181,12 @@ def test_other_architectures_get_no_x86_flags(machine: str, bench: Workbench, mo
     monkeypatch.setenv("PATH", f"{bench.path}:{os.environ['PATH']}")
     monkeypatch.setattr(platform, "machine", lambda: machine)
 
-    made = build.prebuild(bench.prebuilt)
+    built = build.prebuild(bench.prebuilt)
 
     assert [f"attention-generic-{machine}", f"linear-generic-{machine}"] == sorted(
-        file.name.rpartition("-")[0] for file in made
+        file.name.rpartition("-")[0] for file in built
     )
-    assert bench.library() in made
+    assert bench.library() in built
 
 
 @pytest.mark.slow

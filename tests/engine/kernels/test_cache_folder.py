@@ -116,7 +116,7 @@ def layers() -> dict[str, PackedMatrix]:
     return {"layer": pack(torch.ones(64, 64), 8)}
 
 
-# Stands for a compiler that does not end.
+# A fake compiler that does not end.
 STUCK = """#!/bin/sh
 if [ "$1" = --version ]; then echo 1; exit 0; fi
 echo half >"$TMPDIR/half.s"

@@ -17,9 +17,9 @@ from tests.libraries import built
 
 Multiply = Callable[[Tensor, Sequence[PackedMatrix]], list[Tensor]]
 
-# What float32 totals of some dozen groups may be off by, of the greatest product.
+# The error of float32 totals of some dozen groups, relative to the largest product.
 TOLERANCE = 1e-6
-# Outputs and columns, whole blocks and groups among them.
+# (outputs, columns), with and without whole blocks and groups.
 SHAPES = ((16, 32), (1, 1), (5, 7), (17, 33), (48, 64), (100, 130), (256, 512), (31, 1000))
 COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 15, 16, 23)
 

@@ -98,21 +98,21 @@ def test_attention_over_cells_equals_the_definition(reach: AttentionRange, bend:
     words, chance = Words(), random.Random(1)
     spec = LayerSpec(KEY_HEADS, WIDTH, VALUE_WIDTH, reach, ROTATION)
     cache = Cache([spec], slots=3, capacity=40, cells=90, dtype=torch.float64)
-    held: list[list[int]] = [[], [], []]
+    cached: list[list[int]] = [[], [], []]
     for round_ in range(14):
         if round_ % 4 == 2:
             source, target = chance.sample(range(3), 2)
-            held[target] = held[source][: cache.copy_prefix(source, target, len(held[source]) - 1)]
-        if round_ % 5 == 4 and len(held[0]) > 4:
-            standing = cache.shift(0, 1, 2)
-            held[0] = (held[0][:1] + held[0][3:])[:standing]
+            cached[target] = cached[source][: cache.copy_prefix(source, target, len(cached[source]) - 1)]
+        if round_ % 5 == 4 and len(cached[0]) > 4:
+            shifted = cache.shift(0, 1, 2)
+            cached[0] = (cached[0][:1] + cached[0][3:])[:shifted]
         plan = [(slot, [chance.randrange(50) for _ in range(chance.choice((1, 1, 4)))]) for slot in (2, 0, 1)]
         output = step(cache, words, plan, reach, bend)
         expected = []
         for slot, tokens in plan:
-            held[slot] += tokens
-            length = len(held[slot])
+            cached[slot] += tokens
+            length = len(cached[slot])
             expected += [
-                by_definition(words, held[slot], at, reach, bend) for at in range(length - len(tokens), length)
+                by_definition(words, cached[slot], at, reach, bend) for at in range(length - len(tokens), length)
             ]
         torch.testing.assert_close(output, torch.stack(expected), rtol=0, atol=1e-12)

@@ -16,7 +16,7 @@ from tests.engine.kernels.test_attention import FLOATS, FORMATS, ROUNDS, Batch, 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-# How many cells of which stretch a sequence begins with, how many of its own follow, and its rows, the last of these.
+# For each sequence: name and length of its shared prefix, number of its own cells, and its rows, the last of them.
 Plan = tuple[tuple[str, int, int, int], ...]
 PLANS: dict[str, Plan] = {
     "all of one": (("a", 200, 7, 1), ("a", 200, 70, 1), ("a", 200, 1, 1)),
@@ -44,17 +44,17 @@ SHAPES = (Shape(4, 2, 128, 128), Shape(9, 3, 64, 64), Shape(3, 3, 20, 36), Shape
 
 def sharing(plan: Plan, shape: Shape, cells: Format, reach: AttentionRange) -> Batch:
     """A batch of sequences; their cells are tables, or slices where contiguous."""
-    lengths = [taken + own for _, taken, own, _ in plan]
-    stretches = {name: max(taken for other, taken, _, _ in plan if other == name) for name, *_ in plan}
-    count = sum(stretches.values()) + sum(lengths)
+    lengths = [shared + own for _, shared, own, _ in plan]
+    prefixes = {name: max(shared for other, shared, _, _ in plan if other == name) for name, *_ in plan}
+    count = sum(prefixes.values()) + sum(lengths)
     pool = batch(((count, 0),), AttentionRange(), cells, layout="runs", **batch_arguments(shape))
     order = torch.randperm(count, generator=torch.Generator().manual_seed(1))
     starts, at = {}, 0
-    for name, length in stretches.items():
+    for name, length in prefixes.items():
         starts[name], at = order[at : at + length], at + length
     segments, row = [], 0
-    for (name, taken, own, rows), length in zip(plan, lengths, strict=True):
-        table = torch.cat((starts[name][:taken], order[at : at + own]))
+    for (name, shared, own, rows), length in zip(plan, lengths, strict=True):
+        table = torch.cat((starts[name][:shared], order[at : at + own]))
         start = length - rows
         first = reach.oldest_visible(start)
         segments.append(Segment(slice(row, row + rows), start, table[first:].contiguous(), first))

@@ -27,9 +27,9 @@ from tests.engine.tiny import VOCABULARY, settings
 
 CONTEXT = 256
 
-# Bits of a weight: float32 and bfloat16, or quantised.
+# Bits of a weight: float32, bfloat16, or quantised to 8 or 4.
 Weights = Literal[32, 16, 8, 4]
-# Of each step the slots and how many rows they get: chunks, single rows, and both at once.
+# For each step its slots and their rows: chunks, single rows, or both.
 Steps = Sequence[Sequence[tuple[int, int]]]
 
 
@@ -56,8 +56,8 @@ class TinyModel:
             places = [(span.slot, at) for span in spans for at in range(span.start, span.stop)]
             rows = list(range(len(places)))
             with cache.forward(spans) as forward:
-                made = runner.run_with_hidden_states(forward, [token(*place) for place in places], rows, rows)
-            by_position |= dict(zip(places, zip(*made, strict=True), strict=True))
+                outputs = runner.run_with_hidden_states(forward, [token(*place) for place in places], rows, rows)
+            by_position |= dict(zip(places, zip(*outputs, strict=True), strict=True))
         logits, states = zip(*(by_position[place] for place in sorted(by_position)), strict=True)
         return torch.stack(logits), torch.stack(states)
 
@@ -98,6 +98,6 @@ def model_of_config(config: Any, weights: Weights = 32) -> TinyModel:
 
 def native(family: str, weights: Weights = 32) -> TinyModel:
     """The tiny model of a family that the native step supports."""
-    made = tiny_model(family, weights)
-    assert isinstance(made.runner, NativeRunner)
-    return made
+    model = tiny_model(family, weights)
+    assert isinstance(model.runner, NativeRunner)
+    return model

@@ -21,8 +21,8 @@ class Doubled(LlamaRMSNorm):  # type: ignore[misc]
     """An unsupported norm."""
 
     def forward(self, rows: Tensor) -> Tensor:
-        made: Tensor = 2 * super().forward(rows)
-        return made
+        output: Tensor = 2 * super().forward(rows)
+        return output
 
 
 def traced(norm: nn.Module) -> TracedNorm:
@@ -32,8 +32,8 @@ def traced(norm: nn.Module) -> TracedNorm:
         nn.init.normal_(parameter)
     rows = torch.randn(5, 24) * torch.logspace(-3, 2, 5)[:, None]
     with torch.inference_mode():
-        made = norm(rows)
-    return TracedNorm(find_norm(norm, rows, made), rows, made)
+        output = norm(rows)
+    return TracedNorm(find_norm(norm, rows, output), rows, output)
 
 
 @pytest.mark.parametrize("epsilon", [1e-5, 1e-6])

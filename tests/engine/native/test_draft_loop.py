@@ -51,12 +51,12 @@ class Session:
 
     def inputs(self, shapes: Sequence[tuple[int, int]], params: Sequence[SamplingParams]) -> list[DraftLoopInput]:
         """An input for each slot: tokens to compute and to sample."""
-        made = []
+        inputs = []
         for slot, (length, count) in enumerate(shapes):
             start = len(self.tokens_by_slot.get(slot, ()))
             tokens = [token(slot, at) for at in range(start, start + length)]
-            made.append(DraftLoopInput(tokens, count, context(params[slot % len(params)], slot, start + length)))
-        return made
+            inputs.append(DraftLoopInput(tokens, count, context(params[slot % len(params)], slot, start + length)))
+        return inputs
 
     def run_draft_loop(self, inputs: Sequence[DraftLoopInput], choices: int = VOCABULARY) -> list[list[int]]:
         """The tokens of a draft loop; all of its cells are kept."""

@@ -6,7 +6,7 @@ import pytest
 
 from tests.engine.native.families import FAMILIES, NATIVE, reason
 
-# One of each kind of shape, and of each reason to have none, in every run; the others are slow only by their number.
+# One of each architecture and of each reason in every run; the others are slow only by their number.
 ALWAYS = ("apertus", "beam", "gpt_oss", "hyperclovax", "llama4_text", "mamba", "olmo3", "olmoe", "solar_open")
 
 

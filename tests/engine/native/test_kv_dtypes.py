@@ -88,9 +88,9 @@ def test_int8_codes_equal_the_modules(variant: str) -> None:
 
     for expected, actual in ((keys, own_keys), (values, own_values)):
         torch.testing.assert_close(actual.scales[0], expected.scales[0], rtol=1e-5, atol=0)
-        apart = (actual.codes[0].int() - expected.codes[0].int()).abs()
-        assert int(apart.max()) <= 1
-        assert float(apart.float().mean()) < 1e-3
+        difference = (actual.codes[0].int() - expected.codes[0].int()).abs()
+        assert int(difference.max()) <= 1
+        assert float(difference.float().mean()) < 1e-3
         assert 127 == int(actual.codes[0].abs().max())
 
 

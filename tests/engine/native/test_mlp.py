@@ -15,10 +15,12 @@ from engine.native.trace import TracedLinear
 def test_activation_has_the_smallest_error(name: str, outlier: float) -> None:
     generator = torch.Generator().manual_seed(0)
     rows, gates, ups = (torch.randn(6, 64, generator=generator) for _ in range(3))
-    # Where both kinds of gelu are the same.
+    # Both kinds of gelu are equal here.
     gates[:, 3] = 6.0
     ups[:, 3] *= outlier
-    inner = [TracedLinear(Linear(torch.empty(0), None), rows, made) for made in (gates, ups)]
-    taken = ACTIVATIONS[name](gates) * ups  # type: ignore[index]
+    inner = [TracedLinear(Linear(torch.empty(0), None), rows, output) for output in (gates, ups)]
+    activated = ACTIVATIONS[name](gates) * ups  # type: ignore[index]
 
-    assert (name, 0, 1) == (lambda gate, up, found: (found, gate.matrix, up.matrix))(*_find_activation(inner, taken))
+    assert (name, 0, 1) == (lambda gate, up, found: (found, gate.matrix, up.matrix))(
+        *_find_activation(inner, activated)
+    )

@@ -22,11 +22,11 @@ from tests.libraries import built
 
 built("step")
 
-# Projections all in one, and each by itself; experts; norms around both halves, and rates up to 2.
+# Fused and separate projections, experts, norms around both halves, max_beta 2.
 DELTA = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid")
-# Convolutions between two products; with experts.
+# Gated short convolutions; with experts.
 GATED_CONVOLUTIONS = ("lfm2", "lfm2_moe")
-# State spaces whose numbers are chosen by each token; with experts.
+# Selective state spaces; with experts.
 STATE_SPACES = ("bamba", "granitemoehybrid")
 MIXED: Steps = (((0, 9), (1, 30)), ((2, 17), (0, 1), (1, 3)), ((0, 1), (1, 1), (2, 1)), ((0, 40), (2, 1)))
 
@@ -45,8 +45,10 @@ def exact(model: TinyModel) -> Tensor:
     wide.set_experts_implementation("eager")
     rows = {slot: sum(count for step in MIXED for own, count in step if own == slot) for slot in range(3)}
     with torch.inference_mode():
-        told = [wide(torch.tensor([[token(slot, at) for at in range(rows[slot])]]), use_cache=False) for slot in rows]
-    return torch.cat([one.logits[0] for one in told])
+        outputs = [
+            wide(torch.tensor([[token(slot, at) for at in range(rows[slot])]]), use_cache=False) for slot in rows
+        ]
+    return torch.cat([one.logits[0] for one in outputs])
 
 
 def run_rows(
@@ -92,7 +94,7 @@ def test_column_ranges_are_found() -> None:
 
     assert isinstance(first, DeltaRuleSpec)
     assert isinstance(other, DeltaRuleSpec)
-    # Two key heads: queries, keys, values and gates in one matrix, what makes decays and rates in another.
+    # Two key heads: queries, keys, values and gates in one matrix, decay and beta inputs in another.
     assert (2, 12) == (len(first.projections), len(first.column_ranges))
     assert [0, 3, 2, 1] == [run.matrix for run in other.column_ranges]
     assert [None, None, None] != [getattr(mixer.mixer, "gates", None) for mixer, _ in split.layers]

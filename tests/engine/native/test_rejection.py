@@ -37,7 +37,7 @@ def test_misplaced_layer_is_refused(
     """With quantised weights too; the log has the difference of the logits."""
     find = choosing.find_decoder
     monkeypatch.setattr(choosing, "find_decoder", lambda *given, **more: wrong(find(*given, **more)))
-    made = model_of_config(AutoConfig.for_model("qwen3", **settings("qwen3")), weights)
+    model = model_of_config(AutoConfig.for_model("qwen3", **settings("qwen3")), weights)
 
-    assert made.runner is made.packed
+    assert model.runner is model.packed
     assert "the native step changes logits by" in caplog.text

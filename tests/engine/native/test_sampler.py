@@ -28,10 +28,10 @@ PARAMS = (
     SamplingParams(temperature=1.5, top_k=40),
     SamplingParams(temperature=2.0, min_p=0.1),
     SamplingParams(temperature=1.0, top_p=0.0),
-    # What only the rule itself knows.
+    # Not native.
     SamplingParams(temperature=1.0, typical_p=0.5),
     SamplingParams(temperature=0.0, logit_bias=((3, 100.0),)),
-    # What is changed before it is own_contexts from.
+    # Native filters on modified logits.
     SamplingParams(temperature=0.7, top_p=0.9, logit_bias=((3, 2.5), (4, -1.0))),
     SamplingParams(temperature=1.0, top_k=50, frequency_penalty=0.5, presence_penalty=0.3, repetition_penalty=1.2),
     SamplingParams(temperature=1.0, allowed_tokens=(1, 2, 700, 5002)),
@@ -90,10 +90,10 @@ def test_non_finite_row_affects_itself_only(value: float) -> None:
     logits[1, 0] = logits[2, 77] = logits[4, VOCABULARY - 1] = value
     logits[3] = -torch.inf
     logits[0, ::2] = -torch.inf
-    said = runner_of(native("llama")).sampler.sample(logits, contexts(PARAMS[0], PARAMS[2]))
+    tokens_of_rows = runner_of(native("llama")).sampler.sample(logits, contexts(PARAMS[0], PARAMS[2]))
 
-    assert said == sample_tokens(logits, contexts(PARAMS[0], PARAMS[2]))
-    assert [row for row, token in enumerate(said) if token is None] == [1, 2, 3, 4]
+    assert tokens_of_rows == sample_tokens(logits, contexts(PARAMS[0], PARAMS[2]))
+    assert [row for row, token in enumerate(tokens_of_rows) if token is None] == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
@@ -111,7 +111,7 @@ def test_run_and_sample_equals_run_then_sample(family: str, params: tuple[Sampli
         with from_logits.cache.forward(spans) as forward:
             expected = runner.sampler.sample(runner.run(forward, tokens, logit_rows), own_contexts)
         with sampled.cache.forward(spans) as forward:
-            said = runner.run_and_sample(forward, tokens, logit_rows, [None] * 3, own_contexts)
+            tokens_of_rows = runner.run_and_sample(forward, tokens, logit_rows, [None] * 3, own_contexts)
 
-        assert expected == said
-        assert None not in said
+        assert expected == tokens_of_rows
+        assert None not in tokens_of_rows

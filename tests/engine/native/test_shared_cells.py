@@ -16,7 +16,7 @@ from tests.libraries import built
 built("step")
 
 PREFIX = 200
-# Of each slot how much of the first one's prefix it has, and the rows that it gets then.
+# For each slot the length of its shared prefix, and its new rows.
 SLOTS = ((PREFIX, 1), (PREFIX, 1), (150, 3), (PREFIX, 2), (20, 1), (190, 1))
 
 
@@ -36,9 +36,9 @@ def logits_of(model: TinyModel, steps: Sequence[Sequence[int]], stored: torch.dt
         spans = [Span(slot, *SLOTS[slot]) for slot in slots]
         places = [(span.slot, at) for span in spans for at in range(span.start, span.stop)]
         with cache.forward(spans) as forward:
-            made = model.runner.run(forward, [token(*place) for place in places], range(len(places)))
+            output = model.runner.run(forward, [token(*place) for place in places], range(len(places)))
         owners = torch.tensor([slot for slot, _ in places])
-        logits |= {slot: made[owners == slot] for slot in slots}
+        logits |= {slot: output[owners == slot] for slot in slots}
     return torch.cat([logits[slot] for slot in sorted(logits)])
 
 

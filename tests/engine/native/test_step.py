@@ -21,16 +21,15 @@ from tests.libraries import built
 
 built("step")
 
-# Biases, norms of heads, windows, matrices in one, halves and pairs that turn, layers that do not, gates and none.
+# Biases, head norms, windows, fused matrices, both rotary layouts, layers without rotary embedding, plain MLPs.
 FAMILIES = (
     *("llama", "qwen2", "qwen3", "mistral", "phi", "phi3", "gpt_neox", "gemma", "glm", "smollm3", "starcoder2"),
     *("nemotron", "stablelm", "arcee"),
-    # Norms behind both halves, norms of all heads at once, norms without weights, scores and logits within bounds,
-    # sinks, logits that are scaled, norms of heads between other parts.
+    # Norms after both halves, norms over all heads, norms without weights, softcaps, sinks, scaled logits.
     *("olmo2", "olmo", "gemma2", "gemma3_text", "glm4", "granite_swa", "cohere", "exaone4", "persimmon", "vaultgemma"),
 )
-# Experts: softmax and sigmoid, corrected choices, weights of any sum, beside matrices for all rows, gated and not.
-# Matrices to the right of rows, biases, gates that alternate with what they are multiplied by.
+# Experts: softmax and sigmoid scores, score correction, weights that are not normalised, a dense MLP beside them with
+# and without a gate, transposed matrices, biases, interleaved gates and ups.
 EXPERTS = (
     *("mixtral", "qwen2_moe", "glm4_moe", "granitemoe", "minimax_m2", "flex_olmo", "cohere2_moe"),
     *("aria_text", "gpt_oss"),
@@ -108,7 +107,7 @@ def test_quantised_experts_equal_the_modules(family: str, weights: Weights) -> N
     ("family", "weights"), [("llama", 32), ("llama", 16), ("llama", 8), ("gpt_oss", 32), ("gpt_oss", 8), ("gpt_oss", 4)]
 )
 def test_sizes_that_are_no_multiples_of_vectors(family: str, weights: Weights) -> None:
-    # torch's product of experts wants rows of whole 16 bytes.
+    # torch's product of experts needs rows in multiples of 16 bytes.
     width = 101 if family == "llama" else 100
     odd = {"hidden_size": 68, "intermediate_size": width, "head_dim": 10, "vocab_size": VOCABULARY + 3}
     model = model_of_config(AutoConfig.for_model(family, **{**settings(family), **odd}), weights)
@@ -188,7 +187,7 @@ def test_quantised_matrices_equal_the_modules(family: str, weights: Weights) -> 
     head: nn.Module = model.model.get_output_embeddings()
 
     assert relative_error(head(states), logits) < 1e-6
-    # A code in a thousand falls the other way.
+    # A code in a thousand rounds the other way.
     assert relative_error(expected, logits) < 3e-2
 
 
@@ -200,11 +199,11 @@ def test_bfloat16_weights_are_computed_in_float32(family: str) -> None:
     logits, _ = model.states(unrounded(model), MIXED)
 
     assert torch.float32 == logits.dtype
-    # Two orders of summation differ by up to 4.3e-5, as the processor is; 16 bits would differ a hundred times as much.
+    # Two orders of summation differ by up to 4.3e-5; bfloat16 would differ a hundred times as much.
     assert relative_error(expected, logits) < 1e-4
 
 
-# The others take long to build, and are built by who has such a processor.
+# Variants other than the fastest are slow to build.
 SOME = [pytest.param(name, marks=[pytest.mark.slow] if at else []) for at, name in enumerate(build.variants("step"))]
 
 
@@ -283,7 +282,7 @@ def test_bidirectional_ranges_run_in_the_modules() -> None:
 def test_hooked_modules_run_instead_of_the_step() -> None:
     """A forward hook on the decoder, as of an MTP head."""
     model, outputs = native("llama"), []
-    handle = model.model.get_decoder().register_forward_hook(lambda module, taken, made: outputs.append(made))
+    handle = model.model.get_decoder().register_forward_hook(lambda module, inputs, output: outputs.append(output))
     try:
         model.states(model.runner, (((0, 3),),))
     finally:
