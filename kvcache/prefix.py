@@ -110,6 +110,7 @@ class PrefixTree:
             self._fill_gaps(slot, path, depth)
         if depth < len(tokens):
             self._insert_tail(slot, path, tokens, salt)
+            self._fill_gaps(slot, path, len(tokens))
         if path and checkpoint:
             path[-1].fixed_end = True
         self._radix.touch(path)

@@ -352,3 +352,15 @@ def test_an_evicted_salt_leaves_no_root() -> None:
     cache.evict(10)
 
     assert {} == cache._tree._radix.roots
+
+
+def test_a_checkpoint_right_behind_a_gap_can_be_resumed() -> None:
+    cache, tokens = make(FULL, WINDOW), list(range(20))
+    for length in (19, 20):
+        feed_echo(cache, 0, tokens, upto=length)
+    cache.insert_prefix(0, tokens[:10])
+    for length in (11, 12):
+        feed_echo(cache, 1, tokens, upto=length)
+    cache.insert_prefix(1, tokens[:12], checkpoint=True)
+
+    assert 12 == reused_length(cache, tokens[:12])
