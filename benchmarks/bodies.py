@@ -1,4 +1,4 @@
-"""Large request bodies for every endpoint, valid and not: those that once stalled a server, and random ones."""
+"""Large request bodies for every endpoint, valid and invalid: known ones that stalled a server, and random ones."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def filled(path: str, name: str, size: int, before: str, item: Callable[[int], s
 
 
 def known(size: int) -> Iterator[Body]:
-    """Yield the bodies of issue reports, and their valid siblings, of about `size` bytes."""
+    """Yield known bodies and valid variants of about `size` bytes."""
     chat, user = "/v1/chat/completions", '{"max_tokens":1,"messages":[{"role":"user","content":'
     part = '{"type":"text","text":"ab"}'
     yield filled(chat, "content of numbers", size, user + "[", lambda _: "1", "]}]}")
@@ -85,19 +85,19 @@ def message(number: int) -> str:
 
 
 def long_message(size: int) -> Callable[[int], str]:
-    """Return messages of which 2,048 fill a body."""
+    """Return messages such that 2,048 fill a body."""
     text = "words " * (size // 2048 // 6 - 8)
     return lambda number: f'{{"role":"{"assistant" if number % 2 else "user"}","content":"{text}"}}'
 
 
 def long_tool(size: int) -> Callable[[int], str]:
-    """Return tools of which 256 fill a body."""
+    """Return tools such that 256 fill a body."""
     properties = {f"p{at}": {"type": "string", "description": "words"} for at in range(size // 256 // 50)}
     schema = json.dumps({"type": "object", "properties": properties}, separators=(",", ":"))
     return lambda at: f'{{"type":"function","function":{{"name":"f{at}","parameters":{schema}}}}}'
 
 
-# Small valid bodies, which the random ones are made of.
+# Small valid bodies, the base of random ones.
 SEEDS: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
     "/v1/completions": {"prompt": "a", "max_tokens": 1},
@@ -117,13 +117,13 @@ SEEDS: dict[str, dict[str, Any]] = {
     "/api/embed": {"model": "cellar", "input": "a"},
     "/api/show": {"model": "cellar"},
 }
-# Fields that lists, objects or long texts belong to; the others are tried too.
+# Fields that get large values.
 FIELDS = (
     "messages content tools tool_choice functions logit_bias metadata stop stop_regex stop_token_ids bad_words prompt "
     "input documents questions text_1 text_2 tokens system chat_template_kwargs response_format guided_json regex "
     "grammar guided_choice allowed_token_ids prediction include reasoning options format unknown query instructions"
 )
-# What large values repeat.
+# Items of large values.
 ITEMS: tuple[Any, ...] = (
     0,
     -1,
@@ -154,7 +154,7 @@ ITEMS: tuple[Any, ...] = (
 
 USER = {"role": "user", "content": "ab"}
 PARTS = {"role": "user", "content": [{"type": "text", "text": "ab"}] * 64}
-# Valid values: the path, the field, what it repeats, and how often at most.
+# Valid values: path, field, repeated item, and maximum count.
 VALID: tuple[tuple[str, str, Any, int], ...] = (
     ("/v1/chat/completions", "messages", [USER], 2048),
     ("/v1/chat/completions", "messages", [PARTS], 256),
@@ -208,7 +208,7 @@ def random_body(chance: random.Random, largest: int) -> Body:
 
 
 def large_value(chance: random.Random, size: int) -> tuple[str, Any]:
-    """Return a value of about `size` bytes, and what it is."""
+    """Return a value of about `size` bytes and its description."""
     item = chance.choice(ITEMS)
     width = len(json.dumps(item)) + 1
     match chance.choice(("list", "list", "list", "keys", "text", "nested", "mixed")):

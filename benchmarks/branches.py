@@ -1,18 +1,18 @@
-"""What trees of drafts would bring over chains: counted offline, from where a draft ranks what is said.
+"""Estimates the gain of draft trees over draft chains, offline, from the ranks of the emitted tokens in a draft model.
 
     python -m benchmarks.branches [--texts 256]
 
-A tree of drafts holds further guesses for one place: the second-best token beside the best. What it brings follows from
-ranks: for each place of a text, how many tokens the draft, with the model's own noise and given the text before it,
-likes better than the one that is said there. A tree is a set of paths of ranks. A step says the longest of them that
-comes true, and one token more. Trees are chosen on every other text and judged on the rest. Who drafts:
+A draft tree has alternatives for a position: the second-best token beside the best. Its gain follows from ranks: the
+number of tokens with a higher score than the emitted one, for each position, given the text before it and the noise of
+the target's sampling. A tree is a set of paths of ranks; a step emits the longest matching path and one token more.
+Trees are chosen on every other text and evaluated on the others. Drafters:
 
-    bundled, T 0.7   the bundled draft, for the longest answers among the held-out dialogues, at this temperature
-    bundled - 0.35   the same with weights disturbed by so many of their own standard deviations
-    5 / 2, T 1       a drift of 2 from random logits of 50 tokens with deviation 5, all places alike (algorithms.md 3.1)
+    bundled, T 0.7   the bundled draft model on the held-out dialogues with the longest answers, at this temperature
+    bundled - 0.35   the same with noise on the weights, in standard deviations of each matrix
+    5 / 2, T 1       random logits over 50 tokens with deviation 5, draft logits with added noise of deviation 2
 
-Costs are in steps of one row: what rows cost, what each branch costs beside its rows, and what a level of drafting of
-one row costs; a level that computes more rows costs more by the same table.
+Costs are in steps of one token: a step by its number of batch tokens, a branch beside its tokens, and a level of
+drafting; a level with more tokens costs more by the same table.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from benchmarks.speculation import Bench, longest
+from benchmarks.speculation import SpeculationBench, longest
 from engine.sample.noise import gumbel
 from engine.types.events import Delta
 from engine.types.request import Request, SamplingParams
 
-# The ranks of texts, place by place, and END behind each text.
+# Ranks by position, with END after each text.
 Ranks = NDArray[np.int64]
 Path = tuple[int, ...]
 END = -1
-# Children of a node, levels and rows of a tree at most.
+# Upper limits of a tree: children of a node, levels, batch tokens.
 CHILDREN, DEEPEST, MOST = 6, 12, 16
 ROWS = (2, 4, 6, 8, 12, 16)
 LEVELS = (0.0, 0.1, 0.2)
@@ -51,14 +51,14 @@ RANDOM = ((5.0, 1.0), (5.0, 2.0))
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What a step and its drafts cost, in steps of one row; between the known numbers of rows lie straight lines."""
+    """Cost of a step and its drafts, in steps of one token; linear between the measured numbers of tokens."""
 
     rows: Mapping[int, float]
     branch: float = 0.0
     level: float = 0.0
 
     def seconds(self, tree: Sequence[Path]) -> float:
-        """A step that verifies the tree, and the drafting: each level computes what has children, all at once."""
+        """Cost of drafting and verifying a tree; each level computes all its inner nodes at once."""
         inner = {path[:-1] for path in tree}
         widths = [sum(len(path) == depth for path in inner) for depth in {len(path) for path in inner}]
         branches = len(tree) - len(inner)
@@ -68,18 +68,19 @@ class Costs:
         return float(np.interp(rows, list(self.rows), list(self.rows.values())))
 
 
-# Measured: steps of Qwen3-0.6B's shape, 4 layers, behind 512 tokens (docs/performance.md).
+# Measured: steps of Qwen3-0.6B's shape, 4 layers, after 512 cached tokens. With these costs text gains 4 % at most,
+# since a chain uses cheap tokens as well; where batch tokens are free it gains 3 to 25 %.
 MEASURED = {
     "int8": ({1: 1.0, 2: 1.05, 4: 1.14, 6: 1.33, 8: 1.57, 12: 2.27, 16: 2.91}, 0.015),
     "float32": ({1: 1.0, 2: 1.06, 4: 1.30, 6: 1.31, 8: 1.56, 12: 1.86, 16: 2.31}, 0.01),
-    "8 rows for 1.3 (goal)": ({1: 1.0, 4: 1.15, 8: 1.3, 16: 1.6}, 0.0),
-    "rows for nothing": ({1: 1.0, 16: 1.0}, 0.0),
+    "8 tokens for 1.3 (goal)": ({1: 1.0, 4: 1.15, 8: 1.3, 16: 1.6}, 0.0),
+    "free tokens": ({1: 1.0, 16: 1.0}, 0.0),
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """A tree, the tokens a step that it came to, and how many times as fast that is as no drafts."""
+class TreeChoice:
+    """A tree, its emitted tokens per step, and its speed relative to no drafts."""
 
     tree: Sequence[Path]
     tokens: float
@@ -91,40 +92,40 @@ class Choice:
         return "+".join(map(str, np.bincount([len(path) for path in self.tree])[1:]))
 
 
-class Pair:
-    """A model and who drafts for it: the ranks of its texts, half of them to choose trees by, half to judge them."""
+class RankedTexts:
+    """A drafter and the ranks of its texts: one half to choose trees, the other to evaluate them."""
 
     def __init__(self, name: str, texts: Sequence[Ranks]) -> None:
         self.name = name
-        self._taught, self._judged = (
+        self._training, self._evaluation = (
             np.concatenate([[*text, END] for text in half]) for half in (texts[::2], texts[1::2])
         )
         self._trees: dict[tuple[int, int, int], tuple[list[Path], float]] = {}
 
     def rates(self, count: int) -> list[float]:
-        """How often the first guess is right, and each further one where all before it are wrong."""
-        ranks = np.concatenate((self._taught, self._judged))
+        """Acceptance rate of the most likely token, and of each next one where the tokens before it are rejected."""
+        ranks = np.concatenate((self._training, self._evaluation))
         ranks = ranks[ranks != END]
         return [float((ranks == rank).sum() / (ranks >= rank).sum()) for rank in range(count)]
 
-    def best(self, costs: Costs, children: int, rows: Sequence[int]) -> Choice:
-        """Of the likeliest trees of so many rows, the last token's among them, and of any depth."""
-        asked = [(count - 1, depth) for count in rows for depth in range(1, min(count - 1, DEEPEST) + 1)]
-        tried = [self._tree(size, depth, children) for size, depth in asked]
-        tree, _ = max(tried, key=lambda one: one[1] / costs.seconds(one[0]))
-        tokens = tokens_a_step(self._judged, tree)
-        return Choice(tree, tokens, tokens / costs.seconds(tree))
+    def best(self, costs: Costs, children: int, rows: Sequence[int]) -> TreeChoice:
+        """The best of the most likely trees of any depth; `rows`: batch tokens, including the last emitted one."""
+        sizes = [(count - 1, depth) for count in rows for depth in range(1, min(count - 1, DEEPEST) + 1)]
+        trees = [self._tree(size, depth, children) for size, depth in sizes]
+        tree, _ = max(trees, key=lambda one: one[1] / costs.seconds(one[0]))
+        tokens = tokens_a_step(self._evaluation, tree)
+        return TreeChoice(tree, tokens, tokens / costs.seconds(tree))
 
     def _tree(self, size: int, depth: int, children: int) -> tuple[list[Path], float]:
         key = size, depth, children
         if key not in self._trees:
-            tree = grown(self._taught, *key)
-            self._trees[key] = tree, tokens_a_step(self._taught, tree)
+            tree = grown(self._training, *key)
+            self._trees[key] = tree, tokens_a_step(self._training, tree)
         return self._trees[key]
 
 
 def grown(ranks: Ranks, size: int, depth: int, children: int) -> list[Path]:
-    """The likeliest tree of so many nodes, no deeper and no wider than this: no path is likelier than its beginning."""
+    """The most likely tree with `size` nodes, at most `depth` levels and `children` children of a node."""
     queue: list[tuple[int, Path, Ranks]] = [(0, (), np.flatnonzero(ranks != END))]
     tree: list[Path] = []
     while queue and len(tree) <= size:
@@ -137,21 +138,21 @@ def grown(ranks: Ranks, size: int, depth: int, children: int) -> list[Path]:
 
 
 def tokens_a_step(ranks: Ranks, tree: Sequence[Path]) -> float:
-    """Walk through the texts, step by step; a step ends with its text."""
-    known, line, at, steps = set(tree), ranks.tolist(), 0, 0
+    """Emitted tokens per step; no step crosses the end of a text."""
+    paths, line, at, steps = set(tree), ranks.tolist(), 0, 0
     while at < len(line):
         path: Path = ()
-        while (*path, line[at + len(path)]) in known:
+        while (*path, line[at + len(path)]) in paths:
             path = (*path, line[at + len(path)])
         steps += line[at] != END
         at += len(path) + 1
     return len([rank for rank in line if rank != END]) / steps
 
 
-def bundled(texts: int, temperature: float) -> Iterator[Pair]:
-    """The bundled pair, and the same with a disturbed draft."""
-    bench = Bench(16, TOKENS)
-    core, said = bench.core(), [list[int]() for _ in range(texts)]
+def bundled(texts: int, temperature: float) -> Iterator[RankedTexts]:
+    """The bundled pair, and the pair with noise on the draft model."""
+    bench = SpeculationBench(16, TOKENS)
+    core, outputs = bench.core(bench.scripted("off")), [list[int]() for _ in range(texts)]
     prompts = [bench.target.tokenizer.render_chat(asked).tokens for asked in longest(texts)]
     for seed, prompt in enumerate(prompts):
         sampling = SamplingParams(temperature=temperature, seed=seed)
@@ -159,20 +160,20 @@ def bundled(texts: int, temperature: float) -> Iterator[Pair]:
     while core.busy:
         for name, event in core.step():
             if isinstance(event, Delta):
-                said[int(name)] += event.tokens
+                outputs[int(name)] += event.tokens
     for share in DISTURBED:
         draft = disturbed(share)
         ranks = []
-        for seed, (prompt, tokens) in enumerate(zip(prompts, said, strict=True)):
+        for seed, (prompt, tokens) in enumerate(zip(prompts, outputs, strict=True)):
             scores = draft(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1].double()
             if temperature:
                 scores = scores / temperature + noise(seed, len(prompt), scores)
             ranks.append(ranked(scores, torch.tensor(tokens)))
-        yield Pair(f"bundled{f' - {share}' if share else ''}, T {temperature:g}", ranks)
+        yield RankedTexts(f"bundled{f' - {share}' if share else ''}, T {temperature:g}", ranks)
 
 
 def disturbed(share: float) -> Any:
-    """The bundled draft, with normal noise on its matrices of so many of their standard deviations."""
+    """The bundled draft model with normal noise on its matrices, `share` standard deviations of each."""
     draft = AutoModelForCausalLM.from_pretrained("models/draft", dtype=torch.float32)
     chance = torch.Generator().manual_seed(1)
     for weight in (weight for weight in draft.parameters() if weight.ndim > 1):
@@ -181,40 +182,40 @@ def disturbed(share: float) -> Any:
 
 
 def noise(seed: int, position: int, like: Tensor) -> Tensor:
-    """What the engine adds to scores [places, vocabulary] from a position on."""
+    """The sampling noise of the engine for scores [positions, vocabulary] from a position on."""
     places, tokens = (torch.arange(size) for size in like.shape)
     return gumbel(torch.full(like.shape, seed), (position + places)[:, None].expand_as(like), tokens.expand_as(like))
 
 
-def random_pair(sharpness: float, drift: float, temperature: float) -> Pair:
-    """Random logits and a draft that drifts from them: what is said at one place tells nothing of the next."""
+def random_pair(sharpness: float, drift: float, temperature: float) -> RankedTexts:
+    """Random logits and a draft with added noise; positions are independent."""
     chance = torch.Generator().manual_seed(7)
     target = torch.randn(40_000, 50, generator=chance) * sharpness
-    guess = target + torch.randn(target.shape, generator=chance) * drift
+    draft_scores = target + torch.randn(target.shape, generator=chance) * drift
     if temperature:
         shared = noise(0, 0, target)
-        target, guess = target / temperature + shared, guess / temperature + shared
-    ranks = ranked(guess, target.argmax(-1))
-    return Pair(f"{sharpness:g} / {drift:g}, T {temperature:g}", np.split(ranks, 2))
+        target, draft_scores = target / temperature + shared, draft_scores / temperature + shared
+    ranks = ranked(draft_scores, target.argmax(-1))
+    return RankedTexts(f"{sharpness:g} / {drift:g}, T {temperature:g}", np.split(ranks, 2))
 
 
-def ranked(scores: Tensor, said: Tensor) -> Ranks:
-    """How many tokens of each row [rows, vocabulary] have a higher score than the one that is said."""
-    return np.asarray((scores > scores.gather(1, said[:, None])).sum(1))
+def ranked(scores: Tensor, emitted: Tensor) -> Ranks:
+    """The number of tokens in each row of scores [positions, vocabulary] that are higher than the emitted one."""
+    return np.asarray((scores > scores.gather(1, emitted[:, None])).sum(1))
 
 
-def by_rows(pairs: Sequence[Pair]) -> Iterator[list[str]]:
-    """Tokens a step of the best chain and the best tree, for each pair."""
-    yield ["who drafts", "right: 1st, 2nd, 3rd", *map(str, ROWS)]
+def by_rows(pairs: Sequence[RankedTexts]) -> Iterator[list[str]]:
+    """Emitted tokens per step of the best chain and the best tree, for each pair."""
+    yield ["drafter", "accepted: 1st, 2nd, 3rd", *map(str, ROWS)]
     for pair in pairs:
         both = ([pair.best(Costs({1: 1.0}), most, [rows]).tokens for most in (1, CHILDREN)] for rows in ROWS)
         cells = (f"{chain:.2f} / {tree:.2f}" for chain, tree in both)
         yield [pair.name, " ".join(f"{rate:.2f}" for rate in pair.rates(3)), *cells]
 
 
-def by_cost(pairs: Sequence[Pair]) -> Iterator[list[str]]:
-    """How many times as fast as no drafts both are, and the tree's nodes by level, for each cost."""
-    yield ["rows", "level", *(pair.name for pair in pairs)]
+def by_cost(pairs: Sequence[RankedTexts]) -> Iterator[list[str]]:
+    """Speed of both relative to no drafts, and the nodes of the tree by level, for each cost."""
+    yield ["step cost", "level", *(pair.name for pair in pairs)]
     for (name, (rows, branch)), level in product(MEASURED.items(), LEVELS):
         cost = Costs(rows, branch, level)
         both = ([pair.best(cost, most, range(2, MOST + 1)) for most in (1, CHILDREN)] for pair in pairs)
@@ -222,12 +223,12 @@ def by_cost(pairs: Sequence[Pair]) -> Iterator[list[str]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Count, and print both tables."""
+    """Print both tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--texts", type=int, default=256)
+    parser.add_argument("--texts", type=int, default=256, help="held-out dialogues (default 256)")
     options = parser.parse_args(arguments)
     torch.set_grad_enabled(False)
-    pairs = [pair for warmth in (0.0, 0.7) for pair in bundled(options.texts, warmth)]
+    pairs = [pair for temperature in (0.0, 0.7) for pair in bundled(options.texts, temperature)]
     pairs += [random_pair(sharpness, drift, 1.0) for sharpness, drift in RANDOM]
     for cells in (*by_rows(pairs), *by_cost(pairs)):
         print("| " + " | ".join(cells) + " |")

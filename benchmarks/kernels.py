@@ -2,14 +2,14 @@
 
     python -m benchmarks.kernels [--dtype float32] [--variant avx2] [--rounds 15]
 
-Both sides take turns, call by call, because a machine is rarely quiet: the ratio is that of their medians, the time the
-least. Calls go round the layers of a pool that no processor cache holds. GB/s are bytes of keys and values that a call
-has to read once, over the least time. What a call cannot be faster than is the time in which torch.sum reads as many
-bytes, or torch multiplies matrices of the pool's numbers with as many products, whichever is more; "of limit" is that
-over the least time.
+Both implementations alternate call by call, since other work disturbs the machine: the ratio is of the medians, the
+time is the minimum. Calls cycle through the layers of a pool larger than the processor caches. GB/s: bytes of keys and
+values of a call over its minimum time. The limit of a call is the time in which torch.sum reads its bytes, or in which
+torch computes its products in matrix multiplications, whichever is longer; "of limit" is the limit over the minimum
+time.
 
-A second table has sequences that begin with the same cells: in one call, where the kernel reads these once, and each in
-a call of its own.
+A second table has sequences with a shared prefix: in one call, which reads the shared cells once, and in a call for
+each sequence.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from kvcache.forward import Segment
 from kvcache.kv_buffer import LayerKV
 from kvcache.spec import AttentionRange, GroupSpec
 
-# More than the last-level caches of the machines that this runs on.
+# Larger than last-level caches.
 POOL_BYTES = 160 * 2**20
-# Of the matrices whose product is the limit of all products.
+# Side of the matrices that measure the limit of products.
 _SIDE = 1024
 Call = Callable[[], object]
 
 
 @dataclass(frozen=True)
-class Shape:
-    """The attention of one model."""
+class AttentionShape:
+    """Heads and head width of a model."""
 
     name: str
     heads: int
@@ -52,8 +52,8 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Work:
-    """What each sequence of a batch does: `rows` queries behind `depth` cells; all share the first `prefix`."""
+class AttentionBatch:
+    """A batch: `rows` queries of each sequence after `depth` cells; the first `prefix` cells are shared."""
 
     name: str
     rows: int
@@ -64,26 +64,30 @@ class Work:
 
 @dataclass(frozen=True)
 class Limits:
-    """What torch reads, in bytes a second, and multiplies, in products a second."""
+    """Bytes per second that torch reads, and products per second that it computes."""
 
     bytes: float
     products: float
 
-    def seconds(self, bench: Bench) -> float:
-        """No call of a bench takes less."""
+    def seconds(self, bench: AttentionBench) -> float:
+        """The minimum time of a call."""
         return max(bench.bytes / self.bytes, bench.products / self.products)
 
 
-SHAPES = (Shape("Qwen3-0.6B", 16, 8, 128), Shape("Llama-3.2-1B", 32, 8, 64), Shape("SmolLM2-135M", 9, 3, 64))
-WORKS = (
-    Work("decode", 1, 512),
-    Work("decode", 1, 2048),
-    Work("decode", 1, 8192),
-    Work("decode", 1, 512, sequences=8),
-    Work("verify", 4, 2048),
-    Work("verify", 8, 2048),
-    Work("prefill", 512, 0),
-    Work("prefill", 512, 2048),
+SHAPES = (
+    AttentionShape("Qwen3-0.6B", 16, 8, 128),
+    AttentionShape("Llama-3.2-1B", 32, 8, 64),
+    AttentionShape("SmolLM2-135M", 9, 3, 64),
+)
+BATCHES = (
+    AttentionBatch("decode", 1, 512),
+    AttentionBatch("decode", 1, 2048),
+    AttentionBatch("decode", 1, 8192),
+    AttentionBatch("decode", 1, 512, sequences=8),
+    AttentionBatch("verify", 4, 2048),
+    AttentionBatch("verify", 8, 2048),
+    AttentionBatch("prefill", 512, 0),
+    AttentionBatch("prefill", 512, 2048),
 )
 
 TITLES = (
@@ -102,62 +106,62 @@ TITLES = (
     ),
     *("run of limit", "table"),
 )
-SHARED = tuple(Work("decode", 1, 2112, sequences, prefix=2048) for sequences in (2, 8, 16, 64))
+SHARED = tuple(AttentionBatch("decode", 1, 2112, sequences, prefix=2048) for sequences in (2, 8, 16, 64))
 
 
-class Bench:
+class AttentionBench:
     """One pool, and calls that attend to it."""
 
-    def __init__(self, shape: Shape, work: Work, dtype: torch.dtype) -> None:
-        self.length = work.rows + work.depth
-        cells = work.prefix + (self.length - work.prefix) * work.sequences
+    def __init__(self, shape: AttentionShape, batch: AttentionBatch, dtype: torch.dtype) -> None:
+        self.length = batch.rows + batch.depth
+        cells = batch.prefix + (self.length - batch.prefix) * batch.sequences
         self.bytes = 2 * shape.key_heads * cells * shape.width * dtype.itemsize
-        seen = work.rows * work.depth + work.rows * (work.rows + 1) // 2
-        self.products = 2 * shape.heads * shape.width * seen * work.sequences
+        seen = batch.rows * batch.depth + batch.rows * (batch.rows + 1) // 2
+        self.products = 2 * shape.heads * shape.width * seen * batch.sequences
         self.layers = max(POOL_BYTES // self.bytes, 1)
         numbers = tuple(range(self.layers))
         spec = GroupSpec(shape.key_heads, shape.width, shape.width, AttentionRange(), numbers, (None,) * self.layers)
         self.pool = CellPool(spec, cells, dtype, torch.device("cpu"))
-        for layer, plane in itertools.product(numbers, (self.pool.keys, self.pool.values)):
-            plane.write(layer, slice(0, cells), torch.randn(shape.key_heads, cells, shape.width))
-        query = torch.randn(shape.heads, work.rows * work.sequences, shape.width)
-        # A model in bfloat16 asks in bfloat16, for which torch has instructions of its own.
+        for layer, buffer in itertools.product(numbers, (self.pool.keys, self.pool.values)):
+            buffer.write(layer, slice(0, cells), torch.randn(shape.key_heads, cells, shape.width))
+        query = torch.randn(shape.heads, batch.rows * batch.sequences, shape.width)
+        # Queries of a bfloat16 model are bfloat16, for which torch has its own kernels.
         self.query = query.bfloat16() if dtype == torch.bfloat16 else query
-        self._work, self._cells, self._turn = work, cells, itertools.cycle(numbers)
+        self._batch, self._cells, self._layer = batch, cells, itertools.cycle(numbers)
 
     def runs(self) -> list[Segment]:
-        """Every sequence's cells side by side; it shares none."""
-        return self._segments([slice(at * self.length, (at + 1) * self.length) for at in range(self._work.sequences)])
+        """Contiguous cells for each sequence, none shared."""
+        return self._segments([slice(at * self.length, (at + 1) * self.length) for at in range(self._batch.sequences)])
 
     def tables(self) -> list[Segment]:
-        """Every sequence's cells all over the pool."""
-        own = self.length - self._work.prefix
+        """Scattered cells for each sequence, the prefix shared."""
+        own = self.length - self._batch.prefix
         shuffled = torch.randperm(self._cells, generator=torch.Generator().manual_seed(0))
-        shared, rest = shuffled[: self._work.prefix], shuffled[self._work.prefix :]
-        return self._segments([torch.cat((shared, part)) for part in torch.split(rest, own)])
+        shared, remaining = shuffled[: self._batch.prefix], shuffled[self._batch.prefix :]
+        return self._segments([torch.cat((shared, part)) for part in torch.split(remaining, own)])
 
     def call(self, attend: Callable[..., Tensor], segments: Sequence[Segment]) -> Call:
-        """A call that takes the next layer each time."""
+        """A call that uses the next layer each time."""
 
         def run() -> Tensor:
-            layer = next(self._turn)
+            layer = next(self._layer)
             keys, values = LayerKV(self.pool.keys, layer), LayerKV(self.pool.values, layer)
             return attend(self.query, keys, values, segments, AttentionRange(), scale=self.query.shape[-1] ** -0.5)
 
         return run
 
     def each(self, attend: Callable[..., Tensor], segments: Sequence[Segment]) -> Call:
-        """The same in a call for each sequence."""
+        """The same, with a call for each sequence."""
         calls = [self.call(attend, [segment]) for segment in segments]
         return lambda: [call() for call in calls]
 
     def _segments(self, cells: Sequence[slice | Tensor]) -> list[Segment]:
-        rows = self._work.rows
-        return [Segment(slice(at * rows, (at + 1) * rows), self._work.depth, own) for at, own in enumerate(cells)]
+        rows = self._batch.rows
+        return [Segment(slice(at * rows, (at + 1) * rows), self._batch.depth, own) for at, own in enumerate(cells)]
 
 
-def take_turns(calls: Sequence[Call], rounds: int) -> list[list[float]]:
-    """Seconds of each call in each round: of one thread's own processor time, of the clock where there are more."""
+def alternate(calls: Sequence[Call], rounds: int) -> list[list[float]]:
+    """Seconds of each call in each round: processor time with one thread, else wall-clock time."""
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     times: list[list[float]] = [[] for _ in calls]
     for round_ in range(rounds + 1):
@@ -169,16 +173,23 @@ def take_turns(calls: Sequence[Call], rounds: int) -> list[list[float]]:
     return times
 
 
-def row(shape: Shape, work: Work, dtype: torch.dtype, native: NativeAttention, limits: Limits, rounds: int) -> str:
-    """One line of the table: microseconds, ratios, GB/s and shares of the limit of a work."""
-    bench = Bench(shape, work, dtype)
+def row(
+    shape: AttentionShape,
+    batch: AttentionBatch,
+    dtype: torch.dtype,
+    native: NativeAttention,
+    limits: Limits,
+    rounds: int,
+) -> str:
+    """One line of the table: microseconds, ratios, GB/s and shares of the limit."""
+    bench = AttentionBench(shape, batch, dtype)
     runs, tables = bench.runs(), bench.tables()
     sides = [(native.attend, runs), (reference.attend, runs), (native.attend, tables), (reference.attend, tables)]
-    times = take_turns([bench.call(attend, segments) for attend, segments in sides], rounds)
+    times = alternate([bench.call(attend, segments) for attend, segments in sides], rounds)
     least, middle = [min(own) for own in times], [statistics.median(own) for own in times]
-    name = f"{work.name} {work.rows}" + (f" x{work.sequences}" if work.sequences > 1 else "")
+    name = f"{batch.name} {batch.rows}" + (f" x{batch.sequences}" if batch.sequences > 1 else "")
     cells = [
-        *(shape.name, name, str(work.depth)),
+        *(shape.name, name, str(batch.depth)),
         *(f"{1e6 * seconds:.0f}" for seconds in least),
         f"{middle[1] / middle[0]:.2f}",
         f"{middle[3] / middle[2]:.2f}",
@@ -190,16 +201,18 @@ def row(shape: Shape, work: Work, dtype: torch.dtype, native: NativeAttention, l
     return "| " + " | ".join(cells) + " |"
 
 
-def shared_row(shape: Shape, work: Work, dtype: torch.dtype, native: NativeAttention, rounds: int) -> str:
-    """One line of the table of those that share: microseconds and their ratio."""
-    bench = Bench(shape, work, dtype)
+def shared_row(
+    shape: AttentionShape, batch: AttentionBatch, dtype: torch.dtype, native: NativeAttention, rounds: int
+) -> str:
+    """One line of the table of shared prefixes: microseconds and their ratio."""
+    bench = AttentionBench(shape, batch, dtype)
     tables = bench.tables()
-    times = take_turns([bench.call(native.attend, tables), bench.each(native.attend, tables)], rounds)
+    times = alternate([bench.call(native.attend, tables), bench.each(native.attend, tables)], rounds)
     together, each = (1e6 * statistics.median(own) for own in times)
     cells = (
         shape.name,
-        str(work.sequences),
-        str(work.prefix),
+        str(batch.sequences),
+        str(batch.prefix),
         f"{together:.0f}",
         f"{each:.0f}",
         f"{each / together:.2f}",
@@ -208,21 +221,23 @@ def shared_row(shape: Shape, work: Work, dtype: torch.dtype, native: NativeAtten
 
 
 def limits_of(dtype: torch.dtype) -> Limits:
-    """Of this machine now, for a pool of such numbers; int8 is multiplied in float32."""
+    """The limits of this machine for a pool of a dtype; int8 is multiplied in float32."""
     numbers = torch.ones(POOL_BYTES // 4)
     matrix = torch.ones(_SIDE, _SIDE, dtype=dtype if dtype.is_floating_point else torch.float32)
-    read, multiplied = (min(own) for own in take_turns([numbers.sum, lambda: matrix @ matrix], 10))
+    read, multiplied = (min(own) for own in alternate([numbers.sum, lambda: matrix @ matrix], 10))
     return Limits(POOL_BYTES / read, _SIDE**3 / multiplied)
 
 
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "int8"), help="of the pool")
+    parser.add_argument(
+        "--dtype", default="float32", choices=("float32", "bfloat16", "int8"), help="of the pool (default float32)"
+    )
     parser.add_argument("--variant", default=build.variants("attention")[0], choices=build.variants("attention"))
     parser.add_argument("--threads", type=int, default=processor_count())
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--library", type=Path, help="instead of the one that is built")
+    parser.add_argument("--library", type=Path, help="library to measure (default: the built one)")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     native = NativeAttention(options.library or build.library("attention", options.variant))
@@ -233,11 +248,13 @@ def main() -> None:
     print(f"| {' | '.join(TITLES)} |")
     print("|---" * len(TITLES) + "|")
     with torch.inference_mode():
-        for shape, work in itertools.product(SHAPES, WORKS):
-            print(row(shape, work, dtype, native, limits, options.rounds), flush=True)
-        print("\n| model | sequences | shared cells | together us | each alone us | times |\n|---|---|---|---|---|---|")
-        for shape, work in itertools.product(SHAPES, SHARED):
-            print(shared_row(shape, work, dtype, native, options.rounds), flush=True)
+        for shape, batch in itertools.product(SHAPES, BATCHES):
+            print(row(shape, batch, dtype, native, limits, options.rounds), flush=True)
+        print(
+            "\n| model | sequences | shared cells | one call us | a call each us | times |\n|---|---|---|---|---|---|"
+        )
+        for shape, batch in itertools.product(SHAPES, SHARED):
+            print(shared_row(shape, batch, dtype, native, options.rounds), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Measures quantised matrix products on the CPU: the C++ kernel against what the memory and the library can give.
+"""Measures quantised matrix products on the CPU: the C++ kernel beside memory bandwidth and torch's int8 product.
 
     python -m benchmarks.linear [--variant avx2] [--threads 1] [--rounds 9]
 
-Everything takes turns, call by call, because a machine is rarely quiet; figures are medians. Matrices go round a set
-that no processor cache holds. One row is bound by memory: its GB/s of codes and scales stand beside what torch.sum
-reads in the same turns. 512 rows are bound by arithmetic: their GOP/s stand beside those of torch._int_mm, the
-library's product of plain int8 matrices, which has one scale at most for all that it adds up.
+All calls alternate, since other work disturbs the machine; figures are medians. Calls cycle through copies of a matrix
+that exceed the processor caches. One row is bound by memory: its GB/s of codes and scales are compared with torch.sum.
+512 rows are bound by arithmetic: their GOP/s are compared with torch._int_mm, a product of int8 matrices without group
+scales.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.kernels import POOL_BYTES, Call, take_turns
+from benchmarks.kernels import POOL_BYTES, Call, alternate
 from engine.kernels import linear
 from engine.kernels.cpu import build
 from engine.kernels.cpu.linear import NativeLinear
@@ -37,10 +37,10 @@ HEADS = (
 
 
 def copies(packed: PackedMatrix, bytes_: int) -> Iterator[PackedMatrix]:
-    """The same matrix in ever other places, that take so much memory together."""
+    """Cycle through copies of a matrix that take `bytes_` of memory together."""
     shape, count = (packed.outputs, packed.columns), bytes_ // packed.size_bytes + 1
-    room = PackedStorage([shape] * count, packed.bits)
-    there = [room.allocate(*shape) for _ in range(count)]
+    storage = PackedStorage([shape] * count, packed.bits)
+    there = [storage.allocate(*shape) for _ in range(count)]
     for one in there:
         one.codes.copy_(packed.codes)
         one.scales.copy_(packed.scales)
@@ -48,7 +48,7 @@ def copies(packed: PackedMatrix, bytes_: int) -> Iterator[PackedMatrix]:
 
 
 def call(native: NativeLinear, rows: Tensor, matrices: Iterator[PackedMatrix]) -> Call:
-    """A call that takes the next matrix each time."""
+    """A call that uses the next matrix each time."""
     return lambda: native.multiply(rows, [next(matrices)])
 
 
@@ -59,11 +59,11 @@ def line(native: NativeLinear, outputs: int, columns: int, bits: Bits, rounds: i
     few = [call(native, torch.randn(count, columns), matrices) for count in FEW]
     plain = torch.randint(-128, 128, (outputs, columns), dtype=torch.int8)
     codes = torch.randint(-128, 128, (MANY, columns), dtype=torch.int8)
-    # Before the calls of one row, so that every one of these finds the caches in the same state.
-    turns = take_turns([lambda: next(zeros).codes.flatten().view(torch.float32).sum(), *few], rounds * 4)
-    read, *times = (statistics.median(own) for own in turns)
+    # The read comes first: every call of one row starts with the caches in the same state.
+    alternating = alternate([lambda: next(zeros).codes.flatten().view(torch.float32).sum(), *few], rounds * 4)
+    read, *times = (statistics.median(own) for own in alternating)
     slow = [call(native, torch.randn(MANY, columns), matrices), lambda: torch._int_mm(codes, plain.T)]
-    many, library = (statistics.median(own) for own in take_turns(slow, rounds))
+    many, library = (statistics.median(own) for own in alternate(slow, rounds))
     speed, work = packed.codes.nbytes / read, 2 * MANY * outputs * columns
     cells = [
         *(f"{outputs} x {columns}", f"int{bits}"),
@@ -80,7 +80,7 @@ def line(native: NativeLinear, outputs: int, columns: int, bits: Bits, rounds: i
 
 
 def error(outputs: int, columns: int, bits: Bits, outliers: float, times: float) -> float:
-    """Of a product, in parts of it: where a share of a row's columns is so many times as large as the others."""
+    """Relative error of a product; a share `outliers` of the columns is scaled by `times`."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(outputs, columns, generator=generator, dtype=torch.float64)
     rows = torch.randn(64, columns, generator=generator, dtype=torch.float64)
@@ -96,7 +96,7 @@ def main() -> None:
     parser.add_argument("--variant", default=build.variants("linear")[0], choices=build.variants("linear"))
     parser.add_argument("--threads", type=int, default=processor_count())
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--library", type=Path, help="instead of the one that is built")
+    parser.add_argument("--library", type=Path, help="library to measure (default: the built one)")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     native = NativeLinear(options.library or build.library("linear", options.variant))

@@ -1,9 +1,9 @@
-"""Measures the processor time that a request of one token takes of the event loop, without a model.
+"""Measures the processor time of the event loop for a request with one output token, without a model.
 
     python -m benchmarks.loop [--requests 300] [--rounds 7] [--profile tottime]
 
-The whole way of a request over HTTP runs in this thread: the protocol reads bytes and writes bytes to no socket, and a
-scripted engine answers. Worker threads do not count. Of all rounds the smallest figure counts.
+A request passes through the whole server in this thread: the protocol reads bytes and writes to a transport without a
+socket, and a scripted engine answers. Worker threads do not count. The minimum over the rounds is reported.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ REQUESTS = {
     "streamed chat": post("/v1/chat/completions", {**CHAT, "stream": True}),
 }
 WARM = 50
-# Turns of the loop that the end of a request may take.
+# Iterations of the loop until the end of a request is handled.
 TAIL = 8
 
 
 class Sink(asyncio.Transport):
-    """A connection whose client reads everything at once."""
+    """A transport with a client that reads at once."""
 
     def __init__(self) -> None:
         super().__init__({"peername": ("127.0.0.1", 1), "sockname": ("127.0.0.1", 80)})
@@ -50,31 +50,31 @@ class Sink(asyncio.Transport):
         self.over = asyncio.Event()
 
     def write(self, data: Any) -> None:
-        """Take bytes; the end of an answer is its last chunk, or the JSON of a short one."""
+        """Store bytes; an answer ends with its last chunk, or with the JSON object."""
         self.written.append(bytes(data))
         if self.written[-1].endswith((b"0\r\n\r\n", b"}")):
             self.over.set()
 
     def is_closing(self) -> bool:
-        """Return that it stays open."""
+        """Return False: it stays open."""
         return False
 
     def close(self) -> None:
         """Stay open."""
 
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
-        """Need no limits."""
+        """Ignore the limits."""
 
 
 def one_token(request: Request) -> Iterator[Event]:
-    """Yield the events of an answer of one token."""
+    """Yield the events of an output of one token."""
     yield Started(len(request.prompt), 0, 7)
     yield Delta("Hi", (5,), ())
     yield finished(request)
 
 
 async def exchange(protocol: StrictProtocol, sink: Sink, data: bytes) -> None:
-    """Send a request and wait for the end of its answer, and of what the server does behind it."""
+    """Send a request and wait for the end of its answer and of the cleanup."""
     sink.over.clear()
     sink.written.clear()
     protocol.data_received(data)
@@ -91,7 +91,9 @@ async def measure(given: argparse.Namespace) -> dict[str, float]:
     found = {}
     for name, data in REQUESTS.items():
         sink = Sink()
-        protocol = StrictProtocol(settings().limits, config, ServerState(), {}, _loop=asyncio.get_running_loop())
+        protocol = StrictProtocol(
+            settings().limits, {}, True, config, ServerState(), {}, _loop=asyncio.get_running_loop()
+        )
         protocol.connection_made(sink)
         for _ in range(WARM):
             await exchange(protocol, sink, data)
@@ -116,9 +118,9 @@ def main(arguments: list[str] | None = None) -> int:
     summary, _, epilog = (__doc__ or "").partition("\n")
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("benchmarks.loop", description=summary, epilog=epilog, formatter_class=raw)
-    parser.add_argument("--requests", type=int, default=300, help="of a round (default 300)")
+    parser.add_argument("--requests", type=int, default=300, help="in a round (default 300)")
     parser.add_argument("--rounds", type=int, default=7, help="default 7")
-    parser.add_argument("--profile", choices=("tottime", "cumtime"), help="also print where the time goes")
+    parser.add_argument("--profile", choices=("tottime", "cumtime"), help="also print a profile")
     given = parser.parse_args(arguments)
     with open(os.devnull, "w") as nowhere:
         logging.basicConfig(level=logging.INFO, stream=nowhere)

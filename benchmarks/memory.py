@@ -1,9 +1,9 @@
-"""Measures what a server takes when its cache is full, against the plan that it printed when it started.
+"""Measures the resident memory of a server with a full cache, against the memory plan that it prints at the start.
 
     python -m benchmarks.memory [MODEL] [--quantize int8] [--slots 8] [--context 4096]
 
-Every slot gets a prompt of a whole context; the resident memory of the server's process is read while it answers. The
-goal is that of issue 6: weights and cells as planned, and at most 15 % more.
+Every slot gets a prompt of the full context; the resident memory of the server's process is sampled meanwhile. The
+goal: at most 15 % more than the planned weights and cells.
 """
 
 from __future__ import annotations
@@ -33,35 +33,35 @@ BETWEEN_READINGS = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """What start-up said, in bytes."""
+class MemoryPlan:
+    """The printed memory plan, in bytes."""
 
     weights: int
     cache: int
     work: int
 
     @classmethod
-    def printed(cls, log: str) -> Plan:
-        """Read the plan out of what a server has printed; ValueError if it is not there."""
+    def printed(cls, log: str) -> MemoryPlan:
+        """Parse the plan in the log of a server; ValueError without one."""
         found = PLAN.search(log)
         if found is None:
-            raise ValueError("the server printed no plan of its memory")
-        words = found.groups()
-        return cls(*(int(float(number) * UNITS[unit]) for number, unit in zip(words[::2], words[1::2], strict=True)))
+            raise ValueError("the server printed no memory plan")
+        groups = found.groups()
+        return cls(*(int(float(number) * UNITS[unit]) for number, unit in zip(groups[::2], groups[1::2], strict=True)))
 
 
-async def most_resident(work: asyncio.Task[None], process: psutil.Process) -> int:
-    """Return the most bytes that a process held in memory while some work went on."""
-    most = 0
+async def peak_resident(work: asyncio.Task[None], process: psutil.Process) -> int:
+    """Return the peak resident bytes of a process until the task ends."""
+    peak = 0
     while not work.done():
-        most = max(most, process.memory_info().rss)
+        peak = max(peak, process.memory_info().rss)
         await asyncio.sleep(BETWEEN_READINGS)
     await work
-    return most
+    return peak
 
 
 async def fill(server: Server, *, slots: int, context: int) -> None:
-    """Let every slot hold a whole context; Unusable if an answer is not whole."""
+    """Fill every slot; BenchError if an answer is incomplete."""
     ask, prompts = RequestOptions(timeout_seconds=3600, extra={"ignore_eos": True}), TokenIdPrompts(seed=0)
     sent = (
         send(server, ask, prompt=prompts.unshared(context - ANSWERED, at), max_tokens=ANSWERED, begun=0)
@@ -74,15 +74,15 @@ async def fill(server: Server, *, slots: int, context: int) -> None:
 
 
 async def measure(url: str, *, slots: int, context: int) -> tuple[int, int]:
-    """Return the resident bytes of the server, the only child of this process, at rest and at most under load."""
+    """Return the resident bytes of the server, the only child of this process: idle and peak."""
     process = psutil.Process().children()[0]
-    rest = process.memory_info().rss
+    idle = process.memory_info().rss
     server = find("cellar", url, model=None, api_key=None, context=None)
-    return rest, await most_resident(asyncio.create_task(fill(server, slots=slots, context=context)), process)
+    return idle, await peak_resident(asyncio.create_task(fill(server, slots=slots, context=context)), process)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure and print; 1 if the server takes more than the goal allows."""
+    """Measure and print; 1 if the peak exceeds the goal."""
     parser = argparse.ArgumentParser(prog="benchmarks.memory", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("model", nargs="?", default=None, help="a folder (default: the bundled model)")
     parser.add_argument("--quantize", default="none", choices=("auto", "int8", "int4", "none"))
@@ -95,8 +95,8 @@ def main(arguments: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "server.log"
         with cellar(command, log) as url:
-            plan = Plan.printed(log.read_text())
-            rest, most = asyncio.run(measure(url, slots=given.slots, context=given.context))
+            plan = MemoryPlan.printed(log.read_text())
+            idle, peak = asyncio.run(measure(url, slots=given.slots, context=given.context))
     if given.json:
         row = {
             "model": model_name(given.model or "bundled"),
@@ -105,12 +105,12 @@ def main(arguments: list[str] | None = None) -> int:
             "context": given.context,
             "weights_bytes": plan.weights,
             "cache_bytes": plan.cache,
-            "idle_bytes": rest,
-            "peak_bytes": most,
+            "idle_bytes": idle,
+            "peak_bytes": peak,
         }
         measured("memory", [row]).write(given.json)
-    ratio = most / (plan.weights + plan.cache)
-    gibibytes = {"weights": plan.weights, "cache": plan.cache, "work": plan.work, "at rest": rest, "full": most}
+    ratio = peak / (plan.weights + plan.cache)
+    gibibytes = {"weights": plan.weights, "cache": plan.cache, "work": plan.work, "idle": idle, "full": peak}
     print(", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in gibibytes.items()))
     print(f"{ratio:.2f} times weights and cache (goal {GOAL} at most)")
     return 0 if ratio <= GOAL else 1

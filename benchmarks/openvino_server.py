@@ -59,20 +59,20 @@ def generate(questions: Connection, model: str, threads: int, cache_gib: int) ->
 
 
 def exactly(tokens: int) -> Any:
-    """Return the settings of an answer of so many of the likeliest tokens."""
+    """Return the generation config of a greedy answer with a fixed number of tokens."""
     config = genai.GenerationConfig()
     config.max_new_tokens, config.ignore_eos, config.do_sample = tokens, True, False
     return config
 
 
 def news(number: int, handle: Any) -> News:
-    """Return what one answer got in a step."""
+    """Return the new tokens of an answer after a step."""
     tokens = [token for output in handle.read().values() for token in output.generated_ids]
     return number, tokens, handle.get_status() != genai.GenerationStatus.RUNNING
 
 
 class Answers:
-    """The answers that are on their way, a queue each; None ends one."""
+    """Running answers, with a queue for each; None ends one."""
 
     def __init__(self, questions: Connection) -> None:
         self.questions = questions
@@ -80,14 +80,14 @@ class Answers:
         self.numbers = itertools.count()
 
     def ask(self, prompt: list[int], tokens: int) -> asyncio.Queue[list[int] | None]:
-        """Begin an answer of exactly so many tokens."""
+        """Begin an answer with a fixed number of tokens."""
         number, queue = next(self.numbers), asyncio.Queue[list[int] | None]()
         self.queues[number] = queue, asyncio.get_running_loop()
         self.questions.send((number, prompt, tokens))
         return queue
 
     def hear(self) -> None:
-        """Hand over news for as long as the process lives; for a thread."""
+        """Forward tokens to the queues until the process ends; runs in a thread."""
         with contextlib.suppress(EOFError):
             while True:
                 number, tokens, over = self.questions.recv()
@@ -99,7 +99,7 @@ class Answers:
 
 
 def make_app(answers: Answers, name: str) -> Starlette:
-    """Return the HTTP border."""
+    """Return the HTTP application."""
 
     async def complete(request: Request) -> Response:
         body = await request.json()
@@ -131,12 +131,12 @@ def event(**content: Any) -> str:
 def main() -> int:
     """Load the model, serve it until a signal."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("model", help="a GGUF file or a folder of OpenVINO's own format")
+    parser.add_argument("model", help="GGUF file, or folder in OpenVINO format")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--cache-gib", type=int, default=4, help="memory for keys and values (default 4)")
     given = parser.parse_args()
-    # A forked child would hold our end too, and never see it close.
+    # A forked child would inherit this end of the pipe and never see it close.
     spawning = multiprocessing.get_context("spawn")
     ours, theirs = spawning.Pipe()
     settings = (theirs, given.model, given.threads, given.cache_gib)

@@ -1,11 +1,11 @@
-"""Measures what a target of time between tokens (`--itl-target-ms`) costs and brings, on the engine without HTTP.
+"""Measures throughput and latency for values of `--itl-target-ms`, on the engine without HTTP.
 
-    python -m benchmarks.pacing FOLDER --quantize int8 --requests 8             # that arrive together
-    python -m benchmarks.pacing FOLDER --slots 32 --requests 100 --rate 1.5     # by chance, so many a second
-    python -m benchmarks.pacing FOLDER --rate 1 --long 0.1                      # one prompt of ten is 6 times as long
+    python -m benchmarks.pacing FOLDER --quantize int8 --requests 8             # all at once
+    python -m benchmarks.pacing FOLDER --slots 32 --requests 100 --rate 1.5     # random arrivals, 1.5 a second
+    python -m benchmarks.pacing FOLDER --rate 1 --long 0.1                      # one prompt of ten is 6 times longer
 
-The targets take turns, round by round, with other prompts each. Time is the processor time of one thread, and an idle
-machine waits for nobody, so other work on the machine hardly matters. Figures are medians over the rounds.
+The targets alternate by rounds, with new prompts in each. Time is the processor time of one thread, and idle periods
+are skipped, so other work on the machine has little effect. Figures are medians over the rounds.
 """
 
 from __future__ import annotations
@@ -28,53 +28,53 @@ from engine.schedule.step import StepResult
 from engine.types.request import Request, SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)
-COLUMNS = ("tokens/s", "first token p50", "p99", "between tokens p50", "p99", "most, ms")
+COLUMNS = ("tokens/s", "first token p50", "p99", "between tokens p50", "p99", "maximum, ms")
 
 
 @dataclass
-class Side:
-    """One engine with one target, its clock, and when it said tokens: by request, in seconds of a round."""
+class MeasuredEngine:
+    """An engine with one target, its clock, and the times of its tokens by request, in seconds."""
 
     core: Core
     skipped: float = 0.0
-    said: dict[str, list[float]] = field(default_factory=dict)
+    token_times: dict[str, list[float]] = field(default_factory=dict)
 
     def now(self) -> float:
-        """Processor time, and what was skipped because nothing was to be done."""
+        """Processor time plus skipped idle time."""
         return time.thread_time() + self.skipped
 
     def round(self, arrivals: Sequence[tuple[float, Request]]) -> list[float]:
-        """Serve requests that arrive at some seconds; the figures of COLUMNS."""
+        """Run requests with arrival times in seconds; returns the figures of COLUMNS."""
         begin, waiting = self.now(), list(arrivals)
-        self.said = {}
+        self.token_times = {}
         while waiting or self.core.busy:
             if not self.core.busy:
                 self.skipped += max(begin + waiting[0][0] - self.now(), 0.0)
             while waiting and begin + waiting[0][0] <= self.now():
                 self.core.submit(waiting.pop(0)[1])
             self.core.step()
-        firsts = [self.said[request.id][0] - begin - arrival for arrival, request in arrivals]
-        pairs = [zip(times, times[1:], strict=False) for times in self.said.values()]
+        firsts = [self.token_times[request.id][0] - begin - arrival for arrival, request in arrivals]
+        pairs = [zip(times, times[1:], strict=False) for times in self.token_times.values()]
         gaps = [later - earlier for pair in pairs for earlier, later in pair]
-        rate = sum(map(len, self.said.values())) / (self.now() - begin)
-        seconds = (share(firsts, 0.5), share(firsts, 0.99), share(gaps, 0.5), share(gaps, 0.99), max(gaps))
+        rate = sum(map(len, self.token_times.values())) / (self.now() - begin)
+        seconds = (quantile(firsts, 0.5), quantile(firsts, 0.99), quantile(gaps, 0.5), quantile(gaps, 0.99), max(gaps))
         return [rate, *(1000 * each for each in seconds)]
 
 
-class Ear:
-    """Stands in for the stepper of a side and notes when tokens are said."""
+class StepRecorder:
+    """Wraps the stepper of a side and records the times of its tokens."""
 
-    def __init__(self, side: Side) -> None:
+    def __init__(self, side: MeasuredEngine) -> None:
         self._stepper, self._side = side.core._stepper, side
 
-    def run(self, grants: Sequence[ScheduledSequence]) -> list[StepResult]:
+    def run(self, scheduled: Sequence[ScheduledSequence]) -> list[StepResult]:
         """Stepper.run."""
-        said = self._stepper.run(grants)
-        for each in said:
+        results = self._stepper.run(scheduled)
+        for each in results:
             if each.tokens:
-                times = self._side.said.setdefault(each.scheduled.sequence.request.id, [])
+                times = self._side.token_times.setdefault(each.scheduled.sequence.request.id, [])
                 times.extend([self._side.now()] * len(each.tokens))
-        return said
+        return results
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -112,34 +112,34 @@ def make_parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("benchmarks.pacing", description=summary, epilog=epilog, formatter_class=raw)
     add = parser.add_argument
-    add("model", help="a folder, such as benchmarks.shapes makes")
+    add("model", help="folder, such as benchmarks.shapes writes")
     add("--dtype", default="float32")
     add("--quantize", default="none")
     add("--slots", type=int, default=8)
-    add("--requests", type=int, default=8, help="of a round (default 8)")
-    add("--rate", type=float, default=0.0, help="that arrive a second; 0, the default: all at once")
+    add("--requests", type=int, default=8, help="in a round (default 8)")
+    add("--rate", type=float, default=0.0, help="arrivals per second (default 0: all at once)")
     add("--prompt-tokens", type=int, default=256, help="default 256")
-    add("--long", type=float, default=0.0, help="share of prompts that are six times as long (default 0)")
+    add("--long", type=float, default=0.0, help="share of prompts with six times the length (default 0)")
     add("--max-tokens", type=int, default=128, help="of each answer (default 128)")
     add("--targets", default="0,auto", metavar="MS,...", help="to compare (default 0,auto)")
-    add("--rounds", type=int, default=3, help="after a first one that does not count (default 3)")
+    add("--rounds", type=int, default=3, help="after one warm-up round (default 3)")
     return parser
 
 
-def side(loaded: LoadedModel, config: EngineConfig) -> Side:
-    """Return an engine over a model that several share."""
-    one = Side(Core(loaded, config))
-    one.core._clock, one.core._stepper = one.now, Ear(one)  # type: ignore[assignment]
+def side(loaded: LoadedModel, config: EngineConfig) -> MeasuredEngine:
+    """Return an engine with a shared model."""
+    one = MeasuredEngine(Core(loaded, config))
+    one.core._clock, one.core._stepper = one.now, StepRecorder(one)  # type: ignore[assignment]
     return one
 
 
 def arrivals(given: argparse.Namespace, loaded: LoadedModel, seed: str) -> list[tuple[float, Request]]:
-    """Return requests of random tokens, with the seconds at which they come: the same for all targets of a round."""
-    turn, words = random.Random(seed.split()[0]), random.Random(seed)
+    """Return requests with random tokens and their arrival times, which are equal for all targets of a round."""
+    timing, words = random.Random(seed.split()[0]), random.Random(seed)
     found, at = [], 0.0
     for number in range(given.requests):
-        at += turn.expovariate(given.rate) if given.rate else 0.0
-        length = (6 if turn.random() < given.long else 1) * given.prompt_tokens
+        at += timing.expovariate(given.rate) if given.rate else 0.0
+        length = (6 if timing.random() < given.long else 1) * given.prompt_tokens
         prompt = tuple(words.randrange(loaded.info.vocabulary) for _ in range(length))
         request = Request(f"{seed} {number}", prompt, GREEDY, max_tokens=given.max_tokens, ignore_eos=True)
         found.append((at, request))
@@ -147,12 +147,12 @@ def arrivals(given: argparse.Namespace, loaded: LoadedModel, seed: str) -> list[
 
 
 def target(text: str) -> float | None:
-    """Return what a target on the command line means."""
+    """Return the target in milliseconds; None for auto."""
     return None if text == "auto" else float(text)
 
 
-def share(values: Sequence[float], part: float) -> float:
-    """Return the value that so many are at most."""
+def quantile(values: Sequence[float], part: float) -> float:
+    """Return the quantile of the values."""
     return sorted(values)[min(int(part * len(values)), len(values) - 1)]
 
 

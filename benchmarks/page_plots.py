@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -14,7 +15,7 @@ from benchmarks.page import COLD, DECODE, PREFILL, RATE, REUSE, WARM, Figures, R
 from benchmarks.result import MODELS
 
 # The same text and ids in every run, so that a plot changes with its data only.
-STYLE = {"svg.fonttype": "none", "svg.hashsalt": "cellar", "font.size": 9}
+STYLE: Any = {"svg.fonttype": "none", "svg.hashsalt": "cellar", "font.size": 9}
 SERVERS = {"cellar": "Cellar", "other": "llama.cpp"}
 
 
@@ -65,8 +66,8 @@ def streams(figures: Figures, figure: Figure) -> None:
                 panel.plot(counts, [row[side] for row in rows], line, color=f"C{number}", label=f"{model}, {label}")
     panel.set_xlabel("concurrent streams")
     panel.set_ylabel("tokens/s")
-    counts = {stream_count(row) for row in figures.rows("peers", cpu, peer="llama.cpp", weights="int8", figure=RATE)}
-    panel.set_xticks(sorted(counts))
+    every = {stream_count(row) for row in figures.rows("peers", cpu, peer="llama.cpp", weights="int8", figure=RATE)}
+    panel.set_xticks(sorted(every))
     panel.set_yscale("log")
     panel.grid(alpha=0.3)
     panel.legend(fontsize="x-small", loc="center left", bbox_to_anchor=(1, 0.5))

@@ -1,9 +1,9 @@
-"""Makes models of known shapes with random weights, for us and, as GGUF, for a peer: noise, but at its real speed.
+"""Writes models with published shapes and random weights, for Cellar and, as GGUF, for llama.cpp.
 
-    python -m benchmarks.shapes qwen3-0.6b FOLDER              # config, bfloat16 weights, a tokenizer
+    python -m benchmarks.shapes qwen3-0.6b FOLDER              # config, bfloat16 weights, tokenizer
     python -m benchmarks.shapes qwen3-0.6b FOLDER --gguf FILE  # and the same weights for llama.cpp (pip install gguf)
 
-Every token of the tokenizer above the single bytes is a word of its own, so a server can send each one on at once.
+Every token above the single bytes is a whole word, so a server can stream each token at once.
 """
 
 from __future__ import annotations
@@ -55,11 +55,13 @@ GGUF_TOP = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Write the folder, and the GGUF file where asked to."""
+    """Write the folder, and the GGUF file with --gguf."""
     parser = argparse.ArgumentParser(prog="benchmarks.shapes", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("shape", choices=sorted(SHAPES))
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--gguf", type=Path, default=None, metavar="FILE", help="for llama.cpp, in bfloat16")
+    parser.add_argument(
+        "--gguf", type=Path, default=None, metavar="FILE", help="also write the weights for llama.cpp, in bfloat16"
+    )
     given = parser.parse_args(arguments)
     write_folder(SHAPES[given.shape], given.folder)
     if given.gguf:
@@ -68,7 +70,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def write_folder(shape: dict[str, Any], folder: Path) -> None:
-    """Write a checkpoint that transformers reads: config, weights of a fixed seed, tokenizer."""
+    """Write a checkpoint in transformers' format: config, weights of a fixed seed, tokenizer."""
     settings = {name: value for name, value in shape.items() if name != "model_type"}
     config = AutoConfig.for_model(shape["model_type"], **settings, eos_token_id=shape["vocab_size"] - 1)
     torch.manual_seed(0)
@@ -82,22 +84,22 @@ def tokenizer(size: int) -> PreTrainedTokenizerFast:
     plain = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     plain.decoder = decoders.ByteLevel()
-    made = PreTrainedTokenizerFast(tokenizer_object=plain, eos_token=END)
-    made.chat_template = TEMPLATE
-    return made
+    result = PreTrainedTokenizerFast(tokenizer_object=plain, eos_token=END)
+    result.chat_template = TEMPLATE
+    return result
 
 
 def tokens(size: int) -> list[str]:
-    """Return the bytes, as many words of four letters as fit, and the end."""
+    """Return the vocabulary: bytes, words of four letters, the end token."""
     letters = ("".join(word) for word in itertools.product(string.ascii_lowercase, repeat=4))
-    words = (f"Ġ{word}" for word in letters)  # the letter that stands for a space in byte-level vocabularies
+    words = (f"Ġ{word}" for word in letters)  # the letter for a space in byte-level vocabularies
     single = sorted(pre_tokenizers.ByteLevel.alphabet())
     return [*single, *itertools.islice(words, size - len(single) - 1), END]
 
 
 def write_gguf(shape: dict[str, Any], folder: Path, path: Path) -> None:
-    """Write the weights in `folder` under llama.cpp's names."""
-    import gguf  # not a dependency of ours, and only needed here
+    """Write the weights in `folder` with llama.cpp's tensor names."""
+    import gguf  # no dependency of this project
 
     writer = gguf.GGUFWriter(path, shape["model_type"])
     writer.add_context_length(shape["max_position_embeddings"])
@@ -136,19 +138,22 @@ def write_gguf(shape: dict[str, Any], folder: Path, path: Path) -> None:
 def gguf_tensors(shape: dict[str, Any], folder: Path) -> Iterator[tuple[str, Tensor]]:
     """Yield every weight of a checkpoint with llama.cpp's name for it."""
     weights = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).state_dict()
-    # llama.cpp turns neighbouring columns in its "llama" shape and halves in "qwen3", as transformers does in both.
+    # llama.cpp rotates adjacent columns in its "llama" architecture, halves in "qwen3"; transformers rotates halves.
     paired = {"attn_q", "attn_k"} if shape["model_type"] == "llama" else set()
     for name, tensor in weights.items():
         if name in GGUF_TOP:
             yield GGUF_TOP[name], tensor
         elif name.startswith("model.layers."):
             _, _, layer, rest = name.split(".", 3)
-            known = GGUF_LAYER[rest.removesuffix(".weight")]
-            yield f"blk.{layer}.{known}.weight", pair_columns(tensor, shape["head_dim"]) if known in paired else tensor
+            gguf_name = GGUF_LAYER[rest.removesuffix(".weight")]
+            yield (
+                f"blk.{layer}.{gguf_name}.weight",
+                pair_columns(tensor, shape["head_dim"]) if gguf_name in paired else tensor,
+            )
 
 
 def pair_columns(weight: Tensor, width: int) -> Tensor:
-    """Return a projection [heads * width, columns] whose rotated halves lie side by side."""
+    """Return a projection [heads * width, columns] with the rotated halves interleaved."""
     return weight.unflatten(0, (-1, 2, width // 2)).transpose(1, 2).flatten(0, 2)
 
 

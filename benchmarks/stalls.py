@@ -1,13 +1,13 @@
-"""Measures how long large bodies stop the streams of others, and what memory they take.
+"""Measures how long large request bodies stall other streams, and their memory.
 
     python -m benchmarks.stalls table [MODEL] [--mebibytes 4] [--rounds 3]    # known bodies, over HTTP
     python -m benchmarks.stalls fuzz [MODEL] [--count 10000] [--minutes 15]   # random ones, inside this process
 
-`table` starts a server and streams one answer beside each body. The worst gap between two chunks is compared with that
-of the same stream just before; of all rounds the best one counts, for other work on the machine repeats by chance only.
-`fuzz` runs the application here and counts the processor time of single callbacks on its event loop, which other work
-does not change; the gap of the engine's stream and the memory are beside it. The worst bodies are sent again, and the
-smaller figure counts. Results go to --out as JSON.
+`table` starts a server and streams one answer beside each body. The longest gap between two chunks is compared with the
+gap of the same stream before the body; the best of the rounds counts, since other work on the machine only adds time.
+`fuzz` runs the application in this process and measures the processor time of single callbacks of its event loop,
+beside the gap of the engine's stream and the memory. The worst bodies are sent again, and the smaller value counts.
+Results go to --out as JSON.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ GOAL_GAP_MS, GOAL_MEMORY_BYTES = 100.0, 50 * 2**20
 QUIET_SECONDS, AFTER_SECONDS, QUIET_FUZZ_SECONDS = 1.5, 0.5, 0.05
 ANSWER_SECONDS = 120.0
 WORST, AGAIN, TRIES = 20, 40, 3
-# Of the time for random bodies, what trying the worst again may take on top.
+# Additional time for repeating the worst bodies, as a share of --minutes.
 AGAIN_SHARE = 0.25
 VICTIM = {"prompt": "Once", "max_tokens": 100000, "ignore_eos": True, "overflow": "shift", "stream": True}
 MEBIBYTE = 2**20
@@ -54,7 +54,7 @@ Measurement = tuple[list[dict[str, Any]], str]
 
 
 def post(path: str, content: bytes) -> bytes:
-    """Return the bytes of a request on a connection of its own."""
+    """Return the bytes of a request with Connection: close."""
     lines = (
         f"POST {path} HTTP/1.1",
         "Host: localhost",
@@ -65,15 +65,15 @@ def post(path: str, content: bytes) -> bytes:
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + content
 
 
-class Victim:
-    """A stream that somebody reads in another thread, and when its chunks came."""
+class StreamReader:
+    """Reads a stream in another thread and records the times of its chunks."""
 
     def __init__(self, port: int) -> None:
         self._port, self._over = port, threading.Event()
         self.times: list[float] = []
         self._thread = threading.Thread(target=self._read, daemon=True)
 
-    def __enter__(self) -> Victim:
+    def __enter__(self) -> StreamReader:
         self._thread.start()
         while not self.times:
             time.sleep(0.01)
@@ -84,7 +84,7 @@ class Victim:
         self._thread.join()
 
     def worst(self, begin: float, end: float) -> float:
-        """Return the longest time without a chunk that lies in part between two times, in milliseconds."""
+        """Return the longest gap between chunks that overlaps [begin, end], in milliseconds."""
         times = [begin, *(at for at in list(self.times) if begin < at < end), end]
         return longest(times)
 
@@ -97,7 +97,7 @@ class Victim:
 
 
 class Memory:
-    """The most resident bytes of a process while a block runs."""
+    """The peak resident bytes of a process during a block."""
 
     def __init__(self, process: psutil.Process) -> None:
         self._process, self._over = process, threading.Event()
@@ -118,8 +118,8 @@ class Memory:
 
 
 @dataclass
-class Row:
-    """What one body did; a list has a figure for each round.
+class BodyFigures:
+    """The figures of one body; lists have one for each round.
 
     loop_ms  processor time of the server's event loop, without that of the stream beside it
     """
@@ -138,7 +138,7 @@ class Row:
 
     @property
     def excess_ms(self) -> float:
-        """Return by how much the gap beside the body exceeds the undisturbed one, in the best round."""
+        """Return the increase of the gap by the body, in the best round."""
         return min(gap - quiet for gap, quiet in zip(self.gap_ms, self.quiet_ms, strict=True))
 
 
@@ -148,22 +148,22 @@ def table(given: argparse.Namespace) -> Measurement:
     rows = []
     with tempfile.TemporaryDirectory() as folder, cellar(arguments, Path(folder) / "log") as url:
         process, port = psutil.Process().children()[0], urlsplit(url).port or 0
-        with Victim(port) as victim:
+        with StreamReader(port) as reader:
             for body in known(int(given.mebibytes * MEBIBYTE)):
-                row = Row(body.name, body.path, len(body.content))
+                row = BodyFigures(body.name, body.path, len(body.content))
                 for _ in range(given.rounds):
-                    measure(row, body, victim, process, port)
+                    measure(row, body, reader, process, port)
                 rows.append(row)
                 print(line(row), flush=True)
     return [{**asdict(row), "excess_ms": row.excess_ms} for row in rows], ""
 
 
-def measure(row: Row, body: Body, victim: Victim, process: psutil.Process, port: int) -> None:
-    """Send a body once and add to its row."""
+def measure(row: BodyFigures, body: Body, reader: StreamReader, process: psutil.Process, port: int) -> None:
+    """Send a body once and add the figures to its row."""
     loop_before, quiet = loop_seconds(process), time.perf_counter()
     time.sleep(QUIET_SECONDS)
     begin, loop_begin = time.perf_counter(), loop_seconds(process)
-    row.quiet_ms.append(victim.worst(quiet, begin))
+    row.quiet_ms.append(reader.worst(quiet, begin))
     with Memory(process) as memory:
         answer = exchange(port, body)
         answered = time.perf_counter()
@@ -173,7 +173,7 @@ def measure(row: Row, body: Body, victim: Victim, process: psutil.Process, port:
         int(answer.split(b" ", 2)[1] or 0),
         answer.partition(b"\r\n\r\n")[2][:160].decode("utf-8", "replace"),
     )
-    row.gap_ms.append(victim.worst(begin, end))
+    row.gap_ms.append(reader.worst(begin, end))
     row.answer_ms.append(1000 * (answered - begin))
     usual = (loop_begin - loop_before) / (begin - quiet) * (end - begin)
     row.loop_ms.append(1000 * (loop_end - loop_begin - usual))
@@ -196,44 +196,44 @@ def loop_seconds(process: psutil.Process) -> float:
     return next(each.user_time + each.system_time for each in process.threads() if each.id == process.pid)
 
 
-def line(row: Row) -> str:
+def line(row: BodyFigures) -> str:
     """Return a row of the table."""
     figures = (row.excess_ms, min(row.gap_ms), min(row.quiet_ms), min(row.answer_ms), min(row.loop_ms))
     memory = f"{row.peak_bytes / MEBIBYTE:7.0f} {row.left_bytes / MEBIBYTE:7.0f}"
     return f"{row.path + ' ' + row.name:48.48} {row.status} {' '.join(f'{each:8.1f}' for each in figures)} {memory}"
 
 
-class Clock:
-    """The processor time of the longest callback of an event loop since it was last asked."""
+class CallbackTimer:
+    """The processor time of the longest callback of the event loops since the last `reset`."""
 
     def __init__(self) -> None:
         self._longest = 0.0
 
-    def take(self) -> float:
-        """Return it in milliseconds, and begin anew."""
+    def reset(self) -> float:
+        """Return the time in milliseconds and set it to 0."""
         longest, self._longest = self._longest, 0.0
         return 1000 * longest
 
     @contextmanager
-    def installed(self) -> Iterator[Clock]:
+    def installed(self) -> Iterator[CallbackTimer]:
         """Time every callback of the loops of this process."""
-        run = Handle._run  # type: ignore[attr-defined]
+        run = Handle._run
 
         def timed(handle: Handle) -> None:
             begin = time.thread_time()
             run(handle)
             self._longest = max(self._longest, time.thread_time() - begin)
 
-        Handle._run = timed  # type: ignore[attr-defined]
+        Handle._run = timed  # type: ignore[method-assign,assignment]
         try:
             yield self
         finally:
-            Handle._run = run  # type: ignore[attr-defined]
+            Handle._run = run  # type: ignore[method-assign]
 
 
 @dataclass
-class Found:
-    """What a random body did; the smaller figure of two tries."""
+class FuzzedBody:
+    """The figures of a random body, the smaller ones of two tries."""
 
     name: str
     path: str
@@ -246,11 +246,11 @@ class Found:
 
     @property
     def badness(self) -> float:
-        """Return what the worst are chosen by."""
+        """Return the figure by which the worst bodies are selected."""
         return max(self.callback_ms, self.gap_ms - self.quiet_ms)
 
-    def join(self, again: Found) -> None:
-        """Take the better figures of another try."""
+    def join(self, again: FuzzedBody) -> None:
+        """Keep the smaller figures of this try and another."""
         self.callback_ms = min(self.callback_ms, again.callback_ms)
         if again.gap_ms - again.quiet_ms < self.gap_ms - self.quiet_ms:
             self.gap_ms, self.quiet_ms = again.gap_ms, again.quiet_ms
@@ -261,19 +261,19 @@ async def fuzz(given: argparse.Namespace) -> Measurement:
     chance, found, tries = random.Random(given.seed), [], []
     process, until = psutil.Process(), time.monotonic() + 60 * given.minutes
     async with application(given.model) as (engine, client):
-        with Clock().installed() as clock:
+        with CallbackTimer().installed() as timer:
             async with streamed(engine) as times:
                 before = process.memory_info().rss
                 while len(found) < given.count and time.monotonic() < until:
                     body = random_body(chance, int(given.mebibytes * MEBIBYTE))
-                    found.append(await attempt(body, client, clock, times))
+                    found.append(await attempt(body, client, timer, times))
                     tries.append((found[-1].badness, len(found) - 1, body))
                     tries = sorted(tries)[-AGAIN:]
                 after = process.memory_info().rss
                 until += 60 * given.minutes * AGAIN_SHARE
                 for _, number, body in reversed(tries * TRIES):
                     if time.monotonic() < until:
-                        found[number].join(await attempt(body, client, clock, times))
+                        found[number].join(await attempt(body, client, timer, times))
     worst = sorted(found, key=lambda one: -one.badness)[:WORST]
     statuses = {status: sum(one.status == status for one in found) for status in sorted({one.status for one in found})}
     for one in worst:
@@ -304,13 +304,13 @@ async def application(model: str | None) -> AsyncIterator[tuple[Engine, httpx.As
 
 @asynccontextmanager
 async def streamed(engine: Engine) -> AsyncIterator[list[float]]:
-    """Keep one sequence decoding; yield when its events come."""
+    """Keep one sequence decoding; yield the list of its event times."""
     times: list[float] = []
 
     async def follow() -> None:
         for number in range(10**9):
             greedy = SamplingParams(temperature=0.0)
-            request = Request(f"victim-{number}", (1, 2, 3), greedy, max_tokens=2000, ignore_eos=True)
+            request = Request(f"reader-{number}", (1, 2, 3), greedy, max_tokens=2000, ignore_eos=True)
             async with engine.open(request) as stream:
                 async for _ in stream:
                     times.append(time.perf_counter())
@@ -323,10 +323,10 @@ async def streamed(engine: Engine) -> AsyncIterator[list[float]]:
         await asyncio.gather(following, return_exceptions=True)
 
 
-async def attempt(body: Body, client: httpx.AsyncClient, clock: Clock, times: list[float]) -> Found:
-    """Send a body, and say what it did."""
+async def attempt(body: Body, client: httpx.AsyncClient, timer: CallbackTimer, times: list[float]) -> FuzzedBody:
+    """Send a body and measure it."""
     headers = {"content-type": "application/json"}
-    # What made the body is part of the callback that ends here.
+    # End the callback that created the body.
     await asyncio.sleep(0)
     times.clear()
     before = time.perf_counter()
@@ -334,15 +334,15 @@ async def attempt(body: Body, client: httpx.AsyncClient, clock: Clock, times: li
     begin = time.perf_counter()
     quiet = longest([before, *times, begin])
     times.clear()
-    clock.take()
+    timer.reset()
     answer = await client.post(body.path, content=body.content, headers=headers)
     end = time.perf_counter()
     gap, size = longest([begin, *times, end]), len(body.content)
-    return Found(body.name, body.path, size, answer.status_code, clock.take(), gap, quiet, end - begin)
+    return FuzzedBody(body.name, body.path, size, answer.status_code, timer.reset(), gap, quiet, end - begin)
 
 
 def longest(times: list[float]) -> float:
-    """Return the longest time between neighbours, in milliseconds."""
+    """Return the longest gap between consecutive times, in milliseconds."""
     return 1000 * max(later - earlier for earlier, later in zip(times, times[1:], strict=False))
 
 
@@ -352,13 +352,13 @@ def make_parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("benchmarks.stalls", description=summary, epilog=epilog, formatter_class=raw)
     parser.add_argument("what", choices=("table", "fuzz"))
-    parser.add_argument("model", nargs="?", default=None, help="a folder (default: the bundled model)")
+    parser.add_argument("model", nargs="?", default=None, help="folder (default: the bundled model)")
     parser.add_argument("--mebibytes", type=float, default=3.99, help="of the largest bodies (default 3.99)")
     parser.add_argument("--rounds", type=int, default=3, help="of each body of the table (default 3)")
     parser.add_argument("--count", type=int, default=10000, help="of random bodies (default 10000)")
-    parser.add_argument("--minutes", type=float, default=15.0, help="at most, for random bodies (default 15)")
+    parser.add_argument("--minutes", type=float, default=15.0, help="limit for random bodies (default 15)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=None, help="a file for the result as JSON")
+    parser.add_argument("--out", type=Path, default=None, help="file for the result as JSON")
     return parser
 
 

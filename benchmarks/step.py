@@ -2,9 +2,9 @@
 
     python -m benchmarks.step [--layers 4] [--rounds 15] [--quantize int8] [--threads 2]
 
-Models have random weights, the widths of a published one, and fewer layers and tokens in its proportion. Both sides
-take turns, call by call, because a machine is rarely quiet: figures are medians, and the ratio is theirs. "outside" is
-the share of a native step that is not the one call: tables, angles, embeddings.
+Models have random weights, published widths, and fewer layers with a vocabulary reduced in proportion. Both runners
+alternate call by call, since other work disturbs the machine: figures are medians, and the ratio is of the medians.
+"outside" is the share of a step outside the native call: block tables, rotary angles, embeddings.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ DEPTH = 512
 
 
 @dataclass(frozen=True)
-class Shape:
-    """A published model: its family, sizes, layers and tokens."""
+class ModelShape:
+    """The shape of a published model."""
 
     family: str
     hidden_size: int
@@ -53,7 +53,7 @@ class Shape:
     vocabulary: int
 
     def settings(self, layers: int) -> dict[str, Any]:
-        """Those of a part of it: so many of its layers, and as large a part of its tokens."""
+        """The config of a model with fewer layers and a vocabulary reduced in proportion."""
         return {
             "hidden_size": self.hidden_size,
             "intermediate_size": self.intermediate_size,
@@ -67,24 +67,24 @@ class Shape:
 
 
 SHAPES = {
-    "Qwen3-0.6B": Shape("qwen3", 1024, 3072, 16, 8, 128, 28, 151936),
-    "SmolLM2-135M": Shape("llama", 576, 1536, 9, 3, 64, 30, 49152),
+    "Qwen3-0.6B": ModelShape("qwen3", 1024, 3072, 16, 8, 128, 28, 151936),
+    "SmolLM2-135M": ModelShape("llama", 576, 1536, 9, 3, 64, 30, 49152),
 }
 
 
 @dataclass(frozen=True)
-class Work:
-    """What each of some sequences does behind DEPTH tokens: so many rows."""
+class StepShape:
+    """A step: tokens of each sequence after DEPTH cached tokens."""
 
     sequences: int
     rows: int
 
 
-WORKS = (Work(1, 1), Work(8, 1), Work(1, 4), Work(1, 256))
+STEPS = (StepShape(1, 1), StepShape(8, 1), StepShape(1, 4), StepShape(1, 256))
 
 
-class Clock:
-    """Stands in for a native library and takes the time of its calls."""
+class LibraryTimer:
+    """Wraps a native library and sums the time of its calls."""
 
     def __init__(self, runner: NativeRunner) -> None:
         self._library, self.seconds = runner._library, 0.0
@@ -98,7 +98,7 @@ class Clock:
 
 
 def load(name: str, layers: int, quantized: Quantize) -> tuple[PackedRunner, NativeRunner]:
-    """A model of random weights, and both ways to run it."""
+    """A model with random weights, its module runner and its native runner."""
     shape = SHAPES[name]
     config = AutoConfig.for_model(shape.family, **shape.settings(layers), tie_word_embeddings=True)
     torch.manual_seed(0)
@@ -113,39 +113,39 @@ def load(name: str, layers: int, quantized: Quantize) -> tuple[PackedRunner, Nat
             quantize(model, choice, WeightStore(name, 8 if quantized == "int8" else 4, Path(folder)), best_linear())
     native = select(model, plain, facts, context=4096).runner
     assert isinstance(plain, PackedRunner)
-    assert isinstance(native, NativeRunner), "the native step does not know the model"
+    assert isinstance(native, NativeRunner), "the native step does not support the model"
     return plain, native
 
 
-def call(runner: PackedRunner, work: Work) -> Callable[[], None]:
-    """One step, undone behind itself, over a cache of its own."""
+def call(runner: PackedRunner | NativeRunner, step_shape: StepShape) -> Callable[[], None]:
+    """A step with a cache of its own, which is truncated after each call."""
     specs = [plan.spec for plan in runner.layers]
-    length = DEPTH + work.rows
+    length = DEPTH + step_shape.rows
     cache = Cache(
         specs,
-        slots=work.sequences,
+        slots=step_shape.sequences,
         capacity=length,
-        cells=work.sequences * length,
+        cells=step_shape.sequences * length,
         dtype=torch.float32,
         device=torch.device("cpu"),
     )
-    for slot in range(work.sequences):
+    for slot in range(step_shape.sequences):
         with cache.forward([Span(slot, 0, DEPTH)]) as forward:
             runner.run(forward, list(range(DEPTH)), [DEPTH - 1])
-    tokens = [7] * work.rows * work.sequences
-    wanted = [(slot + 1) * work.rows - 1 for slot in range(work.sequences)]
+    tokens = [7] * step_shape.rows * step_shape.sequences
+    logit_tokens = [(slot + 1) * step_shape.rows - 1 for slot in range(step_shape.sequences)]
 
     def step() -> None:
-        with cache.forward([Span(slot, DEPTH, work.rows) for slot in range(work.sequences)]) as forward:
-            runner.run(forward, tokens, wanted)
-            for slot in range(work.sequences):
+        with cache.forward([Span(slot, DEPTH, step_shape.rows) for slot in range(step_shape.sequences)]) as forward:
+            runner.run(forward, tokens, logit_tokens)
+            for slot in range(step_shape.sequences):
                 forward.keep(slot, DEPTH)
 
     return step
 
 
 def seconds(calls: Sequence[Callable[[], None]], rounds: int) -> list[list[float]]:
-    """Of each call, all times; they take turns."""
+    """The times of each call; the calls alternate."""
     times: list[list[float]] = [[] for _ in calls]
     for _ in range(rounds):
         for own, step in zip(times, calls, strict=True):
@@ -155,19 +155,19 @@ def seconds(calls: Sequence[Callable[[], None]], rounds: int) -> list[list[float
     return times
 
 
-def line(name: str, work: Work, runners: tuple[PackedRunner, NativeRunner], rounds: int) -> str:
+def line(name: str, step_shape: StepShape, runners: tuple[PackedRunner, NativeRunner], rounds: int) -> str:
     """One line of the table."""
-    plain, native = (call(runner, work) for runner in runners)
-    library, clock = runners[1]._library, Clock(runners[1])
+    plain, native = (call(runner, step_shape) for runner in runners)
+    library, timer = runners[1]._library, LibraryTimer(runners[1])
     before, after = (statistics.median(own) for own in seconds((plain, native), rounds))
     outside = []
     for _ in range(rounds):
-        clock.seconds = 0.0
+        timer.seconds = 0.0
         [[whole]] = seconds((native,), 1)
-        outside.append((whole - clock.seconds) / whole)
+        outside.append((whole - timer.seconds) / whole)
     runners[1]._library = library
     cells = [
-        *(name, f"{work.sequences} x {work.rows}", f"{1e3 * before:.1f}", f"{1e3 * after:.1f}"),
+        *(name, f"{step_shape.sequences} x {step_shape.rows}", f"{1e3 * before:.1f}", f"{1e3 * after:.1f}"),
         *(f"{before / after:.2f}", f"{100 * statistics.median(outside):.0f} %"),
     ]
     return "| " + " | ".join(cells) + " |"
@@ -187,8 +187,8 @@ def main() -> None:
     print("|" + "---|" * 6)
     for name in SHAPES:
         runners = load(name, options.layers, options.quantize)
-        for work in WORKS:
-            print(line(name, work, runners, options.rounds), flush=True)
+        for step_shape in STEPS:
+            print(line(name, step_shape, runners, options.rounds), flush=True)
 
 
 if __name__ == "__main__":

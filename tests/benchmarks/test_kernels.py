@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from benchmarks import kernels
-from benchmarks.kernels import TITLES, Bench, Limits, Shape, Work
+from benchmarks.kernels import TITLES, AttentionBatch, AttentionBench, AttentionShape, Limits
 from engine.kernels.cpu.attention import NativeAttention
 from tests.libraries import built
 
-SHAPE = Shape("tiny", 4, 2, 16)
+SHAPE = AttentionShape("tiny", 4, 2, 16)
 
 
 @pytest.fixture
@@ -23,9 +23,11 @@ def native(monkeypatch: pytest.MonkeyPatch) -> NativeAttention:
 
 def test_a_line_has_a_cell_for_every_head(native: NativeAttention) -> None:
     """Of tables side by side, and of those that share."""
-    work, limits = Work("verify", 2, 70, sequences=3), Limits(1e9, 1e9)
-    alone = kernels.row(SHAPE, work, torch.float32, native, limits, rounds=1)
-    shared = kernels.shared_row(SHAPE, Work("decode", 1, 200, sequences=3, prefix=130), torch.float32, native, rounds=1)
+    batch, limits = AttentionBatch("verify", 2, 70, sequences=3), Limits(1e9, 1e9)
+    alone = kernels.row(SHAPE, batch, torch.float32, native, limits, rounds=1)
+    shared = kernels.shared_row(
+        SHAPE, AttentionBatch("decode", 1, 200, sequences=3, prefix=130), torch.float32, native, rounds=1
+    )
 
     assert ["tiny", "verify 2 x3", "70"] == alone.strip("| ").split(" | ")[:3]
     assert ["tiny", "3", "130"] == shared.strip("| ").split(" | ")[:3]
@@ -34,7 +36,7 @@ def test_a_line_has_a_cell_for_every_head(native: NativeAttention) -> None:
 
 def test_the_limit_is_what_takes_longer() -> None:
     """Reading two rows of 16 for each of 2 heads and 21 cells, or 32 products for each of 4 heads and cells seen."""
-    bench = Bench(SHAPE, Work("decode", 1, 20), torch.float32)
+    bench = AttentionBench(SHAPE, AttentionBatch("decode", 1, 20), torch.float32)
 
     assert 2 * 2 * 21 * 16 * 4 == Limits(1.0, 1e9).seconds(bench)
     assert 32 * 4 * 21 == Limits(1e9, 1.0).seconds(bench)
@@ -42,7 +44,7 @@ def test_the_limit_is_what_takes_longer() -> None:
 
 def test_those_that_share_have_the_rest_to_themselves() -> None:
     """Every cell of the pool is a sequence's own or of the prefix."""
-    segments = Bench(SHAPE, Work("decode", 1, 20, 3, prefix=8), torch.float32).tables()
+    segments = AttentionBench(SHAPE, AttentionBatch("decode", 1, 20, 3, prefix=8), torch.float32).tables()
     tables = [torch.as_tensor(segment.cells).tolist() for segment in segments]
 
     assert tables[0][:8] == tables[1][:8] == tables[2][:8]

@@ -1,4 +1,4 @@
-"""benchmarks/memory.py: it reads the plan that a start prints, and notices what a process takes for a moment."""
+"""benchmarks/memory.py: the printed memory plan and the peak memory of a process."""
 
 from __future__ import annotations
 
@@ -7,21 +7,23 @@ import asyncio
 import psutil
 import pytest
 
-from benchmarks.memory import Plan, main, most_resident
+from benchmarks.memory import MemoryPlan, main, peak_resident
 
 
-def test_the_plan_is_read_out_of_the_banner() -> None:
-    """Each of its parts, whatever unit it is in; what is no banner has no plan."""
+def test_the_plan_is_parsed_from_the_banner() -> None:
+    """All parts, in any unit; a ValueError without a plan."""
     cache = "cache 3.5 GiB (32768 tokens x 112.0 KiB)"
     line = f"  memory    weights 900.5 MiB + {cache} + work 322.5 MiB = 4.7 GiB of 22.7 GiB free"
 
-    assert Plan(weights=int(900.5 * 2**20), cache=int(3.5 * 2**30), work=int(322.5 * 2**20)) == Plan.printed(line)
-    with pytest.raises(ValueError, match="no plan"):
-        Plan.printed("memory is plentiful")
+    plan = MemoryPlan(weights=int(900.5 * 2**20), cache=int(3.5 * 2**30), work=int(322.5 * 2**20))
+
+    assert plan == MemoryPlan.printed(line)
+    with pytest.raises(ValueError, match="no memory plan"):
+        MemoryPlan.printed("memory is plentiful")
 
 
-def test_memory_that_is_held_for_a_moment_counts() -> None:
-    """The most, not the last."""
+def test_a_short_peak_counts() -> None:
+    """The peak, not the last value."""
 
     async def grow() -> None:
         held = bytearray(2**27)
@@ -29,7 +31,7 @@ def test_memory_that_is_held_for_a_moment_counts() -> None:
         await asyncio.sleep(0.2)
 
     async def measured() -> int:
-        return await most_resident(asyncio.create_task(grow()), psutil.Process())
+        return await peak_resident(asyncio.create_task(grow()), psutil.Process())
 
     before = psutil.Process().memory_info().rss
 
@@ -37,7 +39,7 @@ def test_memory_that_is_held_for_a_moment_counts() -> None:
 
 
 @pytest.mark.slow
-def test_a_server_is_filled_and_measured(capsys: pytest.CaptureFixture[str]) -> None:
-    """The bundled model, which is far smaller than the interpreter that serves it, misses the goal."""
+def test_a_full_server_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    """The bundled model is smaller than the interpreter, so the goal is missed."""
     assert 1 == main(["--slots", "2", "--context", "64"])
     assert "times weights and cache" in capsys.readouterr().out
