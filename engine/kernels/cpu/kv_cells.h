@@ -1,5 +1,5 @@
 // How a key or value is stored in a cell (kvcache/kv_buffer.py): float32, bfloat16, or int8 codes with a scale. int8 keys
-// are stored after a Hadamard transform (kvcache/hadamard.py), and their queries are transformed too.
+// are stored after a Hadamard transform (kvcache/kv_buffer.py), and their queries are transformed too.
 #pragma once
 
 #include <math.h>
