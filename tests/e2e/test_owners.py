@@ -209,9 +209,9 @@ def test_the_next_process_keeps_owners_apart(folder: Path, tmp_path: Path) -> No
     async def look(post: Post) -> list[int]:
         return [cached(await write(post, key, spaced(PIN))) for key in (BOB, CAROL)]
 
-    shelf = {"shelf": str(tmp_path), "shelf_bytes": 2**26}
-    serve(folder, fill, **shelf)
-    bob, carol = serve(folder, look, **shelf)
+    disk_cache = {"disk_cache": str(tmp_path), "disk_cache_bytes": 2**26}
+    serve(folder, fill, **disk_cache)
+    bob, carol = serve(folder, look, **disk_cache)
 
     assert 0 == bob
     assert carol > 0
