@@ -10,6 +10,9 @@ time.
 
 A second table has sequences with a shared prefix: in one call, which reads the shared cells once, and in a call for
 each sequence.
+
+Rejected: prefetching the next float32 tile (0.53 to 1.40 of the speed), and reading values only for weights that are
+not negligible (4 to 6 % faster, the error 12 to 87 % higher).
 """
 
 from __future__ import annotations

@@ -95,12 +95,14 @@ class Figures:
 
     def __init__(self, results: Sequence[BenchmarkResult]) -> None:
         self.results = results
-        newest: dict[tuple[object, ...], tuple[str, Row]] = {}
+        newest: dict[tuple[object, ...], tuple[BenchmarkResult, Row]] = {}
         for result in results:
             for row in result.rows if result.benchmark in KEYS else ():
                 key = (result.benchmark, result.cpu, *(row[name] for name in KEYS[result.benchmark]))
-                newest[key] = (result.cpu, row)
-        self._rows = [(str(key[0]), cpu, row) for key, (cpu, row) in newest.items()]
+                newest[key] = (result, row)
+        self._rows = [(result.benchmark, result.cpu, row) for result, row in newest.values()]
+        shown = [result for result, _ in newest.values()]
+        self.sources = [result for result in reversed(results) if any(result is one for one in shown)]
 
     def machines(self, benchmark: str) -> list[str]:
         """Processors with rows of a benchmark, the one measured last first."""
@@ -123,7 +125,7 @@ def page(results: Sequence[BenchmarkResult]) -> str:
     """docs/performance.md."""
     figures = Figures(results)
     sections = (speeds, latencies, other_servers, prefix_cache, speculation, quality, memory)
-    return "\n".join([HEAD, *filter(None, (section(figures) for section in sections)), COMMANDS, sources(results)])
+    return "\n".join([HEAD, *filter(None, (section(figures) for section in sections)), COMMANDS, sources(figures)])
 
 
 def speeds(figures: Figures) -> str:
@@ -194,8 +196,10 @@ def speculation(figures: Figures) -> str:
     """Speed-up by drafts of the bundled pair."""
     parts = [SPECULATION_NOTE]
     for cpu in figures.machines("speculation"):
-        found = figures.rows("speculation", cpu, drafter="bundled")
-        modes = list(dict.fromkeys(mode for row in found for mode in row["ratios"]))
+        found = sorted(figures.rows("speculation", cpu, drafter="bundled"), key=lambda row: row["batch"])
+        modes = sorted(
+            {mode for row in found for mode in row["ratios"]}, key=lambda mode: (not mode.isdigit(), len(mode), mode)
+        )
         rows = [
             [f"{row['batch']}", digits(row["plain"])]
             + [f"{row['ratios'][mode]:.2f}" if mode in row["ratios"] else "" for mode in modes]
@@ -245,9 +249,9 @@ def memory(figures: Figures) -> str:
     return section("Memory", note, table(headings, rows)) if rows else ""
 
 
-def sources(results: Sequence[BenchmarkResult]) -> str:
-    """Machine, command, commits and dates of every document that the page uses."""
-    used = [result for result in reversed(results) if result.benchmark in KEYS]
+def sources(figures: Figures) -> str:
+    """Machine, command, commits and dates of every document with a row on the page."""
+    used = figures.sources
     rows: dict[tuple[str, str], list[str]] = {}
     for result in used:
         transcribed = "*" if result.transcribed else ""

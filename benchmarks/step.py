@@ -5,6 +5,9 @@
 Models have random weights, published widths, and fewer layers with a vocabulary reduced in proportion. Both runners
 alternate call by call, since other work disturbs the machine: figures are medians, and the ratio is of the medians.
 "outside" is the share of a step outside the native call: block tables, rotary angles, embeddings.
+
+Rejected, without a gain: dynamic distribution of work among threads, prefetching the next weights while waiting, and
+waiting threads that spin longer.
 """
 
 from __future__ import annotations
