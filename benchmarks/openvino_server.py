@@ -1,10 +1,10 @@
-"""A server around openvino-genai's continuous batching, which brings none: just /v1/completions of token ids, streamed.
+"""An HTTP server for openvino-genai's continuous batching: /v1/completions of token ids, streamed.
 
     python -m venv OTHER && OTHER/bin/pip install openvino-genai uvicorn starlette
     OTHER/bin/python benchmarks/openvino_server.py q8_0.gguf --port 8001 --threads 2
 
-Runs in an environment of its own, so it imports nothing of ours. Tokens are sent on as they are generated, undecoded:
-the peer is measured without the work of a tokenizer.
+It runs in an environment of its own and imports nothing of this project. Token ids are streamed without decoding, so
+the peer is measured without a tokenizer.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-# Number of the answer, its new tokens, and whether it is over.
-News = tuple[int, list[int], bool]
+# Number of the answer, its new tokens, and whether it has ended.
+NewTokens = tuple[int, list[int], bool]
 
 
 def generate(questions: Connection, model: str, threads: int, cache_gib: int) -> None:
-    """Load the model and answer (number, prompt, tokens) with News until the other end closes.
+    """Load the model and answer (number, prompt, tokens) with NewTokens until the other end closes.
 
-    A process of its own: the pipeline's step holds the interpreter's lock, and pieces would wait for whole steps.
+    Runs in a process of its own: the pipeline's step holds the GIL, which would delay the streams by whole steps.
     """
     scheduling = genai.SchedulerConfig()
     scheduling.cache_size, scheduling.enable_prefix_caching = cache_gib, True
@@ -53,7 +53,7 @@ def generate(questions: Connection, model: str, threads: int, cache_gib: int) ->
             pipeline.step()
             for number, handle in list(handles.items()):
                 if handle.can_read():
-                    questions.send(news(number, handle))
+                    questions.send(new_tokens(number, handle))
                     if handle.get_status() != genai.GenerationStatus.RUNNING:
                         del handles[number]
 
@@ -65,7 +65,7 @@ def exactly(tokens: int) -> Any:
     return config
 
 
-def news(number: int, handle: Any) -> News:
+def new_tokens(number: int, handle: Any) -> NewTokens:
     """Return the new tokens of an answer after a step."""
     tokens = [token for output in handle.read().values() for token in output.generated_ids]
     return number, tokens, handle.get_status() != genai.GenerationStatus.RUNNING
