@@ -94,7 +94,7 @@ class LibraryTimer:
         runner._library = self  # type: ignore[assignment]
 
     def run_step(self, step: StepFields) -> None:
-        """Library.run_step."""
+        """StepLibrary.run_step."""
         begin = time.perf_counter()
         self._library.run_step(step)
         self.seconds += time.perf_counter() - begin

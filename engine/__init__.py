@@ -1,1 +1,1 @@
-"""Runs language models for many requests at once: torch, transformers and kvcache; knows no HTTP."""
+"""Runs language models for many requests at once: torch, transformers and kvcache; no HTTP."""

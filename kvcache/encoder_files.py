@@ -60,7 +60,7 @@ class EncoderFiles:
                 self._unwritten.popitem(last=False)
 
     def flush_one(self) -> bool:
-        """Write one queued entry; False if the queue is empty or the folder not writable."""
+        """Write one queued entry; whether more are queued. False after a failed write too."""
         if self._disk is None or not self._disk.writable or not self._unwritten:
             return False
         digest, entry = self._unwritten.popitem()

@@ -1,1 +1,1 @@
-"""Guesses at what comes next, how many of them pay, and the rules that verify them; no guess ever changes a text."""
+"""Speculative decoding: drafters, their caches and the depth of drafts; drafts never change the output."""

@@ -68,7 +68,7 @@ class Depth(Protocol):
         """Whether drafts of `kind` are taken where `other` could draft too."""
 
     def choose(self, candidates: Sequence[Candidate], *, batch_tokens: int) -> list[int]:
-        """Tokens to draft for each candidate, in a step with so many batch tokens without their drafts."""
+        """Tokens to draft for each candidate, in a step of batch_tokens without their drafts."""
 
     def observe(self, outcome: StepOutcome) -> None:
         """Measure a step."""

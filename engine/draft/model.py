@@ -60,7 +60,7 @@ class ModelDrafter:
         self._slots.forget(sequence_id, output)
 
     def flush(self, budget_bytes: int) -> bool:
-        """Write remembered content to the disk cache."""
+        """Write cached prefixes to the disk cache; False: nothing is left to write."""
         return self._cache.flush_to_disk(budget_bytes) > 0
 
     def _run_native_loop(

@@ -205,7 +205,7 @@ class MtpDrafter:
         self._slots.forget(sequence_id, output)
 
     def flush(self, budget_bytes: int) -> bool:
-        """Write remembered content to the disk cache."""
+        """Write cached prefixes to the disk cache; False: nothing is left to write."""
         return self._cache.flush_to_disk(budget_bytes) > 0
 
     def _is_ready(self, request: DraftRequest) -> bool:
@@ -243,7 +243,7 @@ class MtpDrafter:
         missing = missing_tokens([pairs], [slot], capacity=self._cache.capacity, most=self._chunk)
         if missing and self._compute([slot], [pending], missing, {}) is not None:
             pending.release(pending.base + len(slot.tokens) - 1)
-            self._slots.remember(slot)
+            self._slots.insert_prefix(slot)
 
     def _compute(
         self,

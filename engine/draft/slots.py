@@ -65,19 +65,19 @@ class DraftSlots:
         """Keep at most the first `length` cached tokens."""
         del slot.tokens[self._cache.rewind(slot.slot, min(length, len(slot.tokens))) :]
 
-    def remember(self, slot: DraftSlot) -> None:
+    def insert_prefix(self, slot: DraftSlot) -> None:
         """Enter the cached tokens into the prefix tree."""
         self._cache.insert_prefix(slot.slot, slot.tokens[: slot.reusable], salt=slot.salt)
 
     def forget(self, sequence_id: str, output: Sequence[int] = ()) -> None:
-        """Release a finished sequence. Its cached tokens enter the prefix tree, without refused draft tokens."""
+        """Release a finished sequence. Its cached tokens enter the prefix tree, without rejected draft tokens."""
         slot = self._slots.get(sequence_id)
         if slot is None:
             return
         context = slot.compared + 1
         later = list(output[slot.emitted :]) if slot.emitted >= 0 else []
         self.rewind(slot, context + common_prefix_length(slot.tokens[context:], later))
-        self.remember(slot)
+        self.insert_prefix(slot)
         self.release(sequence_id)
 
     def release(self, sequence_id: str) -> None:

@@ -18,7 +18,7 @@ from engine.schedule.step_cost import StepCost
 from engine.types.request import MAX_DRAFT_TOKENS
 from engine.types.status import DraftCounts
 
-# A lookup proposal of fewer tokens is not taken where a draft model could draft.
+# A proposal of the quick or the forced drafter with fewer tokens is not taken where the slow one could draft.
 _LEAST_PROPOSAL = 4
 
 # Sequences that each drafter is asked for, by its kind.
@@ -47,7 +47,7 @@ class Speculation:
 
     quick    proposes at little cost, so it is asked before the depth is chosen (n-gram lookup); None: there is none
     slow     computes each draft token, so it drafts at the chosen depth (draft model, MTP head); None: there is none
-    forced   proposes what a grammar forces, in place of the others; None: there is none
+    forced   proposes what a grammar forces, in place of the quick one's; None: there is none
     deepest  tokens of a draft at most
     reader   the slow drafter, if it reads the hidden states that steps compute; None: it does not
     """
@@ -124,7 +124,7 @@ class Speculation:
     def verified(self, draft: Draft, tokens: Sequence[int]) -> int:
         """Count a draft, given the tokens that were emitted in its place; how many of the draft were accepted."""
         accepted = sum(token == drafted for token, drafted in zip(tokens, draft.tokens, strict=False))
-        # After a refused token, or the end of the text, nothing was compared.
+        # After a rejected token, or the end of the text, nothing was compared.
         compared = min(len(draft.tokens), len(tokens))
         self._outcome.verified.append(VerifiedDraft(draft.kind, compared, accepted))
         for at in range(len(draft.tokens)):
@@ -199,7 +199,7 @@ class Speculation:
     def _proposals(
         self, limits: Mapping[Running, int], asked: _Asked
     ) -> dict[Running, tuple[Drafter, tuple[int, ...]]]:
-        """Drafts that cost little; a grammar's in place of a lookup's. The lookup is unused until a draft is taken."""
+        """Cheap drafts, of a grammar before those of a lookup. Lookups without a candidate count as unused."""
         found: dict[Running, tuple[Drafter, tuple[int, ...]]] = {}
         for drafter in (self._quick, self._forced):
             if drafter is None or drafter.kind not in asked:

@@ -42,8 +42,8 @@ class ModelChecks:
         weights  their digest, the dtype of the model, and the dtype of cached keys and values
         """
         self._config, self._model = config, model
-        _, self._dtype, self._stored = weights
-        self._attend = _attention_kernel(config, self._dtype, self._stored)
+        _, self._dtype, self._kv_dtype = weights
+        self._attend = _attention_kernel(config, self._dtype, self._kv_dtype)
         self._file = _outcome_file(config, folder, weights, self._attend)
         self.earlier = None if self._file is None else self._file.read()
         self._plan: QuantizationPlan | None = None
@@ -61,7 +61,7 @@ class ModelChecks:
             vocabulary=vocabulary,
             recurrent=recurrent,
             dtype=self._dtype,
-            kv_dtype=self._stored,
+            kv_dtype=self._kv_dtype,
             mla=self._config.mla,
             attend=self._attend,
             encoder=encoder,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+import threading
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,6 +21,7 @@ _DYNAMO = "torch._dynamo"
 # Imported for every model (transformers.masking_utils) without use of the package.
 _SUBMODULE = f"{_DYNAMO}._trace_wrapped_higher_order_op"
 _MODELS = "transformers.models"
+_LOCK = threading.RLock()
 
 
 class _LazyDynamo(ModuleType):
@@ -28,7 +30,10 @@ class _LazyDynamo(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name != "__path__":
             raise AttributeError(name)
-        _execute(self)
+        # Another thread waits until the package is complete, as at an import.
+        with _LOCK:
+            if type(self) is _LazyDynamo:
+                _execute(self)
         return getattr(self, name)
 
 

@@ -10,7 +10,7 @@ import logging
 import sys
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -304,11 +304,11 @@ def _encoder(name: str, model: Any, *, budget_bytes: int) -> Encoder | None:
 def _identity(folder: Path, loaded: LoadedModel) -> str:
     """A digest of the dependencies of cells and states besides tokens: a disk cache of another identity is not read."""
     settings = (folder / "config.json").read_bytes()
-    info, specs = loaded.info, [plan.spec for plan in loaded.layers]
+    info, specs = loaded.info, [astuple(layer.spec) for layer in loaded.layers]
     parts: tuple[object, ...] = (info.fingerprint, settings, info.dtype, loaded.kv_dtype, specs)
     if loaded.runner.switch is not None:
         # Earlier versions rotated all sequences by the long factors.
-        parts = (*parts, loaded.runner.switch)
+        parts = (*parts, astuple(loaded.runner.switch))
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 

@@ -38,12 +38,12 @@ _PROCESSOR = Path("/proc/cpuinfo")
 class Outcome:
     """The result of the checks of a model that has the same logits in packed batches as alone.
 
-    layers           the attention layers that store cells
+    layers             the attention layers that store cells
     has_hidden_states  whether the hidden states of the last layer can be captured
-    quantised        the layers to quantise; None: nothing was surveyed
-    bits             of a quantised weight; None: weights keep their dtype
-    native           whether the native step runs the model
-    batch_invariant  see ModelInfo
+    quantised          the layers to quantise; None: nothing was surveyed
+    bits               of a quantised weight; None: weights keep their dtype
+    native             whether the native step runs the model
+    batch_invariant    see ModelInfo
     """
 
     layers: tuple[CachedLayer, ...]

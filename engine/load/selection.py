@@ -1,4 +1,4 @@
-"""Selects the runner of a model: the native step if the model has a supported shape and equal logits, else the torch
+"""Selects the runner of a model: the native step if it supports the architecture and has equal logits, else the torch
 runner.
 """
 
@@ -123,7 +123,7 @@ def _decoders(
 def _tolerance(decoder: DecoderSpec) -> float:
     """Largest difference of logits, relative to the largest logit.
 
-    The shape search compares each layer far more strictly; here a misplaced layer would show, which changes logits by
+    The detection of the architecture compares each layer far more strictly; a misplaced layer would change logits by
     their full size. In quantised layers small differences change the codes of rows: a model of 1.2 billion random
     weights differs by 0.037. Routers choose other experts if two have nearly equal weight: random models differ by up
     to 0.14.
@@ -135,7 +135,7 @@ def _tolerance(decoder: DecoderSpec) -> float:
 
 @cache
 def _library() -> StepLibrary:
-    """Raises NoLibrary."""
+    """The library of the native step. Raises LibraryUnavailable."""
     variants = build.variants("step")
     if not variants:
         raise LibraryUnavailable("it needs AVX2 or AVX-512, which this processor lacks")

@@ -28,7 +28,7 @@ class Float32Mode(TorchFunctionMode):
         tensors = itertools.chain(model.parameters(), model.buffers())
         self._converted = {id(tensor) for tensor in tensors if tensor.dtype == torch.bfloat16}
         # One buffer for all products: page faults of new memory take longer than the product.
-        self._scratch = torch.empty(_WEIGHTS_AT_ONCE)
+        self._scratch = torch.empty(_WEIGHTS_AT_ONCE, device=next(model.parameters()).device)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -73,4 +73,4 @@ class HiddenStateDrafter(Drafter, Protocol):
     """A drafter that reads hidden states of the model."""
 
     def read_hidden_states(self, computed: Sequence[ComputedTokens]) -> None:
-        """Take the hidden states of the latest step. Refused draft tokens are not among the computed ones."""
+        """Take the hidden states of the latest step. Rejected draft tokens are not among the computed ones."""

@@ -26,7 +26,7 @@ _ALONE_SECONDS = 0.5
 # Prefill tokens allowed at any cost, beside sequences in decode and without. On the native step of SmolLM2-135M a
 # prompt of 512 tokens takes 1.20 times as long in chunks of 16 as at once, and 1.07, 1.04, 1.01 and 1.02 times in
 # chunks of 32, 48, 64 and 96.
-LEAST_ROWS, LEAST_ALONE = 16, 64
+MIN_TOKENS, MIN_TOKENS_ALONE = 16, 64
 
 
 class Allowance:
@@ -42,7 +42,7 @@ class Allowance:
         self._cost, self._work, self._seconds = cost, work, seconds
         self._left, self._least = most, min(least, most)
 
-    def rows(self, start: int) -> int:
+    def tokens(self, start: int) -> int:
         """Tokens for a prefill that continues at position `start`."""
         if self._left == 0 or math.isinf(seconds := self._seconds()):
             return self._left
@@ -70,7 +70,7 @@ class Budget:
 
     def allow(self, decode: Work) -> Allowance:
         """The allowance of a step with this work of sequences in decode; no work: there are none."""
-        least = LEAST_ROWS if decode.batch_tokens else LEAST_ALONE
+        least = MIN_TOKENS if decode.batch_tokens else MIN_TOKENS_ALONE
         seconds = partial(self._limit, decode)
         return Allowance(self._cost, decode, seconds=seconds, least=least, most=self._most)
 

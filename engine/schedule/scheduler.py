@@ -1,9 +1,10 @@
 """Chooses the tokens of each step. Prefill and decoding are one: a step computes a span of the uncomputed tokens.
 
-Owns the queues. When cells run out, cached prefixes are evicted; then the youngest sequence of the last tier is
-preempted. It resumes later with the same text, since a sampled token depends on its own past only. Slots are shared
-fairly by owner and by request (fairness.py). Of sequences with a shared prefix the youngest wait while the oldest
-computes it. prefill_budget.py limits the prompt tokens of a step; prompts are ordered by deadline.
+Owns the queues. When cells run out, cached prefixes are evicted; then the youngest sequence of the last tier,
+of the owner and the request with the most slots, is preempted. It resumes later with the same text, since a sampled
+token depends on its own past only. Slots are shared fairly by owner and by request (fairness.py). Of sequences with a
+shared prefix the youngest wait while the oldest computes it. prefill_budget.py limits the prompt tokens of a step;
+prompts are ordered by deadline.
 """
 
 from __future__ import annotations
@@ -297,7 +298,7 @@ class Scheduler:
             start = len(sequence.tokens) - self._uncomputed_tokens(sequence)
             # A bidirectional range is computed as a whole, whatever it costs.
             least = 0 if chunks else sum(stop - start for _, stop in sequence.context.bidirectional(start, start + 1))
-            length = self._chunk_length(sequence, start, max(allowance.rows(start), least), scored)
+            length = self._chunk_length(sequence, start, max(allowance.tokens(start), least), scored)
             if length:
                 chunks.append(self._scheduled(sequence, start, length))
                 allowance.take(Work.of([chunks[-1].span]))

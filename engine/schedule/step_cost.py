@@ -116,7 +116,7 @@ class _Attention:
     _pairs_seconds: float = 0.0
 
     def seconds(self, cells: float, pairs: float) -> float:
-        """Seconds for so many cells and pairs."""
+        """Seconds of attention over cells and pairs."""
         return self.cell * cells + self.pair * pairs
 
     def observe(self, size: _Size, work: Work, seconds: float) -> None:

@@ -167,7 +167,7 @@ def test_a_broken_row_behind_right_drafts_fails_its_request(loaded: Models) -> N
     assert whole[:20] == answers["first"].tokens
 
 
-def test_a_broken_row_behind_a_wrong_draft_breaks_nobody(loaded: Models) -> None:
+def test_non_finite_logits_after_a_rejected_draft_are_ignored(loaded: Models) -> None:
     """Nothing of such a row would have been said."""
     whole = alone(loaded("llama")).tokens
     wrong = always_wrong({"first": whole, "second": whole}, {"first": len(PROMPT), "second": len(PROMPT)}, VOCABULARY)

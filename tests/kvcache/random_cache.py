@@ -41,7 +41,7 @@ class ForwardFailure(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """New tokens of one slot in a forward: the last `guessed` are drafts, and the first `kept` stay."""
+    """New tokens of one slot in a forward: the last `draft_tokens` are drafts, and the first `kept` stay."""
 
     slot: int
     tokens: list[int]
@@ -328,9 +328,11 @@ class RandomCache:
         """Some new tokens of a slot; half of the time all stay."""
         if not tokens or self.draw.random() < 0.5:
             return Part(slot, tokens, 0, len(tokens))
-        guessed = self.draw.randint(0, min(len(tokens) - 1, 4))
-        kept = len(tokens) - self.draw.randint(0, guessed if guessed and self.draw.random() < 0.8 else len(tokens))
-        return Part(slot, tokens, guessed, kept)
+        draft_tokens = self.draw.randint(0, min(len(tokens) - 1, 4))
+        kept = len(tokens) - self.draw.randint(
+            0, draft_tokens if draft_tokens and self.draw.random() < 0.8 else len(tokens)
+        )
+        return Part(slot, tokens, draft_tokens, kept)
 
     def compute(self, forward: Forward, parts: Sequence[Part]) -> None:
         """Store the rows of a forward, and keep part of each span."""

@@ -81,12 +81,12 @@ def test_draft_tokens_stay_as_far_as_accepted(kept: int) -> None:
     assert (5 + kept, 5 + kept) == (cache.cached_length(0), count(cache, 0))
 
 
-@pytest.mark.parametrize("guessed", [-1, 4, 5])
-def test_a_span_of_draft_tokens_alone_is_refused(guessed: int) -> None:
+@pytest.mark.parametrize("draft_tokens", [-1, 4, 5])
+def test_a_span_of_draft_tokens_alone_is_refused(draft_tokens: int) -> None:
     cache = make()
     feed(cache, 0, 5)
     with pytest.raises(BadSpan):
-        cache.forward([Span(0, 5, 4, draft_tokens=guessed)]).__enter__()
+        cache.forward([Span(0, 5, 4, draft_tokens=draft_tokens)]).__enter__()
 
     assert (5, 5) == (cache.cached_length(0), count(cache, 0))
 

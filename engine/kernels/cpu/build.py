@@ -221,4 +221,6 @@ def _private_folder(cache: Path) -> Path:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
+        sys.exit("usage: python -m engine.kernels.cpu.build FOLDER")
     prebuild(Path(sys.argv[1]))

@@ -301,7 +301,7 @@ def test_measurements_are_bounded_where_no_depth_is_chosen() -> None:
 
     assert len(depth._outcomes) < PLAN_STEPS
     assert depth.prefers(KIND, "other")
-    assert not depth.prefers("other", KIND) or depth._steps > LONGEST_COOLDOWN
+    assert min(depth._rates(KIND).survival(2)) > 0.9
 
 
 def test_a_fixed_depth_is_the_same_for_all() -> None:
@@ -312,5 +312,5 @@ def test_a_fixed_depth_is_the_same_for_all() -> None:
     assert [3, 1, 0] == depth.choose([Candidate(KIND, 9), Candidate(KIND, 1), Candidate(KIND, 0)], batch_tokens=3)
     assert not depth.cooldown(KIND, 1)
     assert depth.prefers(KIND, "other")
-    assert 6 <= depth.cost.measured(6) + 5
+    assert 1 == depth.cost.measured(6)
     assert FixedDepth(0).cooldown(KIND, 1)

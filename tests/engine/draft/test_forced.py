@@ -20,7 +20,7 @@ GRAMMAR = Grammar('start: ("yes: it is so" | "no: it is not so") /[0-9]{2}/')
 
 
 @pytest.mark.parametrize("beside", [False, True])
-def test_what_a_grammar_forces_is_drafted_and_said(loaded: Callable[..., LoadedModel], beside: bool) -> None:
+def test_forced_tokens_are_drafted_and_accepted(loaded: Callable[..., LoadedModel], beside: bool) -> None:
     """All of it is right, beside a drafter that is always wrong too, which drafts where nothing is forced."""
     target, request = loaded("llama"), ask("one", (5, 6, 7), 30, sampling=WAY, grammar=GRAMMAR)
     wrong = drafters.of_random_length(VOCABULARY) if beside else None
@@ -34,7 +34,7 @@ def test_what_a_grammar_forces_is_drafted_and_said(loaded: Callable[..., LoadedM
     assert sum(counts.accepted) > 6
 
 
-def test_who_wants_no_drafts_gets_none(loaded: Callable[..., LoadedModel]) -> None:
+def test_requests_without_drafter_get_no_drafts(loaded: Callable[..., LoadedModel]) -> None:
     """Nor does who has no grammar."""
     engine = core(
         loaded("llama"), speculation=Speculation(None, None, FixedDepth(8), lambda: 0.0, forced=ForcedDrafter())
@@ -46,7 +46,7 @@ def test_who_wants_no_drafts_gets_none(loaded: Callable[..., LoadedModel]) -> No
     assert () == engine._speculation.kinds
 
 
-def test_a_grammar_is_not_thought_of_where_nobody_has_one(loaded: Callable[..., LoadedModel]) -> None:
+def test_the_forced_drafter_is_skipped_without_a_grammar(loaded: Callable[..., LoadedModel]) -> None:
     """So no step without one uses up its rest, and none pays for asking."""
     asked: list[str] = []
 

@@ -71,7 +71,7 @@ def test_what_was_emitted_counts() -> None:
     assert [[]] == looked_up.propose([want([1, 2, 3, 5, 6, 7, 8, 5, 6, 9])])
 
 
-def test_what_a_context_shift_dropped_is_still_known() -> None:
+def test_tokens_dropped_by_a_shift_are_still_searched() -> None:
     """The text is what was said, not what the context has of it."""
     looked_up = drafter()
     looked_up.propose([want([1, 2, 3, 4, 5, 6])])
@@ -97,7 +97,7 @@ def test_a_prediction_fits_behind_the_first_tokens_too() -> None:
     assert [[12, 13]] == looked_up.propose([want([1, 2, 3, 10, 11], prediction=[10, 11, 12, 13], emitted=2)])
 
 
-def test_what_others_said_is_proposed() -> None:
+def test_outputs_of_other_requests_are_proposed() -> None:
     """A finished output serves a sequence that never saw it; the end of that output ends the draft."""
     looked_up = drafter()
     say(looked_up, [21, 22, 23, 24], name="other")
@@ -147,7 +147,7 @@ def test_the_store_stays_within_its_capacity() -> None:
     assert 0 == nothing.tokens
 
 
-def test_what_is_wanted_stays_and_the_rest_goes() -> None:
+def test_proposed_outputs_stay_in_the_store() -> None:
     """An output that is repeated now and then survives many others; its neighbour that nobody wants does not."""
     looked_up = drafter(capacity=60)
     say(looked_up, [21, 22, 23, 24], name="wanted")

@@ -77,7 +77,7 @@ def known(some: Watched, tokens: Sequence[int]) -> int:
 
 
 @pytest.mark.parametrize("accepted", [0, 2, 5])
-def test_guesses_that_were_not_said_are_not_remembered(accepted: int) -> None:
+def test_rejected_draft_tokens_are_not_cached(accepted: int) -> None:
     """A text ends inside a draft: of the draft only what became output serves others, and no cell holds the rest."""
     some, start = drafter(), text(1, 20)
     (draft,) = some.propose([replace(want(0, start, 6), emitted=3)])
@@ -137,7 +137,7 @@ def test_one_native_call_or_many_say_the_same() -> None:
     ]
 
 
-def test_who_lags_reads_and_says_nothing_yet() -> None:
+def test_a_lagging_slot_gets_no_draft() -> None:
     """Together they read no more than a chunk at a time; nothing is read twice."""
     some, wants = drafter(chunk=30), [want(0, text(0, 20)), want(1, text(1, 50)), want(2, text(2, 7))]
     lengths = [list(map(len, some.propose(wants))) for _ in range(4)]
@@ -166,7 +166,7 @@ def test_nothing_is_drafted_beyond_the_end_of_the_cache() -> None:
     assert list(map(len, some.propose([want(0, text(0, CONTEXT - 5)), want(1, text(1, CONTEXT - 4))]))) == [5, 0]
 
 
-def test_what_the_smaller_model_does_not_know_is_never_proposed() -> None:
+def test_tokens_beyond_the_draft_vocabulary_are_not_proposed() -> None:
     """Nor read as anything but its first token."""
     some, own = drafter(draft_vocabulary=40), text(0, 30)
     wants = [want(0, own, 6, WARM), want(1, own, 6, GREEDY)]

@@ -125,7 +125,7 @@ def test_a_head_that_agrees_is_right_and_a_random_one_does_no_harm(headed: Heade
 
 @pytest.mark.parametrize("kind", LAYOUTS)
 @pytest.mark.parametrize("pending", [4, 256])
-def test_the_head_says_what_transformers_says_with_it(headed: Headed, kind: str, pending: int) -> None:
+def test_mtp_drafts_equal_transformers(headed: Headed, kind: str, pending: int) -> None:
     """However prompts are cut and whether or not states wait: the same guesses as over each text anew."""
     target, heads = headed(kind)
     spy = Spy(drafter(heads, pending=pending))

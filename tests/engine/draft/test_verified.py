@@ -24,7 +24,7 @@ from engine.schedule.draft import Draft
         ((1,), 1, 1),
     ],
 )
-def test_what_stands_behind_the_end_is_not_judged(said: tuple[int, ...], judged: int, accepted: int) -> None:
+def test_draft_tokens_after_the_end_are_not_compared(said: tuple[int, ...], judged: int, accepted: int) -> None:
     """A draft of four tokens, of which the text takes some, up to an end or a token of its own."""
     depth, outcomes = FixedDepth(4), list[StepOutcome]()
     depth.observe = outcomes.append  # type: ignore[method-assign]

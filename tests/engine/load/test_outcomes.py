@@ -51,7 +51,7 @@ def test_outcome_survives_a_round_trip(tmp_path: Path) -> None:
         assert outcome == file.read()
 
 
-@pytest.mark.parametrize("damage", ["", "{}", "[]", "no JSON", '{"layers": [{"layer": 0}]}'])
+@pytest.mark.parametrize("damage", ["", "{}", "[]", "no JSON", '{"quantised": null, "layers": [{"index": 0}]}'])
 def test_damaged_outcome_is_ignored(tmp_path: Path, damage: str) -> None:
     file = OutcomeFile("model", tmp_path)
     file.write(OUTCOME)

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from engine.load.load import LoadedModel
-from engine.schedule.prefill_budget import LEAST_ROWS
+from engine.schedule.prefill_budget import MIN_TOKENS
 from engine.types.request import Request
 from tests.engine.machine import Machine, smollm
 from tests.engine.mixes import prompts
@@ -35,7 +35,7 @@ def together(loaded: LoadedModel, target: float | None) -> Machine:
     return machine
 
 
-def test_those_who_speak_are_not_kept_waiting(loaded: Models) -> None:
+def test_prefill_keeps_the_inter_token_latency(loaded: Models) -> None:
     """Tokens come within the target, three times as evenly as without; first ones and the whole take little longer."""
     paced, prompts_first = together(loaded("llama"), None), together(loaded("llama"), 0.0)
 
@@ -52,10 +52,10 @@ def test_a_target_is_kept_where_it_can_be(loaded: Models, target: float, least: 
 
     assert steps
     assert all(least < 1000 * step.seconds < most for step in steps)
-    assert all(step.rows >= LEAST_ROWS for step in steps)
+    assert all(step.rows >= MIN_TOKENS for step in steps)
 
 
-def test_who_is_alone_gets_whole_chunks(loaded: Models) -> None:
+def test_prefill_alone_gets_whole_chunks(loaded: Models) -> None:
     """While nobody speaks nobody is kept waiting, whatever the target is; what rows cost is learnt by doubling them."""
     machine = Machine()
     machine.play(machine.engine(loaded("llama"), itl_target_ms=1.0), [(0.0, text("a", 1000, 2))])
@@ -63,7 +63,7 @@ def test_who_is_alone_gets_whole_chunks(loaded: Models) -> None:
     assert [64, 128, 256, 256, 256, 40] == [step.rows for step in machine.steps if step.rows]
 
 
-def test_on_a_slow_machine_nobody_waits_long_for_a_chunk(loaded: Models) -> None:
+def test_chunks_are_small_on_a_slow_machine(loaded: Models) -> None:
     """A row takes a tenth of a second: prompts alone get as few as are still computed well, beside others fewer."""
     machine = Machine(lambda work: 0.1 * work.batch_tokens)
     machine.play(machine.engine(loaded("llama")), [(0.0, text("a", 200, 12)), (20.5, text("b", 50, 2))])
@@ -150,7 +150,7 @@ def test_a_leader_is_due_with_its_followers(loaded: Models) -> None:
     assert max(machine.said["flex"][0], machine.said["follower"][0]) < machine.said["default"][0]
 
 
-def test_a_mutual_range_comes_whole_beside_those_who_speak(loaded: Models) -> None:
+def test_a_bidirectional_range_is_one_chunk_beside_decoding(loaded: Models) -> None:
     """However little a step may take: it would never come else."""
     machine = Machine()
     engine = machine.engine(loaded("llama"), itl_target_ms=0.001)
