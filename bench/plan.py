@@ -117,7 +117,7 @@ def plan_of(options: BenchOptions) -> BenchPlan:
 
 
 def request_options(options: BenchOptions) -> RequestOptions:
-    """What every request asks for; Unusable where --extra is no object."""
+    """What every request asks for; BenchError where --extra is no object."""
     try:
         extra = json.loads(options.extra)
     except ValueError as error:
@@ -129,7 +129,7 @@ def request_options(options: BenchOptions) -> RequestOptions:
 
 
 def read_counts(flag: str, text: str) -> list[int]:
-    """The whole numbers in a list separated by commas; Unusable where one is none."""
+    """The whole numbers in a list separated by commas; BenchError where one is none."""
     numbers = read_numbers(flag, text)
     if any(number != int(number) for number in numbers):
         raise BenchError(f"{flag} must be whole numbers separated by commas, not {text!r}")
@@ -137,7 +137,7 @@ def read_counts(flag: str, text: str) -> list[int]:
 
 
 def read_numbers(flag: str, text: str) -> list[float]:
-    """The numbers in a list separated by commas; Unusable where one is none, not above 0 or there twice."""
+    """The numbers in a list separated by commas; BenchError where one is none, not above 0 or there twice."""
     try:
         numbers = [float(part) for part in text.split(",")]
     except ValueError as error:

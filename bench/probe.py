@@ -17,7 +17,7 @@ FEW, MANY, IDS = WORDS[:1], WORDS, 8
 SPEED_PROMPT_TOKENS, SPEED_ANSWER_TOKENS = 128, 16
 # Without a count, three tokens for two words is near enough for English.
 DEFAULT_LENGTH = TokenRatio(template_tokens=0.0, word=1.5)
-# What eight streams gain over one on CPUs lies between two and five times, says docs/performance.md.
+# Throughput of eight streams relative to one on CPUs: two to five times.
 BATCH_GAIN = 3.0
 # A token of a long prompt takes longer than one of the short prompt that was timed.
 DEPTH_LOSS = 1.5
@@ -45,7 +45,7 @@ class ProbedServer:
 
 
 async def probe(server: Server, options: RequestOptions, kind: Kind, seed: int) -> ProbedServer:
-    """Ask a few short things; Unusable if one of them has no answer."""
+    """Ask a few short things; BenchError if one of them has no answer."""
     few = TokenIdPrompts(seed).unshared(IDS, "probe") if kind == "ids" else chat_of(FEW)
     sample = await one_token_answer(server, options, few)
     if sample.outcome in ("http 400", "http 422") and "ignore_eos" in options.extra:
@@ -90,7 +90,7 @@ def measure_length(few: Sample, many: Sample) -> TokenRatio:
 
 
 def check_sample(server: Server, sample: Sample) -> Sample:
-    """A whole answer; Unusable says what came in its place."""
+    """A whole answer; BenchError says what came in its place."""
     if sample.outcome != OK:
         text = f": {sample.text}" if sample.text else ""
         raise BenchError(f"{server.url} does not answer for {server.model!r}: {sample.outcome}{text}")

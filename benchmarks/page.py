@@ -317,6 +317,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from benchmarks.page_plots import write_plots  # matplotlib is needed here only
 
     results = load(options.results)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(page(results), encoding="utf-8")
     write_plots(Figures(results), options.out.parent / "plots")
     print(options.out)

@@ -29,7 +29,7 @@ Part = InputTextPart | OutputTextPart | RefusalPart
 
 # The last message of a conversation to be compacted, and the message in front of a compaction's text.
 SUMMARY_PROMPT = (
-    "Summarise our conversation so far, so that it can be continued from your summary alone. Keep names, numbers, "
+    "Summarise our conversation so far, so that it can go on from your summary alone. Keep names, numbers, "
     "decisions, open questions, tasks that are not done, and the results of tools. Write nothing but the summary."
 )
 

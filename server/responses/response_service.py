@@ -78,7 +78,7 @@ class ResponseService:
         """Start a response. ApiError or EngineError for an invalid request, before anything is computed.
 
         warnings  of fields left out of the request, for the response
-        recent    a response outside the store that this one may continue
+        latest    a response outside the store that this one may continue
         """
         self._check(body)
         input_items = await self._input_items(body)

@@ -46,11 +46,11 @@ class ResponseTask:
         self,
         turn: ChatTurn,
         writer: ResponseWriter,
-        keep: SaveResponse,
+        save: SaveResponse,
         items: Sequence[Item] = (),
         diagnose: Diagnose | None = None,
     ) -> None:
-        self._turn, self._writer, self._save, self._diagnose = turn, writer, keep, diagnose
+        self._turn, self._writer, self._save, self._diagnose = turn, writer, save, diagnose
         self.items = items
         self._frames: list[bytes] = []
         self._changed = asyncio.Event()

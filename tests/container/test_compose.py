@@ -145,7 +145,7 @@ def test_the_build_sees_only_what_is_named() -> None:
     rules = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and not line.startswith("#")]
 
     assert "*" == rules[0]
-    assert {"!server", "!engine", "!kvcache", "!models/target", "!models/draft"} <= set(rules)
+    assert {"!server", "!bench", "!engine", "!kvcache", "!models/target", "!models/draft"} <= set(rules)
 
 
 def test_grace_is_longer_than_the_server_waits() -> None:

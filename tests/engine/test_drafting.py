@@ -102,7 +102,7 @@ def test_settings_select_the_drafter(
 )
 def test_the_bundled_pair_drafts_by_default(settings: dict[str, Any]) -> None:
     """With each setting that permits it; settings of the model apply to its draft model too."""
-    asked = EngineConfig(**{"context": 64, "slots": 1, "kernels": "reference", **settings})
+    asked = EngineConfig(**{"context": 64, "slots": 1, "kernels": "torch", **settings})
     draft = load_draft(asked, load(asked, lambda phase: None), lambda phase: None)
 
     assert isinstance(draft, LoadedModel)

@@ -1,1 +1,1 @@
-"""Rules of the code: imports go down, files stay small, some things never are."""
+"""Rules of the code: imports go down, exceptions are caught at boundaries, the README's options are up to date."""

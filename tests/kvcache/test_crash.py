@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from kvcache import prefix
+from kvcache.node import Node
 from kvcache.offload import OffloadConfig
 from tests.kvcache.digests import FULL, WINDOW, check_references, make, reused_length
 
@@ -96,7 +97,7 @@ def kill_many(times: int, fork_server: subprocess.Popen[str], folder: Path) -> i
     return found
 
 
-def paths(node: prefix.Node, before: list[int]) -> list[tuple[list[int], bool]]:
+def paths(node: Node, before: list[int]) -> list[tuple[list[int], bool]]:
     """The tokens of each leaf below a node, and whether the saved text ended there."""
     here = [*before, *node.tokens.tolist()]
     return [end for child in node.children.values() for end in paths(child, here)] or [(here, node.fixed_end)]

@@ -10,8 +10,8 @@ computed from expected tokens, not from the sampled ones, so that they compare t
 
 from __future__ import annotations
 
+import argparse
 import random
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import mean
@@ -189,4 +189,6 @@ def main(seeds: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 1)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("seeds", type=int, nargs="?", default=1, help="runs of each world")
+    main(parser.parse_args().seeds)

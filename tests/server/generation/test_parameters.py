@@ -168,7 +168,7 @@ TEXTS = [
     Row("best_of", 2, "requests", 2),
 ]
 # Parameters with a test of their own.
-ELSEWHERE = {"include_reasoning": "test_reasoning_is_left_out_where_it_is_not_wanted"}
+ELSEWHERE = {"include_reasoning": "test_include_reasoning_false_omits_reasoning"}
 
 
 def script(request: Request) -> list[Event]:
