@@ -42,18 +42,24 @@ def read_tokenizer(folder: Path, cache: Path | None = None, *, large_bytes: int 
     cache        folder of the entries, by default the user's
     large_bytes  smallest size of the tokenizer's files with an entry
     """
-    files = sorted(_files(folder))
-    if sum(file.stat().st_size for file in files) < large_bytes:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    try:
-        entry = (cache or cache_folder("tokenizers")) / f"{_digest(folder, files)}.bin"
-    except OSError:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    tokenizer = _read(entry)
+    entry = _entry(folder, cache, large_bytes)
+    tokenizer = None if entry is None else _read(entry)
     if tokenizer is None:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        _write(entry, tokenizer)
+        if entry is not None:
+            _write(entry, tokenizer)
     return tokenizer
+
+
+def _entry(folder: Path, cache: Path | None, large_bytes: int) -> Path | None:
+    """The path of the cache entry; None if the files are small or cannot be read."""
+    files = sorted(_files(folder))
+    if sum(file.stat().st_size for file in files) < large_bytes:
+        return None
+    try:
+        return (cache or cache_folder("tokenizers")) / f"{_digest(folder, files)}.bin"
+    except OSError:
+        return None
 
 
 def _files(folder: Path) -> Iterator[Path]:
