@@ -1,0 +1,1 @@
+"""Models in GGUF files: the container, configuration, tokenizer and weights."""
