@@ -27,7 +27,8 @@ from benchmarks.kernels import POOL_BYTES, Call, alternate
 from engine.kernels import linear
 from engine.kernels.cpu import build
 from engine.kernels.cpu.linear import NativeLinear
-from engine.kernels.packing import Bits, PackedMatrix, PackedStorage, pack
+from engine.kernels.packing import PackedMatrix, PackedStorage
+from engine.kernels.rounding import Bits, pack_floats
 from engine.load.resources import processor_count
 
 # Outputs and columns of Qwen3-0.6B: gate and up, down, and the rows of query, key and value.
@@ -42,8 +43,8 @@ HEADS = (
 
 def copies(packed: PackedMatrix, bytes_: int) -> Iterator[PackedMatrix]:
     """Cycle through copies of a matrix that take `bytes_` of memory together."""
-    shape, count = (packed.outputs, packed.columns), bytes_ // packed.size_bytes + 1
-    storage = PackedStorage([shape] * count, packed.bits)
+    shape, count = (packed.outputs, packed.columns, packed.format), bytes_ // packed.size_bytes + 1
+    storage = PackedStorage([shape] * count)
     there = [storage.allocate(*shape) for _ in range(count)]
     for one in there:
         one.codes.copy_(packed.codes)
@@ -58,8 +59,8 @@ def call(native: NativeLinear, rows: Tensor, matrices: Iterator[PackedMatrix]) -
 
 def line(native: NativeLinear, outputs: int, columns: int, bits: Bits, rounds: int) -> str:
     """One line of the table."""
-    packed = pack(torch.randn(outputs, columns), bits)
-    matrices, zeros = copies(packed, POOL_BYTES), copies(pack(torch.zeros(outputs, columns), bits), POOL_BYTES)
+    packed = pack_floats(torch.randn(outputs, columns), bits)
+    matrices, zeros = copies(packed, POOL_BYTES), copies(pack_floats(torch.zeros(outputs, columns), bits), POOL_BYTES)
     few = [call(native, torch.randn(count, columns), matrices) for count in FEW]
     plain = torch.randint(-128, 128, (outputs, columns), dtype=torch.int8)
     codes = torch.randint(-128, 128, (MANY, columns), dtype=torch.int8)
@@ -89,7 +90,7 @@ def error(outputs: int, columns: int, bits: Bits, outliers: float, times: float)
     weight = torch.randn(outputs, columns, generator=generator, dtype=torch.float64)
     rows = torch.randn(64, columns, generator=generator, dtype=torch.float64)
     rows[:, torch.rand(columns, generator=generator) < outliers] *= times
-    [product] = linear.multiply(rows, [pack(weight, bits)])
+    [product] = linear.multiply(rows, [pack_floats(weight, bits)])
     exact = rows @ weight.T
     return float((product - exact).norm() / exact.norm())
 

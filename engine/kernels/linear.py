@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.kernels.packing import BLOCK, GROUP, PackedMatrix
+from engine.kernels.formats import GROUP
+from engine.kernels.packing import BLOCK, PackedMatrix
 
 # From rows to their products with some matrices; and from matrices to such a function.
 MultiplyRows: TypeAlias = Callable[[Tensor], list[Tensor]]

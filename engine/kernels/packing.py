@@ -1,48 +1,45 @@
-"""Storage of quantised matrices: codes of 8 or 4 bits, and a bfloat16 scale for every 32 columns of an output.
-
-A weight is (code - zero) * scale: 8.5 or 4.5 bits. bfloat16 scales have the range of float32 and convert by a shift.
-The order of the codes is that of the C++ kernel (drawn in engine/kernels/cpu/linear.h); `unpack` returns weights.
-"""
+"""Storage of quantised matrices in the memory layout of the C++ kernels, drawn in engine/kernels/cpu/linear.h."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from math import prod
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from engine.kernels.arena import Arena, aligned_size
+from engine.kernels.formats import GROUP, LAYOUTS, SUPERBLOCK, ScaleKind, WeightFormat
+from engine.kernels.row_major import RowMajorWeights, split_dim
 
-Bits = Literal[8, 4]
+# Outputs stored side by side.
+BLOCK = 16
+# Outputs, columns and format of a matrix.
+MatrixShape: TypeAlias = tuple[int, int, WeightFormat]
 
-# Columns that share a scale; outputs stored side by side.
-GROUP, BLOCK = 32, 16
 # Weights packed or unpacked at once, so that they stay in the processor's cache.
 _WEIGHTS_AT_ONCE = 2**18
-# Codes that the largest weight of a 4-bit group may get; the one with the smallest squared error is used.
-_LARGEST_CODES = (-8.0, -7.5, -7.0, -6.5, 6.5, 7.0)
+# Bytes of a block's super-scales in a superblock, and of both its super-scales and super-minimums.
+_SUPER_BYTES: dict[ScaleKind, int] = {"superblock_half": 2 * BLOCK, "superblock_minimum": 4 * BLOCK}
 
 
 @dataclass(frozen=True, slots=True)
 class PackedMatrix:
     """A quantised matrix [outputs, columns], outputs padded to whole blocks and columns to whole groups.
 
-    codes   uint8 [blocks, groups, words, BLOCK, 4], aligned to 64 bytes; 8 words with 8 bits, 4 with 4
-    scales  bfloat16 [blocks, groups, BLOCK], aligned to 64 bytes
+    codes   uint8 [blocks, groups, words, BLOCK, 4], aligned to 64 bytes; as many words as a code has bits
+    scales  aligned to 64 bytes: bfloat16 or float16 [blocks, groups, BLOCK]; with minimums [blocks, groups, 2, BLOCK];
+            with superblocks uint8 [blocks, superblocks, bytes]
     """
 
+    format: WeightFormat
     codes: Tensor
     scales: Tensor
     outputs: int
     columns: int
-
-    @property
-    def bits(self) -> Bits:
-        """Bits of a code."""
-        return 8 if self.codes.shape[2] == GROUP // 4 else 4
 
     @property
     def size_bytes(self) -> int:
@@ -51,111 +48,141 @@ class PackedMatrix:
 
     @property
     def blocks_at_once(self) -> int:
-        """Blocks to unpack at once."""
+        """Blocks to pack or unpack at once."""
         return max(_WEIGHTS_AT_ONCE // (self.codes.shape[1] * GROUP * BLOCK), 1)
 
     def unpack(self, dtype: torch.dtype, blocks: slice = slice(None)) -> Tensor:
-        """The weights [outputs of the blocks, columns]."""
-        codes, scales = self.codes[blocks], self.scales[blocks].to(dtype)
-        values = _unpack_codes(codes, self.bits).to(dtype).sub_(_ZERO[self.bits]).mul_(scales[:, :, :, None])
-        rows = values.transpose(1, 2).flatten(0, 1).flatten(1)
-        return rows[: self.outputs - BLOCK * (blocks.start or 0), : self.columns]
+        """The weights [outputs of the blocks, columns]; see RowMajorWeights.unpack."""
+        return self.row_major(blocks).unpack(dtype)
 
+    def row_major(self, blocks: slice = slice(None)) -> RowMajorWeights:
+        """The rows of some blocks."""
+        layout = LAYOUTS[self.format]
+        codes = _unpack_codes(self.codes[blocks], layout.bits).transpose(1, 2).flatten(0, 1).flatten(1)
+        outputs = min(len(codes), self.outputs - BLOCK * (blocks.start or 0))
+        scales = {
+            name: view.flatten(1, 2).transpose(1, 2).flatten(0, 1)[:outputs, : self._scale_count(name)]
+            for name, view in _scale_views(self.scales[blocks], layout.scales).items()
+        }
+        return RowMajorWeights(self.format, codes[:outputs, : self.columns], **scales)
 
-_ZERO: dict[Bits, int] = {8: 128, 4: 8}
+    def write(self, first: int, rows: RowMajorWeights) -> None:
+        """Store rows from output `first` on, a multiple of BLOCK. Raises ValueError for another format or width."""
+        if (rows.format, rows.codes.shape[1]) != (self.format, self.columns) or first % BLOCK:
+            raise ValueError(f"{rows.format} weights of {rows.codes.shape[1]} columns at output {first}")
+        layout = LAYOUTS[self.format]
+        blocks = slice(first // BLOCK, first // BLOCK + -(-len(rows.codes) // BLOCK))
+        grouped = split_dim(_blocks(rows.codes, self.codes.shape[1] * GROUP, layout.zero), 2, (-1, GROUP))
+        self.codes[blocks] = _pack_codes(grouped.transpose(1, 2), layout.bits)
+        for name, view in _scale_views(self.scales[blocks], layout.scales).items():
+            own = _blocks(getattr(rows, name), view.shape[1] * view.shape[2])
+            view.copy_(split_dim(own, 2, view.shape[1:3]).permute(0, 2, 3, 1))
+
+    def _scale_count(self, name: str) -> int:
+        """Scales of an output."""
+        is_super = name.startswith("super")
+        return -(-self.columns // (GROUP * SUPERBLOCK if is_super else LAYOUTS[self.format].scale_columns))
 
 
 class PackedStorage:
     """Memory for some quantised matrices, in one arena."""
 
-    def __init__(self, shapes: Iterable[tuple[int, int]], bits: Bits) -> None:
-        """`shapes` are (outputs, columns) of the matrices."""
-        self.bits = bits
+    def __init__(self, shapes: Iterable[MatrixShape]) -> None:
         sizes = [
-            size for shape in shapes for size in (_codes_shape(*shape, bits).numel(), 2 * _scales_shape(*shape).numel())
+            aligned_size(size)
+            for shape in shapes
+            for size in (_codes_shape(*shape).numel(), _scales_dtype(shape[2]).itemsize * prod(_scales_shape(*shape)))
         ]
-        self._arena = Arena(sum(map(aligned_size, sizes)))
+        self._arena = Arena(sum(sizes))
 
-    def allocate(self, outputs: int, columns: int) -> PackedMatrix:
+    def allocate(self, outputs: int, columns: int, format: WeightFormat) -> PackedMatrix:
         """An uninitialised matrix."""
-        codes = self._arena.allocate(_codes_shape(outputs, columns, self.bits), torch.uint8)
-        scales = self._arena.allocate(_scales_shape(outputs, columns), torch.bfloat16)
-        return PackedMatrix(codes, scales, outputs, columns)
+        codes = self._arena.allocate(_codes_shape(outputs, columns, format), torch.uint8)
+        scales = self._arena.allocate(_scales_shape(outputs, columns, format), _scales_dtype(format))
+        return PackedMatrix(format, codes, scales, outputs, columns)
 
 
-def _codes_shape(outputs: int, columns: int, bits: Bits) -> torch.Size:
-    return torch.Size((-(-outputs // BLOCK), -(-columns // GROUP), bits, BLOCK, 4))
-
-
-def _scales_shape(outputs: int, columns: int) -> torch.Size:
-    return torch.Size((-(-outputs // BLOCK), -(-columns // GROUP), BLOCK))
-
-
-def pack(weight: Tensor, bits: Bits, storage: PackedStorage | None = None) -> PackedMatrix:
-    """Quantise a matrix [outputs, columns] of any floating dtype. Raises ValueError for infinite weights and NaN.
+def pack(rows: RowMajorWeights, storage: PackedStorage | None = None) -> PackedMatrix:
+    """The matrix of all rows.
 
     storage  memory for the result; None: its own
     """
-    outputs, columns = weight.shape
-    packed = (storage or PackedStorage([(outputs, columns)], bits)).allocate(outputs, columns)
-    for start in range(0, packed.codes.shape[0], packed.blocks_at_once):
-        blocks = slice(start, start + packed.blocks_at_once)
-        grouped = _grouped(weight[blocks.start * BLOCK : blocks.stop * BLOCK].float())
-        if not grouped.isfinite().all():
-            raise ValueError("a weight is infinite or no number")
-        scales = _scales8(grouped) if bits == 8 else _scales4(grouped)
-        packed.scales[blocks] = scales
-        packed.codes[blocks] = _pack_codes(_codes(grouped, scales.float(), bits) + _ZERO[bits], bits)
+    outputs, columns = rows.codes.shape
+    shape = (outputs, columns, rows.format)
+    packed = (storage or PackedStorage([shape])).allocate(*shape)
+    packed.write(0, rows)
     return packed
 
 
-def _grouped(rows: Tensor) -> Tensor:
-    """Rows [count, columns] as [blocks, groups, BLOCK, GROUP], padded with zeros."""
-    count, columns = rows.shape
-    padded = functional.pad(rows, (0, -columns % GROUP, 0, -count % BLOCK))
-    return padded.view(-1, BLOCK, padded.shape[1] // GROUP, GROUP).transpose(1, 2)
+def _codes_shape(outputs: int, columns: int, format: WeightFormat) -> torch.Size:
+    return torch.Size((-(-outputs // BLOCK), -(-columns // GROUP), LAYOUTS[format].bits, BLOCK, 4))
 
 
-def _codes(grouped: Tensor, scales: Tensor, bits: Bits) -> Tensor:
-    """The nearest codes, relative to the zero; float32 scales."""
-    # Groups with a zero or denormal scale are zero: its inverse could be infinite.
-    inverse = torch.where(scales.abs() >= torch.finfo(torch.float32).tiny, 1 / scales, 0)
-    smallest, largest = (-127, 127) if bits == 8 else (-8, 7)
-    return (grouped * inverse[:, :, :, None]).round_().clamp_(smallest, largest)
+def _scales_shape(outputs: int, columns: int, format: WeightFormat) -> torch.Size:
+    kind, blocks, groups = LAYOUTS[format].scales, -(-outputs // BLOCK), -(-columns // GROUP)
+    if kind in _SUPER_BYTES:
+        return torch.Size((blocks, -(-groups // SUPERBLOCK), _SUPER_BYTES[kind] + 2 * SUPERBLOCK * BLOCK))
+    return torch.Size((blocks, groups, 2, BLOCK) if kind == "float16_minimum" else (blocks, groups, BLOCK))
 
 
-def _scales8(grouped: Tensor) -> Tensor:
-    """Scales for which the largest weight of a group has a code of at most 127."""
-    exact = grouped.abs().amax(-1) / 127
-    # Rounded up to bfloat16, the upper half of float32: add a bit less than its unit and drop the lower half.
-    return ((exact.view(torch.int32) + 0xFFFF) & -0x10000).view(torch.float32).bfloat16()
+def _scales_dtype(format: WeightFormat) -> torch.dtype:
+    kind = LAYOUTS[format].scales
+    return torch.bfloat16 if kind == "bfloat16" else torch.uint8 if kind in _SUPER_BYTES else torch.float16
 
 
-def _scales4(grouped: Tensor) -> Tensor:
-    """Of the scales for _LARGEST_CODES those with the smallest squared error; negative for a negative code."""
-    largest = grouped.gather(-1, grouped.abs().argmax(-1, keepdim=True))[..., 0]
-    best = torch.zeros_like(largest)
-    smallest_error = grouped.square().sum(-1)
-    for code in _LARGEST_CODES:
-        scales = (largest / code).bfloat16().float()
-        error = (_codes(grouped, scales, 4) * scales[..., None] - grouped).square_().sum(-1)
-        better = error < smallest_error
-        best, smallest_error = torch.where(better, scales, best), torch.where(better, error, smallest_error)
-    return best.bfloat16()
+def _blocks(rows: Tensor, columns: int, padding: int = 0) -> Tensor:
+    """[outputs, columns] as [blocks, BLOCK, columns], padded."""
+    count, width = rows.shape
+    return split_dim(functional.pad(rows, (0, columns - width, 0, -count % BLOCK), value=padding), 0, (-1, BLOCK))
 
 
-def _pack_codes(codes: Tensor, bits: Bits) -> Tensor:
-    """Unsigned codes [blocks, groups, BLOCK, GROUP] in the order of PackedMatrix.codes."""
+def _pack_codes(codes: Tensor, bits: int) -> Tensor:
+    """Codes [blocks, groups, BLOCK, GROUP] in the order of PackedMatrix.codes."""
     # Four codes are moved at once, as an int32.
-    words = codes.to(torch.uint8).contiguous().view(torch.int32).transpose(2, 3).contiguous()
-    if bits == 4:
-        words = words[:, :, 0::2] | words[:, :, 1::2] << 4
+    words = codes.contiguous().view(torch.int32).transpose(2, 3).contiguous()
+    if bits < 8:
+        low, high = words & 0x0F0F0F0F, words >> 4 & 0x0F0F0F0F
+        words = low[:, :, 0::2] | low[:, :, 1::2] << 4
+        if bits > 4:
+            words = torch.cat((words, _pack_planes(high, bits - 4)), 2)
     return words.view(torch.uint8).view(*words.shape[:3], BLOCK, 4)
 
 
-def _unpack_codes(codes: Tensor, bits: Bits) -> Tensor:
+def _unpack_codes(codes: Tensor, bits: int) -> Tensor:
     """The inverse of _pack_codes."""
     words = codes.flatten(3).view(torch.int32)
-    if bits == 4:
-        words = torch.stack((words & 0x0F0F0F0F, words >> 4 & 0x0F0F0F0F), 3).flatten(2, 3)
+    if bits < 8:
+        low = words[:, :, :4]
+        nibbles = torch.stack((low & 0x0F0F0F0F, low >> 4 & 0x0F0F0F0F), 3).flatten(2, 3)
+        words = nibbles if bits == 4 else nibbles | _unpack_planes(words[:, :, 4:], bits - 4) << 4
     return words.transpose(2, 3).contiguous().view(torch.uint8)
+
+
+def _shifts(bits: int) -> Tensor:
+    """Shifts of the high bits of the words in a plane."""
+    return torch.arange(0, 8, bits, dtype=torch.int32)[:, None]
+
+
+def _pack_planes(high: Tensor, bits: int) -> Tensor:
+    """High bits [blocks, groups, words, BLOCK] as planes [blocks, groups, planes, BLOCK], 8 / bits words in each."""
+    return (split_dim(high, 2, (bits, -1)) << _shifts(bits)).sum(3, dtype=torch.int32)
+
+
+def _unpack_planes(planes: Tensor, bits: int) -> Tensor:
+    """The inverse of _pack_planes."""
+    mask = 0x01010101 if bits == 1 else 0x03030303
+    return (planes[:, :, :, None] >> _shifts(bits) & mask).flatten(2, 3)
+
+
+def _scale_views(scales: Tensor, kind: ScaleKind) -> dict[str, Tensor]:
+    """Views [blocks, records, count, BLOCK] of packed scales, by the fields of RowMajorWeights."""
+    if kind == "float16_minimum":
+        return {"scales": scales[:, :, 0, None], "minimums": scales[:, :, 1, None]}
+    if kind not in _SUPER_BYTES:
+        return {"scales": scales[:, :, None]}
+    supers = split_dim(scales[:, :, : _SUPER_BYTES[kind]].view(torch.float16), 2, (-1, BLOCK))
+    own = split_dim(scales[:, :, _SUPER_BYTES[kind] :], 2, (-1, BLOCK))
+    if kind == "superblock_half":
+        return {"scales": own.view(torch.int8), "super_scales": supers}
+    pairs = {"scales": own[:, :, 0::2], "minimums": own[:, :, 1::2]}
+    return pairs | {"super_scales": supers[:, :, :1], "super_minimums": supers[:, :, 1:]}

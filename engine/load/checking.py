@@ -10,9 +10,9 @@ import torch
 
 from engine.config import BUNDLED_NAME, EngineConfig
 from engine.kernels import dispatch, reference
-from engine.kernels.packing import Bits
 from engine.kernels.products import TiledProduct
 from engine.kernels.reference import AttentionFunction
+from engine.kernels.rounding import Bits
 from engine.load.checkpoint import is_small
 from engine.load.outcomes import Outcome, OutcomeFile
 from engine.load.selection import RunnerSelection, select

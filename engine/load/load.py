@@ -28,7 +28,7 @@ from engine.config import BUNDLED_NAME, EngineConfig
 from engine.errors import ModelUnsupported
 from engine.grammar.compiler import GrammarCompiler
 from engine.kernels import dispatch, linear
-from engine.kernels.packing import Bits
+from engine.kernels.rounding import Bits
 from engine.load.checking import ModelChecks, log_margins
 from engine.load.checkpoint import (
     READ_ERRORS,

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from engine.kernels.formats import WeightFormat
 from engine.kernels.packing import PackedMatrix
 from engine.native.decoder import (
     NO_NORM,
@@ -51,7 +52,7 @@ from engine.native.step_library import (
 
 # The enumerations of step.h.
 _WEIGHT_FORMATS = {torch.float32: 0, torch.bfloat16: 1}
-_CODE_FORMATS = {8: 2, 4: 3}
+_CODE_FORMATS: dict[WeightFormat, int] = {"int8": 2, "int4": 3}
 _NORMS: dict[NormKind, int] = {"none": 0, "root_mean_square": 1, "layer": 2}
 _SCORINGS: dict[Scoring, int] = {"softmax": 0, "sigmoid": 1}
 _ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu_squared": 4}
@@ -219,11 +220,13 @@ def describe_linear(linear: Linear) -> LinearFields:
     """A linear layer. Raises UnsupportedArchitecture for an unsupported dtype or memory layout."""
     weight = linear.weight
     if isinstance(weight, PackedMatrix):
+        if weight.format not in _CODE_FORMATS:
+            raise UnsupportedArchitecture(f"a matrix is {weight.format}")
         return LinearFields(
             weights=weight.codes.data_ptr(),
             scales=weight.scales.data_ptr(),
             bias=_address(linear.bias),
-            kind=_CODE_FORMATS[weight.bits],
+            kind=_CODE_FORMATS[weight.format],
             outputs=weight.outputs,
             columns=weight.columns,
         )

@@ -248,6 +248,4 @@ def linear_of(module: nn.Linear | QuantizedLinear) -> Linear:
     bias = None if module.bias is None else module.bias.detach().float().contiguous()
     if isinstance(module, nn.Linear):
         return Linear(module.weight, bias)
-    assert isinstance(module.codes, Tensor)
-    assert isinstance(module.scales, Tensor)
-    return Linear(PackedMatrix(module.codes, module.scales, module.out_features, module.in_features), bias)
+    return Linear(module.packed, bias)

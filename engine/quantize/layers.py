@@ -41,7 +41,7 @@ class QuantizedLinear(nn.Module):
     def __init__(self, group: SharedInputGroup, number: int, packed: PackedMatrix, layer: LinearLayer) -> None:
         """`layer` is the original layer, which provides the bias."""
         super().__init__()
-        self._group, self._number = group, number
+        self._group, self._number, self.packed = group, number, packed
         self.in_features, self.out_features = packed.columns, packed.outputs
         # Shared with the group; buffers here make them visible to memory statistics.
         self.register_buffer("codes", packed.codes, persistent=False)

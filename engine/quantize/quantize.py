@@ -13,8 +13,10 @@ from transformers.pytorch_utils import Conv1D
 from engine.config import Quantize
 from engine.kernels import linear
 from engine.kernels.dispatch import best_linear
+from engine.kernels.formats import LAYOUTS
 from engine.kernels.linear import PrepareMatrices
-from engine.kernels.packing import GROUP, Bits, PackedMatrix, PackedStorage, pack
+from engine.kernels.packing import PackedMatrix, PackedStorage
+from engine.kernels.rounding import FORMATS, Bits, pack_floats
 from engine.quantize.experts import QuantizedExperts
 from engine.quantize.layers import QuantizedLinear, SharedInputGroup
 from engine.quantize.plan import LinearLayer, QuantizationPlan, replace_modules
@@ -29,8 +31,6 @@ _BITS: dict[Quantize, Bits | None] = {"none": None, "int8": 8, "int4": 4}
 _AUTO_MIN_WEIGHTS = 2**25
 # With "auto", weights have 8 bits if they then use at most this share of the available memory, else 4.
 _AUTO_INT8_SHARE = 0.5
-# Bits of a weight's share of the scale of its group (engine/kernels/packing.py).
-_SCALE_BITS = 16 / GROUP
 
 
 def bits_for(settings: Quantize, plan: QuantizationPlan, available_bytes: int) -> Bits | None:
@@ -53,7 +53,7 @@ def estimate(model: nn.Module, available_bytes: int) -> QuantizationEstimate | N
         return None
     read_bytes = sum([parameter.nbytes for parameter in parameters])
     auto = _auto_bits(weights, available_bytes)
-    reads = tuple((f"int{bits}", weights * (bits + _SCALE_BITS) / 8 / read_bytes) for bits in (8, 4))
+    reads = tuple((own, weights * LAYOUTS[own].weight_bits / 8 / read_bytes) for own in FORMATS.values())
     return QuantizationEstimate(reads, None if auto is None else f"int{auto}")
 
 
@@ -96,7 +96,8 @@ class _QuantizedMatrices:
         shapes = dict(_shapes(plan))
         self._store, self._stored = store, store.read(shapes)
         self._packed = dict[str, PackedMatrix]()
-        self._storage = PackedStorage(shapes.values() if self._stored is None else (), store.bits)
+        new = [(*shape, FORMATS[store.bits]) for shape in shapes.values() if self._stored is None]
+        self._storage = PackedStorage(new)
         console = Console(stderr=True)
         self._bar = Progress(console=console, transient=True, disable=not console.is_terminal)
         description = f"quantize to int{store.bits}" if self._stored is None else "read quantized weights"
@@ -111,7 +112,7 @@ class _QuantizedMatrices:
 
     def quantize(self, name: str, weight: Tensor) -> PackedMatrix:
         """The quantised matrix `name` with original weights [outputs, columns]."""
-        matrix = pack(weight, self._store.bits, self._storage) if self._stored is None else self._stored[name]
+        matrix = pack_floats(weight, self._store.bits, self._storage) if self._stored is None else self._stored[name]
         self._packed[name] = matrix
         self._bar.advance(self._task, weight.numel())
         return matrix

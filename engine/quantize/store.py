@@ -17,11 +17,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from engine.kernels.cache_folder import cache_folder, mark_used, scratch_folder, trim
-from engine.kernels.packing import Bits, PackedMatrix, PackedStorage
+from engine.kernels.packing import PackedMatrix, PackedStorage
+from engine.kernels.rounding import FORMATS, Bits
 
 log = logging.getLogger("cellar.engine")
 
-# Version of the order of codes and the choice of scales (engine/kernels/packing.py); part of the file name.
+# Version of the order of codes and the choice of scales (engine/kernels/rounding.py); part of the file name.
 FORMAT = 1
 # Smaller models are quantised as fast as a file is read.
 MIN_BYTES = 64 * 2**20
@@ -44,9 +45,10 @@ class WeightStore:
         """The layers of the given shapes (outputs, columns) by name; None unless all are stored."""
         try:
             mark_used(self.file)
-            buffer = PackedStorage(shapes.values(), self.bits)
+            matrices = {name: (*shape, FORMATS[self.bits]) for name, shape in shapes.items()}
+            buffer = PackedStorage(matrices.values())
             with safe_open(self.file, framework="pt") as content:
-                return {name: _read(content, name, buffer.allocate(*shape)) for name, shape in shapes.items()}
+                return {name: _read(content, name, buffer.allocate(*shape)) for name, shape in matrices.items()}
         except FileNotFoundError:
             return None
         except (OSError, SafetensorError, RuntimeError) as error:

@@ -17,8 +17,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.kernels import dispatch, linear, reference
-from engine.kernels.packing import Bits
 from engine.kernels.products import TiledProduct
+from engine.kernels.rounding import Bits
 from engine.load import selection as selection
 from engine.load.selftest import ModelTraits, find_runner
 from engine.model import hooks, recurrence

@@ -12,7 +12,8 @@ import pytest
 
 from engine.kernels import cache_folder
 from engine.kernels.cpu import build
-from engine.kernels.packing import PackedMatrix, pack
+from engine.kernels.packing import PackedMatrix
+from engine.kernels.rounding import pack_floats
 from engine.quantize import store
 
 
@@ -113,7 +114,7 @@ def layers() -> dict[str, PackedMatrix]:
     """One small quantised layer."""
     import torch
 
-    return {"layer": pack(torch.ones(64, 64), 8)}
+    return {"layer": pack_floats(torch.ones(64, 64), 8)}
 
 
 # A fake compiler that does not end.

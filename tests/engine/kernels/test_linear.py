@@ -12,7 +12,8 @@ from torch import Tensor
 from engine.kernels import dispatch, linear
 from engine.kernels.cpu import build
 from engine.kernels.cpu.linear import NativeLinear
-from engine.kernels.packing import Bits, PackedMatrix, pack
+from engine.kernels.packing import PackedMatrix
+from engine.kernels.rounding import Bits, pack_floats
 from tests.libraries import built
 
 Multiply = Callable[[Tensor, Sequence[PackedMatrix]], list[Tensor]]
@@ -42,7 +43,7 @@ def rows(count: int, columns: int, seed: int = 0) -> Tensor:
 
 def matrix(outputs: int, columns: int, bits: Bits, seed: int = 0) -> PackedMatrix:
     """A random matrix."""
-    return pack(torch.randn(outputs, columns, generator=torch.Generator().manual_seed(seed)), bits)
+    return pack_floats(torch.randn(outputs, columns, generator=torch.Generator().manual_seed(seed)), bits)
 
 
 def product(multiply: Multiply, numbers: Tensor, packed: PackedMatrix) -> Tensor:
@@ -153,7 +154,7 @@ def test_non_finite_row_affects_itself_only(native: NativeLinear, wrong: float) 
 
 def test_numbers_near_the_limits_of_float32(native: NativeLinear) -> None:
     """Groups of denormals are zero, large numbers are kept."""
-    packed = pack(torch.eye(32), 8)
+    packed = pack_floats(torch.eye(32), 8)
     numbers = torch.tensor([1e-44, 1e-37, 1e-30, 0.0, 1e38])[:, None].expand(-1, 32).contiguous()
 
     result = product(native.multiply, numbers, packed)

@@ -16,8 +16,8 @@ from torch.overrides import TorchFunctionMode
 from engine.kernels import reference
 from engine.kernels.cpu import build
 from engine.kernels.cpu.products import NativeProduct
-from engine.kernels.packing import Bits
 from engine.kernels.products import POSITIONS, RowInvariantProduct, TiledProduct
+from engine.kernels.rounding import Bits
 from engine.load.selftest import is_batch_invariant
 from engine.model.invariant import RowInvariant, StableTopK
 from engine.native.runner import NativeRunner

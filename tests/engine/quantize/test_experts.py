@@ -15,7 +15,8 @@ from transformers.integrations import use_experts_implementation
 
 from engine.kernels import dispatch, linear
 from engine.kernels.linear import PrepareMatrices
-from engine.kernels.packing import Bits, PackedMatrix, pack
+from engine.kernels.packing import PackedMatrix
+from engine.kernels.rounding import Bits, pack_floats
 from engine.quantize import quantize, store
 from engine.quantize.experts import QuantizedExperts
 from engine.quantize.plan import LayerSurvey, QuantizationPlan
@@ -144,8 +145,8 @@ def test_expert_quantisation_error_is_that_of_dense_layers(bits: Bits, share: fl
     rows = torch.where(large, 50.0, 1.0) * torch.randn(64, 256, generator=torch.Generator().manual_seed(2))
     chosen, weights = torch.zeros(64, 1, dtype=torch.long), torch.ones(64, 1)
     expected = module(rows, chosen, weights)
-    gate, up = linear.multiply(rows, [pack(inner, bits)])[0].chunk(2, -1)
-    dense = linear.multiply(functional.silu(gate) * up, [pack(down, bits)])[0]
+    gate, up = linear.multiply(rows, [pack_floats(inner, bits)])[0].chunk(2, -1)
+    dense = linear.multiply(functional.silu(gate) * up, [pack_floats(down, bits)])[0]
 
     assert lost(expected, quantized(module, bits)(rows, chosen, weights)) <= 1.01 * lost(expected, dense)
     assert lost(expected, dense) < (0.06 if bits == 8 else 0.25)
@@ -179,10 +180,10 @@ def test_expert_weights_are_freed_one_parameter_at_a_time(monkeypatch: pytest.Mo
 
     def packed(weight: Tensor, *others: object) -> PackedMatrix:
         has_up_projection.append(getattr(model.first, "gate_up_proj", None) is not None)
-        return pack(weight, *others)  # type: ignore[arg-type]
+        return pack_floats(weight, *others)  # type: ignore[arg-type]
 
     found = surveyed(model)
-    monkeypatch.setattr(quantize, "pack", packed)
+    monkeypatch.setattr(quantize, "pack_floats", packed)
     own = model.first
     quantize.quantize(model, QuantizationPlan((), found.skipped, found.experts), WeightStore("a", 8), linear.prepare)
 
@@ -207,7 +208,7 @@ def test_quantised_experts_are_reused_at_the_next_start(tmp_path: Path, monkeypa
     first, second = Model(), Model()
     second.load_state_dict(first.state_dict())
     quantize.quantize(first, surveyed(first), WeightStore("a", 4, tmp_path), linear.prepare)
-    monkeypatch.setattr(quantize, "pack", lambda *_: pytest.fail("it was there"))
+    monkeypatch.setattr(quantize, "pack_floats", lambda *_: pytest.fail("it was there"))
 
     quantize.quantize(second, surveyed(second), WeightStore("a", 4, tmp_path), linear.prepare)
 

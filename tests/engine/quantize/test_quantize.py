@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from engine.config import EngineConfig
 from engine.errors import ModelUnsupported
 from engine.kernels import linear
-from engine.kernels.packing import pack
+from engine.kernels.rounding import pack_floats
 from engine.load.load import LoadedModel, load
 from engine.quantize import quantize, store
 from engine.quantize.layers import QuantizedLinear, SharedInputGroup
@@ -204,7 +204,7 @@ def test_shared_input_group_computes_once_for_each_input() -> None:
         return linear.multiply(rows, matrices)
 
     torch.manual_seed(0)
-    matrices = [pack(torch.randn(16, 32), 8) for _ in range(3)]
+    matrices = [pack_floats(torch.randn(16, 32), 8) for _ in range(3)]
     siblings, first, second = SharedInputGroup(multiply), torch.randn(2, 32), torch.randn(2, 32)
     asked = [(0, first), (1, first), (0, second), (2, second), (1, first), (1, first), (0, first)]
 
@@ -262,8 +262,8 @@ def test_routers_are_not_quantised(folder: Folder, caplog: pytest.LogCaptureFixt
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf])
 def test_weights_that_are_not_finite_are_refused(folder: Folder, monkeypatch: pytest.MonkeyPatch, wrong: float) -> None:
-    spoilt = quantize.pack
-    monkeypatch.setattr(quantize, "pack", lambda weight, *others: spoilt(weight.clone().fill_(wrong), *others))
+    spoilt = quantize.pack_floats
+    monkeypatch.setattr(quantize, "pack_floats", lambda weight, *others: spoilt(weight.clone().fill_(wrong), *others))
 
     with pytest.raises(ModelUnsupported, match="cannot be quantised: a weight is infinite or no number"):
         load_model(folder("llama"), "float32", quantize="int4")
@@ -305,7 +305,7 @@ def test_quantised_weights_are_reused_at_the_next_start(
     first, second, rows = Block(), Block(), torch.randn(5, 64)
     second.load_state_dict(first.state_dict())
     quantize.quantize(first, surveyed(first), WeightStore("a", bits, tmp_path), linear.prepare)  # type: ignore[arg-type]
-    monkeypatch.setattr(quantize, "pack", lambda *_: pytest.fail("it was there"))
+    monkeypatch.setattr(quantize, "pack_floats", lambda *_: pytest.fail("it was there"))
 
     quantize.quantize(second, surveyed(second), WeightStore("a", bits, tmp_path), linear.prepare)  # type: ignore[arg-type]
 
@@ -321,7 +321,7 @@ def test_damaged_weight_file_is_replaced_with_a_warning(
     tmp_path: Path, content: bytes | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     own, shapes = WeightStore("a", 8, tmp_path), {"layer": (40, 70)}
-    packed = pack(torch.randn(40, 70), 8)
+    packed = pack_floats(torch.randn(40, 70), 8)
     own.write({"layer": packed})
     whole = own.file.read_bytes()
     own.file.write_bytes(whole[: len(whole) // 2] if content is None else content)
@@ -337,7 +337,7 @@ def test_damaged_weight_file_is_replaced_with_a_warning(
 @pytest.mark.usefixtures("tiny_files")
 def test_weight_file_of_another_model_or_format_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other weights, bits, layers or order of codes."""
-    WeightStore("a", 8, tmp_path).write({"layer": pack(torch.randn(40, 70), 8)})
+    WeightStore("a", 8, tmp_path).write({"layer": pack_floats(torch.randn(40, 70), 8)})
     shapes = {"layer": (40, 70)}
 
     assert WeightStore("a", 8, tmp_path).read(shapes) is not None
@@ -353,13 +353,13 @@ def test_weight_file_of_another_model_or_format_is_not_read(tmp_path: Path, monk
 def test_unwritable_weight_folder_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("in the way")
 
-    WeightStore("a", 8, tmp_path / "file").write({"layer": pack(torch.randn(40, 70), 8)})
+    WeightStore("a", 8, tmp_path / "file").write({"layer": pack_floats(torch.randn(40, 70), 8)})
 
     assert "not stored for the next start" in caplog.text
 
 
 def test_small_models_are_not_stored(tmp_path: Path) -> None:
-    WeightStore("a", 8, tmp_path).write({"layer": pack(torch.randn(40, 70), 8)})
+    WeightStore("a", 8, tmp_path).write({"layer": pack_floats(torch.randn(40, 70), 8)})
 
     assert [] == list(tmp_path.iterdir())
 
