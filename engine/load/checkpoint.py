@@ -6,22 +6,14 @@ Only `resolve` uses the network.
 from __future__ import annotations
 
 import hashlib
-import os
 from pathlib import Path
 
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HfHubHTTPError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    RepositoryNotFoundError,
-    StrictDataclassError,
-)
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 
 from engine.config import BUNDLED_NAME
 from engine.errors import ModelMissing
+from engine.load.hub import CONSOLIDATED_FILES, download
 from engine.load.resources import processor_count
 
 # Errors that transformers raises for a broken checkpoint. The last two derive from Exception directly.
@@ -41,11 +33,6 @@ _SMALL_MODEL_BYTES = 64 * 2**20
 # Number and size of the samples of each file in a fingerprint.
 _DIGEST_SAMPLES, _DIGEST_SAMPLE_BYTES = 1024, 4096
 
-_DOWNLOADED_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "tokenizer*", "*.tiktoken"]
-# Copies of the weights for other libraries: Mistral's own format, and all folders (original, onnx, openvino) except the
-# numbered modules of sentence-transformers (1_Pooling). A pattern's * matches slashes too.
-_CONSOLIDATED_FILES = "consolidated*"
-_IGNORED_FILES = [_CONSOLIDATED_FILES, "[!0-9]*/*"]
 # Suffixes of single files, which a name of the hub could have too.
 _FILE_SUFFIXES = (".gguf", ".safetensors", ".bin", ".pt", ".pth", ".onnx", ".json")
 _MODEL_HINT = "pass a folder with config.json and safetensors, or a model of the hub that has them"
@@ -59,13 +46,17 @@ def resolve(model: str | None) -> Path:
         path = Path(model).expanduser()
         if path.is_dir():
             return _with_config(model, path, "the folder has no config.json")
-        if path.suffix.lower() in _FILE_SUFFIXES or path.is_file():
+        # A colon separates a repository from one of its files.
+        if path.is_file() or (":" not in model and path.suffix.lower() in _FILE_SUFFIXES):
             raise ModelMissing(model, _file_reason(path))
     except (OSError, RuntimeError) as error:
         raise ModelMissing(model, error_line(error)) from error
-    if model.count("/") != 1 or model.startswith((".", "/", "~")):
+    if model.partition(":")[0].count("/") != 1 or model.startswith((".", "/", "~")):
         raise ModelMissing(model, "there is no such folder, and a name on the hub looks like organisation/model")
-    return _with_config(model, _download(model), f"its repository has no config.json; {_MODEL_HINT}")
+    found = download(model)
+    if found.suffix == ".gguf":
+        raise ModelMissing(model, _file_reason(found))
+    return _with_config(model, found, f"its repository has no config.json; {_MODEL_HINT}")
 
 
 def _with_config(model: str, folder: Path, reason: str) -> Path:
@@ -97,31 +88,9 @@ def _bundled() -> Path:
     raise ModelMissing(BUNDLED_NAME, "this installation has no bundled model; pass one: cellar serve MODEL")
 
 
-def _download(model: str) -> Path:
-    try:
-        endpoint = os.environ.get("HF_ENDPOINT")
-        return Path(
-            snapshot_download(
-                model, allow_patterns=_DOWNLOADED_FILES, ignore_patterns=_IGNORED_FILES, endpoint=endpoint
-            )
-        )
-    except HFValidationError as error:
-        raise ModelMissing(model, "a name on the hub looks like organisation/model") from error
-    except GatedRepoError as error:
-        raise ModelMissing(model, "the repository is gated: set HF_TOKEN") from error
-    except RepositoryNotFoundError as error:
-        raise ModelMissing(model, "the hub has no model of this name") from error
-    except LocalEntryNotFoundError as error:
-        raise ModelMissing(
-            model, "there is no such folder, the hub is unreachable, and the model is not in its local cache"
-        ) from error
-    except (HfHubHTTPError, OSError, ValueError) as error:
-        raise ModelMissing(model, f"the download failed ({type(error).__name__})") from error
-
-
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a model in the layout of transformers, by name."""
-    copies = set(folder.glob(_CONSOLIDATED_FILES))
+    copies = set(folder.glob(CONSOLIDATED_FILES))
     return sorted(file for file in folder.glob("*.safetensors") if file not in copies)
 
 

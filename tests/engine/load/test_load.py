@@ -1,20 +1,14 @@
-"""Loading by name: folders, hub repositories, refusals and their messages. The hub is a server on this machine."""
+"""Loading by name: folders, refusals and their messages."""
 
 from __future__ import annotations
 
 import json
 import shutil
-import socket
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
-import huggingface_hub.constants
 import pytest
 import torch
-import uvicorn
-from fastapi import FastAPI, Response
-from fastapi.responses import FileResponse, JSONResponse
 from transformers import LlamaConfig, XLNetConfig
 
 from engine.config import EngineConfig
@@ -89,7 +83,7 @@ def test_folder_without_config_is_refused(tmp_path: Path) -> None:
 def test_local_file_of_another_format_is_refused_without_the_hub(
     files: list[str], name: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.load.checkpoint.snapshot_download", None)
+    monkeypatch.setattr("engine.load.hub.snapshot_download", None)
     for file in files:
         (tmp_path / file).write_bytes(b"GGUF")
     monkeypatch.chdir(tmp_path)
@@ -265,126 +259,3 @@ def test_weights_and_cells_have_the_dtype_of_the_setting(folder: Folder, dtype: 
 
     assert getattr(torch, dtype) == engine.cache.groups[0].pool.dtype
     assert 3 == len(play(engine, [Job(ask("one", (1, 2, 3), 3))])["one"].tokens)
-
-
-# Other files of repositories: other formats, code, and copies of the weights for other libraries.
-UNWANTED = (
-    *("pytorch_model.bin", "evil.py", "model-q4.gguf", "consolidated.safetensors"),
-    *("consolidated-00001-of-00002.safetensors", "consolidated.safetensors.index.json"),
-    *("original/consolidated.00.pth", "original/model.safetensors", "original/tokenizer.model", "original/params.json"),
-    *("openvino/openvino_model.bin", "openvino/config.json", "onnx/model.onnx", "onnx/tokenizer.json"),
-    *("fp32/model.safetensors", "checkpoint-100/model.safetensors", "adapters/adapter_model.safetensors"),
-)
-
-
-class Hub:
-    """The HTTP API of a hub: the files of a revision, and each file."""
-
-    def __init__(self, files: Path) -> None:
-        self.files, self.asked = files, []
-        self.app = FastAPI()
-        self.app.get("/api/models/{owner}/{name}/revision/{revision}")(self.revision)
-        self.app.get("/api/models/{owner}/{name}/tree/{revision}")(self.tree)
-        self.app.api_route("/{owner}/{name}/resolve/{revision}/{file:path}", methods=["GET", "HEAD"])(self.file)
-
-    async def revision(self, owner: str, name: str, revision: str) -> Response:
-        """The list of files; another name than ours does not exist, and one has a gate."""
-        if name == "gated":
-            return Response(status_code=403, headers={"X-Error-Code": "GatedRepo"})
-        if name != "tiny":
-            return Response(status_code=404, headers={"X-Error-Code": "RepoNotFound"})
-        siblings = [{"rfilename": file} for file in self.names()]
-        return JSONResponse({"_id": "1", "id": f"{owner}/{name}", "sha": "a" * 40, "siblings": siblings})
-
-    async def tree(self, owner: str, name: str, revision: str) -> Response:
-        """The list of files again, with sizes."""
-        return JSONResponse([{"type": "file", "path": file, "size": 9, "oid": "b" * 40} for file in self.names()])
-
-    def names(self) -> list[str]:
-        """The files of the model, and files that must not be downloaded."""
-        return [*(file.name for file in self.files.iterdir()), *UNWANTED]
-
-    async def file(self, owner: str, name: str, revision: str, file: str) -> Response:
-        """One file."""
-        self.asked.append(file)
-        headers = {"X-Repo-Commit": "a" * 40, "ETag": f'"{file}"'}
-        return FileResponse(self.files / file, headers=headers)
-
-
-@pytest.fixture
-def hub(folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    """A hub on 127.0.0.1 with one tiny model, and an empty local cache."""
-    hub = Hub(folder("llama"))
-    listener = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(hub.app, log_level="critical", lifespan="off"))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{listener.getsockname()[1]}")
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    thread.start()
-    yield hub
-    server.should_exit = True
-    thread.join()
-
-
-def test_model_of_the_hub_is_downloaded_and_served(hub: Hub) -> None:
-    """Only safetensors and settings are downloaded."""
-    folder = resolve("someone/tiny")
-    answer = play(load_folder(folder), [Job(ask("one", (1, 2, 3), 4))])["one"]
-
-    assert 4 == len(answer.tokens)
-    assert {file.name for file in hub.files.iterdir()} == {file.name for file in folder.iterdir()}
-    assert not set(UNWANTED) & set(hub.asked)
-
-
-def test_module_folders_of_an_embedding_model_are_downloaded(
-    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    modules = ("1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors")
-    hub.files = Path(shutil.copytree(hub.files, tmp_path / "files"))
-    for module in modules:
-        (hub.files / module).parent.mkdir(exist_ok=True)
-        (hub.files / module).write_text("{}")
-    monkeypatch.setattr(hub, "names", lambda: ["config.json", *modules, *UNWANTED])
-
-    folder = resolve("someone/tiny")
-
-    assert {"config.json", *modules} == {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()}
-
-
-def test_repository_of_another_format_is_refused(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub, "names", lambda: ["README.md", "model-q4.gguf"])
-
-    with pytest.raises(ModelMissing, match=r"its repository has no config\.json"):
-        resolve("someone/tiny")
-
-
-def test_downloaded_model_loads_without_the_hub(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = resolve("someone/tiny")
-    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-
-    assert folder == resolve("someone/tiny")
-
-
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("nobody/nothing", "no model of this name"),
-        ("someone/gated", "HF_TOKEN"),
-        ("someone/tiny:Q4_K_M", "organisation/model"),
-    ],
-)
-def test_hub_refusal_is_one_error_line(hub: Hub, name: str, reason: str) -> None:
-    with pytest.raises(ModelMissing, match=reason) as refusal:
-        resolve(name)
-
-    assert 1 == len(str(refusal.value).splitlines())
-
-
-def test_unreachable_hub_is_one_error_line(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-
-    with pytest.raises(ModelMissing, match="unreachable") as refusal:
-        resolve("someone/tiny")
-
-    assert 1 == len(str(refusal.value).splitlines())

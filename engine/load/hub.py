@@ -1,0 +1,150 @@
+"""Models of the hub: their files are downloaded, or found in its local cache if the hub is unreachable.
+
+A model is named organisation/model, or organisation/model:Q4_K_M for one GGUF file of its repository: by quantisation,
+in any case, or by file name. All shards of a file are downloaded.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from glob import escape
+from pathlib import Path
+
+from huggingface_hub import HfApi, snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    HTTPError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+)
+
+from engine.errors import ModelMissing
+
+_DOWNLOADED_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "tokenizer*", "*.tiktoken"]
+# Copies of the weights for other libraries: Mistral's own format, and all folders (original, onnx, openvino) except the
+# numbered modules of sentence-transformers (1_Pooling). A pattern's * matches slashes too.
+CONSOLIDATED_FILES = "consolidated*"
+_IGNORED_FILES = [CONSOLIDATED_FILES, "[!0-9]*/*"]
+# The file that is served if none is named: the first of these quantisations, else the first file by name.
+_PREFERRED = ("Q4_K_M", "Q5_K_M", "Q6_K", "Q8_0", "Q4_K_S", "Q5_K_S", "MXFP4", "Q4_0", "BF16", "F16", "F32")
+_shard = re.compile(r"-(\d{5})-of-(\d{5})$")
+# GGUF files without a language model: vision projectors, importance matrices.
+_side_file = re.compile(r"(^|[-._])(mmproj|imatrix)([-._]|$)", re.IGNORECASE)
+# Files that an error message lists.
+_LISTED = 12
+
+
+def download(model: str) -> Path:
+    """The folder of a model of the hub, or its GGUF file (the first of its shards). Raises ModelMissing."""
+    name, _, quantisation = model.partition(":")
+    with _refusals(model):
+        names = _file_names(name)
+        files = _gguf_files(names)
+        if quantisation:
+            return _download_gguf(name, _named_file(model, files, quantisation))
+        if files and not any("/" not in file and file.endswith(".safetensors") for file in names):
+            return _download_gguf(name, _preferred_file(files))
+        return _download(name, _DOWNLOADED_FILES, _IGNORED_FILES)
+
+
+def _file_names(name: str) -> list[str]:
+    """The files of a repository; of its local cache if the hub does not list them."""
+    try:
+        return list(HfApi(endpoint=_endpoint()).list_repo_files(name))
+    except (HTTPError, OSError):
+        cached = _cached_names(name)
+        if not cached:
+            raise
+        return cached
+
+
+def _cached_names(name: str) -> list[str]:
+    try:
+        folder = Path(snapshot_download(name, allow_patterns=[], local_files_only=True))
+    except LocalEntryNotFoundError:
+        return []
+    return [str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()]
+
+
+def _gguf_files(names: Iterable[str]) -> dict[str, list[str]]:
+    """The shards of each GGUF file, by its name without the shard's number and the suffix."""
+    files = defaultdict(list)
+    for name in sorted(names):
+        path = Path(name)
+        if path.suffix.lower() == ".gguf" and not _side_file.search(path.stem):
+            files[str(path.with_name(_shard.sub("", path.stem)))].append(name)
+    return dict(files)
+
+
+def _named_file(model: str, files: dict[str, list[str]], quantisation: str) -> list[str]:
+    """The shards of the file with a quantisation or a file name. Raises ModelMissing, listing the files."""
+    found = _matching(files, quantisation)
+    if len(found) == 1:
+        return files[found[0]]
+    if found:
+        raise ModelMissing(model, f"{len(found)} files match: {_list(found)}; name one: organisation/model:file.gguf")
+    raise ModelMissing(model, f"the repository has no such GGUF file; it has {_list(list(files)) or 'none'}")
+
+
+def _matching(files: dict[str, list[str]], quantisation: str) -> list[str]:
+    """The files with a name, else those that end with the quantisation, else those that have it anywhere."""
+    pattern = re.escape(quantisation)
+    named = [file for file, shards in files.items() if quantisation in (file, *shards)]
+    last = [file for file in files if re.search(rf"(^|[^a-z0-9]){pattern}$", file, re.IGNORECASE)]
+    return named or last or [file for file in files if re.search(rf"\b{pattern}\b", file, re.IGNORECASE)]
+
+
+def _preferred_file(files: dict[str, list[str]]) -> list[str]:
+    for quantisation in _PREFERRED:
+        found = _matching(files, quantisation)
+        if found:
+            return files[found[0]]
+    return next(iter(files.values()))
+
+
+def _list(names: list[str]) -> str:
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return ", ".join(names[:_LISTED]) + more
+
+
+def _download_gguf(name: str, shards: list[str]) -> Path:
+    """The first shard, after all shards are there. Raises ModelMissing if the repository lacks some."""
+    numbers = _shard.search(Path(shards[0]).stem)
+    if numbers is not None and len(shards) != int(numbers[2]):
+        raise ModelMissing(name, f"{len(shards)} of the {int(numbers[2])} shards of {shards[0]} are there")
+    return _download(name, [escape(shard) for shard in shards], []) / shards[0]
+
+
+def _download(name: str, patterns: list[str], ignored: list[str]) -> Path:
+    return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=ignored, endpoint=_endpoint()))
+
+
+def _endpoint() -> str | None:
+    return os.environ.get("HF_ENDPOINT")
+
+
+@contextmanager
+def _refusals(model: str) -> Iterator[None]:
+    """Translate the hub's errors into ModelMissing."""
+    try:
+        yield
+    except HFValidationError as error:
+        raise ModelMissing(model, "a name on the hub looks like organisation/model") from error
+    except GatedRepoError as error:
+        raise ModelMissing(model, "the repository is gated: set HF_TOKEN") from error
+    except RepositoryNotFoundError as error:
+        raise ModelMissing(model, "the hub has no model of this name") from error
+    except HfHubHTTPError as error:
+        raise ModelMissing(model, f"the download failed ({type(error).__name__})") from error
+    except (LocalEntryNotFoundError, HTTPError, ConnectionError) as error:
+        raise ModelMissing(
+            model, "there is no such folder, the hub is unreachable, and the model is not in its local cache"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise ModelMissing(model, f"the download failed ({type(error).__name__})") from error
