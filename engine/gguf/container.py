@@ -7,6 +7,7 @@ tensors. This parser compares each length with the remaining bytes before it rea
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
 import struct
@@ -74,8 +75,18 @@ class Metadata(Mapping[str, Value]):
     """
 
     def __init__(self, content: Bytes, entries: Mapping[str, tuple[int, GGUFValueType]]) -> None:
-        """`entries` are the offset and the type of each value in `content`; the values are inside it."""
+        """`content` ends after the last value; `entries` are the offset and the type of each value in it."""
         self._content, self._entries = content, entries
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the header with all metadata."""
+        return len(self._content)
+
+    @property
+    def digest(self) -> str:
+        """A digest of all keys and values."""
+        return hashlib.sha256(self._content.data).hexdigest()
 
     def __getitem__(self, key: str) -> Value:
         offset, kind = self._entries[key]
@@ -102,7 +113,8 @@ class Metadata(Mapping[str, Value]):
         value = self._default(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise GgufError(f"its metadata {key} is no finite number")
-        return float(value)
+        # The shortest decimal number of a float32 is the original: 1e-06, not 9.999999974752427e-07.
+        return float(str(np.float32(value))) if np.float32(value) == value else float(value)
 
     def boolean(self, key: str, default: bool | None = None) -> bool:
         """A boolean. Raises GgufError without one if there is no default."""
@@ -202,7 +214,7 @@ def parse(content: Bytes) -> tuple[Metadata, dict[str, GgufTensor]]:
             raise GgufError(f"its metadata has the key {key} twice")
         entries[key] = cursor.offset, kind
         cursor.skip_value(kind, key)
-    metadata = Metadata(content, entries)
+    metadata = Metadata(content[: cursor.offset], entries)
     alignment = metadata.integer("general.alignment", _DEFAULT_ALIGNMENT)
     if not 0 < alignment <= 2**20 or alignment & (alignment - 1):
         raise GgufError(f"its alignment is {alignment}, no power of two")
