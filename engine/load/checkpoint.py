@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 
 from engine.config import BUNDLED_NAME
 from engine.errors import ModelMissing
+from engine.load.file_kind import GGUF_FILE, JSON_FILE, SAFETENSORS_FILE, file_kind
 from engine.load.hub import CONSOLIDATED_FILES, download
 from engine.load.resources import processor_count
 
@@ -72,11 +73,12 @@ def _file_reason(path: Path) -> str:
     """Why a file is not a model."""
     if not path.is_file():
         return f"there is no such file; {_MODEL_HINT}"
-    if path.suffix.lower() == ".gguf":
+    kind = file_kind(path)
+    if kind == GGUF_FILE:
         return f"GGUF files are not read yet; {_MODEL_HINT}"
-    if path.suffix.lower() in (".safetensors", ".json"):
+    if kind in (SAFETENSORS_FILE, JSON_FILE):
         return f"it is one file of a model; pass its folder, {path.resolve().parent}"
-    return f"it is a file; {_MODEL_HINT}"
+    return f"it is {kind}; {_MODEL_HINT}"
 
 
 def _bundled() -> Path:

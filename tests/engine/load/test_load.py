@@ -74,9 +74,6 @@ def test_folder_without_config_is_refused(tmp_path: Path) -> None:
         (["Model.GGUF"], "Model.GGUF", "GGUF files are not read yet"),
         (["model-q4.gguf"], "", "the folder holds GGUF files, which are not read yet"),
         ([], "models/model.gguf", "there is no such file"),
-        (["config.json", "model.safetensors"], "model.safetensors", "pass its folder, .*"),
-        (["config.json"], "config.json", "pass its folder, .*"),
-        (["README"], "README", "it is a file"),
         (["consolidated.safetensors", "params.json"], "", r"has no config\.json"),
     ],
 )
@@ -92,6 +89,26 @@ def test_local_file_of_another_format_is_refused_without_the_hub(
         with pytest.raises(ModelMissing, match=reason) as refusal:
             resolve(spelt)
         assert 1 == len(str(refusal.value).splitlines())
+
+
+@pytest.mark.parametrize(
+    ("content", "name", "reason"),
+    [
+        (b'{"model_type": "llama"}', "config.json", "pass its folder, .*"),
+        (b"\x02\0\0\0\0\0\0\0{}", "model.safetensors", "pass its folder, .*"),
+        (b"# A model", "README", "it is a text file"),
+        (b"", "model.safetensors", "it is an empty file"),
+        (b"<html>Not found</html>", "model.gguf", "it is an HTML page, such as the answer to a failed download"),
+        (b"\x80\x04K\x00.", "pytorch_model.bin", "it is PyTorch weights in Python's pickle format"),
+    ],
+)
+def test_file_that_is_no_model_is_refused_by_its_content(
+    content: bytes, name: str, reason: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_bytes(content)
+
+    with pytest.raises(ModelMissing, match=reason):
+        resolve(str(tmp_path / name))
 
 
 @pytest.mark.parametrize(
