@@ -137,11 +137,10 @@ def end_tokens(metadata: Metadata) -> list[int]:
 def file_type(metadata: Metadata) -> str | None:
     """The name of the mix of types in a file, such as Q4_K_M."""
     try:
-        return (
-            LlamaFileType(metadata.integer("general.file_type", -1)).name.removeprefix("MOSTLY_").removeprefix("ALL_")
-        )
+        name = str(LlamaFileType(metadata.integer("general.file_type", -1)).name)
     except ValueError:
         return None
+    return name.removeprefix("MOSTLY_").removeprefix("ALL_")
 
 
 def stored_dtype(model: GgufModel) -> torch.dtype:

@@ -228,7 +228,7 @@ class _Names:
 
     def _gated_experts(self, name: str, shape: tuple[int, ...], transposed: bool) -> ParameterSource:
         """Gate and up projections of all experts, which transformers stores in one parameter."""
-        width = shape[2] if transposed or name.endswith("bias") else shape[1]
+        width = shape[-1] if transposed or name.endswith("bias") else shape[1]
         fused = self._find(name)
         if fused is not None:
             return self._stack([fused], None, width, shape, transposed)
