@@ -7,7 +7,6 @@ from math import inf
 
 from engine.errors import ContextTooLong, InvalidRequest
 from engine.load.load import LoadedModel
-from engine.model.sequential_runner import SequentialRunner
 from engine.types.request import Dry, ReasoningLimit, Request, SamplingParams, Xtc
 
 
@@ -24,8 +23,8 @@ def check_request(request: Request, loaded: LoadedModel, *, max_step_tokens: int
         encoder.check(request.media, request.prompt)
     else:
         _require("media", request.media is None, "this model has no encoder for media")
-    is_packed = not isinstance(loaded.runner, SequentialRunner)
-    _require("bidirectional", is_packed or not request.bidirectional, "this model cannot run packed")
+    is_supported = loaded.runner.supports_bidirectional or not request.bidirectional
+    _require("bidirectional", is_supported, "this model cannot run packed")
     _check_bidirectional(request, max_step_tokens)
     _check_scores(request, info.vocabulary)
     has_states = request.pooling is None or loaded.runner.has_hidden_states

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from engine.draft.slots import DraftSlot, DraftSlots, NextTokens, draft_loop, missing_tokens
+from engine.draft.slots import DraftSlot, NextTokens, SlotsBySequence, draft_loop, missing_tokens
 from engine.model.model_runner import ModelRunner
 from engine.native.draft_loop import DraftLoopInput
 from engine.native.runner import NativeRunner
@@ -41,7 +41,7 @@ class ModelDrafter:
         chunk: int,
         draft_vocabulary: int | None = None,
     ) -> None:
-        self._cache, self._runner, self._slots = cache, runner, DraftSlots(cache)
+        self._cache, self._runner, self._slots = cache, runner, SlotsBySequence(cache)
         self._vocabulary, self._chunk = vocabulary, chunk
         self._draft_vocabulary = vocabulary if draft_vocabulary is None else draft_vocabulary
 

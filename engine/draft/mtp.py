@@ -21,7 +21,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers.modeling_layers import MtpModel
 
-from engine.draft.slots import DraftSlot, DraftSlots, NextTokens, draft_loop, missing_tokens
+from engine.draft.slots import DraftSlot, NextTokens, SlotsBySequence, draft_loop, missing_tokens
 from engine.errors import ModelUnsupported
 from engine.load.checkpoint import weight_files
 from engine.load.load import LoadedModel
@@ -168,7 +168,7 @@ class MtpDrafter:
     ) -> None:
         self._cache, self._runner, self._states = cache, runner, states
         self._chunk, self._most_pending = chunk, pending
-        self._slots = DraftSlots(cache)
+        self._slots = SlotsBySequence(cache)
         self._pending: dict[str, _PendingStates] = {}
 
     def read_hidden_states(self, computed: Sequence[ComputedTokens]) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from engine.sample.sampler import sample_tokens
 from engine.schedule.draft import DraftRequest
+from engine.schedule.slots import Slots
 from engine.text.prefix import common_prefix_length
 from kvcache.cache import Cache
 from kvcache.errors import OutOfCells
@@ -27,7 +28,7 @@ NextTokens: TypeAlias = Mapping[int, list[int]]
 
 @dataclass(slots=True)
 class DraftSlot:
-    """A slot of the drafter's cache.
+    """A slot of the drafter's cache, and the context that it caches. Implements CachedContext.
 
     last_used  time of the latest request
     tokens     cached tokens
@@ -46,14 +47,21 @@ class DraftSlot:
     compared: int = 0
     emitted: int = 0
 
+    def prefix_keys(self, length: int) -> list[int]:
+        """See CachedContext."""
+        return self.tokens[:length] if self.reusable is None else self.tokens[: min(length, self.reusable)]
 
-class DraftSlots:
+    def align_down(self, length: int) -> int:
+        """See CachedContext."""
+        return length
+
+
+class SlotsBySequence:
     """The slots of a drafter's cache, by sequence."""
 
     def __init__(self, cache: Cache) -> None:
-        self._cache = cache
-        self._free = list(range(cache.slots - 1, -1, -1))
-        self._slots: dict[str, DraftSlot] = {}
+        self._cache, self._slots = cache, Slots(cache)
+        self._by_sequence: dict[str, DraftSlot] = {}
         self._clock = 0
 
     def follow(self, requests: Sequence[DraftRequest]) -> list[DraftSlot]:
@@ -63,15 +71,15 @@ class DraftSlots:
 
     def rewind(self, slot: DraftSlot, length: int) -> None:
         """Keep at most the first `length` cached tokens."""
-        del slot.tokens[self._cache.rewind(slot.slot, min(length, len(slot.tokens))) :]
+        del slot.tokens[self._slots.rewind(slot.slot, slot, length) :]
 
     def insert_prefix(self, slot: DraftSlot) -> None:
         """Enter the cached tokens into the prefix tree."""
-        self._cache.insert_prefix(slot.slot, slot.tokens[: slot.reusable], salt=slot.salt)
+        self._slots.insert_prefix(slot.slot, slot)
 
     def forget(self, sequence_id: str, output: Sequence[int] = ()) -> None:
         """Release a finished sequence. Its cached tokens enter the prefix tree, without rejected draft tokens."""
-        slot = self._slots.get(sequence_id)
+        slot = self._by_sequence.get(sequence_id)
         if slot is None:
             return
         context = slot.compared + 1
@@ -82,14 +90,12 @@ class DraftSlots:
 
     def release(self, sequence_id: str) -> None:
         """Free a sequence's slot and drop its cached tokens."""
-        slot = self._slots.pop(sequence_id)
-        self._cache.clear(slot.slot)
-        self._free.append(slot.slot)
+        self._slots.release(self._by_sequence.pop(sequence_id).slot)
 
     def _follow(self, request: DraftRequest) -> DraftSlot:
-        slot = self._slots.get(request.sequence_id)
+        slot = self._by_sequence.get(request.sequence_id)
         if slot is None:
-            slot = self._slots[request.sequence_id] = DraftSlot(self._acquire(), request.salt, self._clock)
+            slot = self._by_sequence[request.sequence_id] = DraftSlot(self._acquire(), request.salt, self._clock)
         slot.last_used = self._clock
         common, dropped = self._common(slot, request), _dropped(request) - slot.dropped
         if dropped > 0:
@@ -124,9 +130,9 @@ class DraftSlots:
 
     def _acquire(self) -> int:
         """A free slot, or the least recently used one."""
-        if not self._free:
-            self.forget(min(self._slots, key=lambda name: self._slots[name].last_used))
-        return self._free.pop()
+        if not self._slots.free_count:
+            self.forget(min(self._by_sequence, key=lambda name: self._by_sequence[name].last_used))
+        return self._slots.acquire()
 
 
 def missing_tokens(

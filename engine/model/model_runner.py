@@ -19,11 +19,12 @@ from kvcache.forward import Forward
 class ModelRunner(Protocol):
     """Runs a model over the spans of open forwards of the cache.
 
-    layers              with KV cells, in the order of the cache
-    long_factor_layers  the same with the rotation of sequences beyond the original length; equal without a switch
-    switch              when the rotary factors change; None: never
-    sampler             for the logits of `run`
-    has_hidden_states   whether the self-test found that `run_with_hidden_states` can be called
+    layers                  with KV cells, in the order of the cache
+    long_factor_layers      the same with the rotation of sequences beyond the original length; equal without a switch
+    switch                  when the rotary factors change; None: never
+    sampler                 for the logits of `run`
+    has_hidden_states       whether the self-test found that `run_with_hidden_states` can be called
+    supports_bidirectional  whether spans may have bidirectional ranges
     """
 
     layers: tuple[CachedLayer, ...]
@@ -31,11 +32,7 @@ class ModelRunner(Protocol):
     switch: RopeSwitch | None
     sampler: Sampler
     has_hidden_states: bool
-
-    @abstractmethod
-    def supports(self, forward: Forward, encoder_masks: Sequence[EncoderMask | None] = ()) -> bool:
-        """Whether the runner itself computes a forward. A runner with a fallback passes other forwards to that."""
-        ...
+    supports_bidirectional: bool
 
     @abstractmethod
     def run(

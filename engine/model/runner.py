@@ -29,6 +29,8 @@ class PackedRunner(ModelRunner):
     model  transformers' model, with the hooks of engine/model/hooks.py
     """
 
+    supports_bidirectional = True
+
     def __init__(
         self,
         model: Any,
@@ -69,10 +71,6 @@ class PackedRunner(ModelRunner):
     def attend(self) -> AttentionFunction:
         """The attention kernel over cells, except for latent and cross attention."""
         return self._attend
-
-    def supports(self, forward: Forward, encoder_masks: Sequence[EncoderMask | None] = ()) -> bool:
-        """All forwards."""
-        return True
 
     def run(
         self,

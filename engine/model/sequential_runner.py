@@ -58,6 +58,9 @@ class SequentialRunner(ModelRunner):
     model  transformers' model; running two tokens shows the layers that store cells
     """
 
+    # The masks are the model's own.
+    supports_bidirectional = False
+
     def __init__(self, model: Any, switch: RopeSwitch | None = None) -> None:
         """Raises UnsupportedCache, or whatever the model raises."""
         self.model, self.switch = model, switch
@@ -79,10 +82,6 @@ class SequentialRunner(ModelRunner):
         """See ModelRunner."""
         self._invariant = RowInvariant(product)
 
-    def supports(self, forward: Forward, encoder_masks: Sequence[EncoderMask | None] = ()) -> bool:
-        """Forwards without bidirectional ranges, since the masks are the model's own."""
-        return not any(span.bidirectional for span in forward.spans)
-
     def run(
         self,
         forward: Forward,
@@ -102,7 +101,7 @@ class SequentialRunner(ModelRunner):
         encoder_masks: Sequence[EncoderMask | None] = (),
     ) -> tuple[Tensor, Tensor]:
         """See ModelRunner. Raises ValueError for bidirectional ranges."""
-        if not self.supports(forward, encoder_masks):
+        if any(span.bidirectional for span in forward.spans):
             raise ValueError("the sequential runner does not support bidirectional ranges")
         logits, states, caches, row = [], [], [], 0
         for number, span in enumerate(forward.spans):

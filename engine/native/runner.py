@@ -68,6 +68,8 @@ class NativeRunner(ModelRunner):
     fallback  the packed runner
     """
 
+    supports_bidirectional = True
+
     def __init__(
         self,
         fallback: PackedRunner,

@@ -148,7 +148,7 @@ class Scheduler:
         """Remove a finished sequence, running or waiting, and cache its tokens."""
         # Cells that a context shift moved match this sequence only, which does not return.
         if sequence.slot is not None and not sequence.context.restore_length:
-            self._slots.insert_prefix(sequence)
+            self._slots.insert_prefix(sequence.slot, sequence.context)
         self.discard(sequence)
 
     def discard(self, sequence: Sequence) -> None:
@@ -168,7 +168,7 @@ class Scheduler:
         self._update_followers()
         for sequence in self.running:
             if sequence.needs_long_factors:
-                self._slots.restart_with_long_factors(sequence)
+                self._restart_with_long_factors(sequence)
         scheduled = self._schedule_running()
         while scheduled and self._lacks_cells(scheduled):
             self._preempt()
@@ -182,7 +182,7 @@ class Scheduler:
             self._prefilled_tokens += span.length if span.length > 1 else 0
             self._fairness.charge(sequence, each.charged_tokens)
             if sequence.slot is not None and span.start < len(sequence.request.prompt):
-                self._slots.insert_span(sequence, span)
+                self._insert_span(sequence, span)
 
     def _admit(self) -> None:
         """Give slots to waiting sequences: free ones while cells suffice, then by preemption."""
@@ -201,7 +201,7 @@ class Scheduler:
 
     def _assign(self, sequence: Sequence) -> bool:
         """Give the sequence a slot unless its tokens would need a preemption; whether it got one."""
-        cached_length = self._slots.acquire(sequence)
+        cached_length = self._acquire_slot(sequence)
         self.running.append(sequence)
         self._admitted_at[sequence] = self._prefilled_tokens
         if len(self.running) > 1 and not self._all_fit():
@@ -213,9 +213,23 @@ class Scheduler:
         self._on_start(sequence, cached_length)
         return True
 
+    def _acquire_slot(self, sequence: Sequence) -> int:
+        """Give the sequence a free slot; the length that the slot reused from the prefix cache.
+
+        A shifted sequence returns to its last stage at which all tokens are found that cannot be recomputed.
+        """
+        if sequence.needs_long_factors:
+            sequence.switch_to_long_factors()
+        sequence.slot = self._slots.acquire()
+        while (cached_length := self._reuse_prefix(sequence)) < sequence.context.restore_length:
+            self._cache.clear(sequence.slot)
+            sequence.context.undo_shift()
+        return cached_length
+
     def _release_slot(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
-        self._slots.release(sequence)
+        self._slots.release(_slot(sequence))
+        sequence.slot = None
         self._leaders.pop(sequence, None)
         self._shares_are_fair = False
         del self._admitted_at[sequence]
@@ -229,8 +243,7 @@ class Scheduler:
 
     def _uncomputed_tokens(self, sequence: Sequence) -> int:
         """Tokens without keys and values; more than fit the slot where a context shift is due."""
-        assert sequence.slot is not None, "a waiting sequence has no slot"
-        return len(sequence.tokens) - self._cache.cached_length(sequence.slot)
+        return len(sequence.tokens) - self._cache.cached_length(_slot(sequence))
 
     def _is_at_capacity(self, sequence: Sequence) -> bool:
         """Whether it has a slot and the slot is full."""
@@ -242,11 +255,42 @@ class Scheduler:
             return False
         return self._cache.evict_for([each.span for each in scheduled]) > 0
 
+    def _reuse_prefix(self, sequence: Sequence) -> int:
+        """Extend the slot by cells of the prefix cache that hold the next tokens of the sequence; its new length.
+
+        Tokens that need logits or hidden states are not reused, and never the last one. Where the prefix cache matches
+        more tokens than a slot can resume at, the end of the match becomes a checkpoint.
+        """
+        slot, context = _slot(sequence), sequence.context
+        keys = context.prefix_keys(min(sequence.reusable_length, self._cache.capacity))
+        cached_length = self._cache.reuse_prefix(slot, keys, salt=context.salt)
+        match = self._cache.match_prefix(keys, salt=context.salt)
+        sequence.record_prefix_match(match.length, diverged=match.diverged)
+        return self._slots.rewind(slot, context, cached_length)
+
+    def _insert_span(self, sequence: Sequence, span: Span) -> None:
+        """Insert a computed span of the prompt into the prefix cache, with its checkpoints."""
+        slot, context = _slot(sequence), sequence.context
+        if context.shifts:
+            return
+        for position in sequence.checkpoints(span.start, span.stop):
+            self._slots.insert_prefix(slot, context, position, checkpoint=True)
+        if span.stop <= len(sequence.request.prompt):
+            self._slots.insert_prefix(slot, context, span.stop)
+
+    def _restart_with_long_factors(self, sequence: Sequence) -> None:
+        """Recompute the sequence with the long rotary factors; its old keys and values stay in the prefix cache."""
+        slot = _slot(sequence)
+        self._slots.insert_prefix(slot, sequence.context)
+        self._cache.clear(slot)
+        sequence.switch_to_long_factors()
+        self._reuse_prefix(sequence)
+
     def _update_followers(self) -> None:
         """Let followers reuse the prefixes of leaders that computed them, or that will not any more."""
         for sequence in tuple(self._leaders):
             if not self._waits_for_leader(sequence):
-                sequence.update_cached(self._slots.reuse_prefix(sequence))
+                sequence.update_cached(self._reuse_prefix(sequence))
                 self._choose_leader(sequence)
 
     def _waits_for_leader(self, sequence: Sequence) -> bool:
@@ -306,11 +350,9 @@ class Scheduler:
         return chunks
 
     def _scheduled(self, sequence: Sequence, start: int, length: int) -> ScheduledSequence:
-        assert sequence.slot is not None, "a waiting sequence has no slot"
         ranges = sequence.context.bidirectional(start, start + length)
-        return ScheduledSequence(
-            sequence, Span(sequence.slot, start, length, ranges, long_factors=sequence.long_factors)
-        )
+        span = Span(_slot(sequence), start, length, ranges, long_factors=sequence.long_factors)
+        return ScheduledSequence(sequence, span)
 
     def _prefill_order(self) -> list[Sequence]:
         """Sequences in prefill that wait for no leader, by deadline; a leader inherits its followers' deadlines."""
@@ -347,7 +389,7 @@ class Scheduler:
 
     def _requeue(self, sequence: Sequence) -> None:
         """Move a running sequence to the queue, before all of its rank, and cache its tokens."""
-        self._slots.insert_prefix(sequence)
+        self._slots.insert_prefix(_slot(sequence), sequence.context)
         self._release_slot(sequence)
         self.waiting.insert(bisect_left([other.rank for other in self.waiting], sequence.rank), sequence)
         self.preemptions += 1
@@ -369,7 +411,7 @@ class Scheduler:
                 if cached_length <= drop.start:
                     # No key moved. How many keys of earlier shifts are left may depend on chunk sizes: drop them all.
                     length = min(cached_length, sequence.context.recomputable_length)
-                    cached_length = self._slots.rewind(sequence, length)
+                    cached_length = self._slots.rewind(sequence.slot, sequence.context, length)
                 sequence.context.shift(drop, cached_length)
                 return
 
@@ -379,3 +421,9 @@ class Scheduler:
             self._preempt()
         else:
             self._cache.reset_prefix_cache()
+
+
+def _slot(sequence: Sequence) -> int:
+    """The slot of a running sequence."""
+    assert sequence.slot is not None, "a waiting sequence has no slot"
+    return sequence.slot

@@ -1,17 +1,32 @@
-"""Assigns the slots of the cache to sequences and connects them to the prefix cache.
+"""The slots of a cache: of the model's, by the scheduler, and of a drafter's (engine/draft/slots.py).
 
 A released slot is empty; its keys and values live on in the prefix cache.
 """
 
 from __future__ import annotations
 
-from engine.schedule.sequence import Sequence
+from collections.abc import Sequence
+from typing import Protocol
+
 from kvcache.cache import Cache
-from kvcache.spec import Span
+
+
+class CachedContext(Protocol):
+    """The tokens that a slot caches, as keys of the prefix cache."""
+
+    @property
+    def salt(self) -> bytes:
+        """Separates its entries in the prefix cache from those of other salts."""
+
+    def prefix_keys(self, length: int) -> Sequence[int]:
+        """The keys of the first `length` tokens, or of fewer where others may not reuse more."""
+
+    def align_down(self, length: int) -> int:
+        """The largest length up to `length` that the slot may be shortened to."""
 
 
 class Slots:
-    """The slots of one cache."""
+    """Free and assigned slots of one cache."""
 
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
@@ -19,77 +34,28 @@ class Slots:
 
     @property
     def free_count(self) -> int:
-        """Slots without a sequence."""
+        """Slots that are not assigned."""
         return len(self._free)
 
-    def acquire(self, sequence: Sequence) -> int:
-        """Give the sequence a slot; the length that the slot reused from the prefix cache.
+    def acquire(self) -> int:
+        """Assign a free slot, which is empty."""
+        return self._free.pop()
 
-        A shifted sequence returns to its last stage at which all tokens are found that cannot be recomputed.
-        """
-        if sequence.needs_long_factors:
-            sequence.switch_to_long_factors()
-        sequence.slot = self._free.pop()
-        while (cached_length := self.reuse_prefix(sequence)) < sequence.context.restore_length:
-            self._cache.clear(sequence.slot)
-            sequence.context.undo_shift()
-        return cached_length
+    def release(self, slot: int) -> None:
+        """Clear and free an assigned slot."""
+        self._cache.clear(slot)
+        self._free.append(slot)
 
-    def restart_with_long_factors(self, sequence: Sequence) -> None:
-        """Recompute the sequence with the long rotary factors; its old keys and values stay in the prefix cache."""
-        assert sequence.slot is not None, "a waiting sequence has no slot"
-        self.insert_prefix(sequence)
-        self._cache.clear(sequence.slot)
-        sequence.switch_to_long_factors()
-        self.reuse_prefix(sequence)
-
-    def reuse_prefix(self, sequence: Sequence) -> int:
-        """Extend the slot by cells of the prefix cache that hold the next tokens of the sequence; its new length.
-
-        Tokens that need logits or hidden states are not reused, and never the last one. Where the prefix cache matches
-        more tokens than a slot can resume at, the end of the match becomes a checkpoint.
-        """
-        assert sequence.slot is not None, "a waiting sequence has no slot"
-        keys = sequence.context.prefix_keys(min(sequence.reusable_length, self._cache.capacity))
-        salt = sequence.context.salt
-        cached_length = self._cache.reuse_prefix(sequence.slot, keys, salt=salt)
-        match = self._cache.match_prefix(keys, salt=salt)
-        sequence.record_prefix_match(match.length, diverged=match.diverged)
-        return self.rewind(sequence, cached_length)
-
-    def rewind(self, sequence: Sequence, length: int) -> int:
-        """Shorten the slot to `length` or to the next shorter length at which it can resume; its new length.
-
-        Never inside a bidirectional range, which one forward computes as a whole.
-        """
-        assert sequence.slot is not None, "a waiting sequence has no slot"
-        target = min(length, self._cache.cached_length(sequence.slot))
-        while (aligned := sequence.context.align_down(target)) < self._cache.cached_length(sequence.slot):
-            target = self._cache.rewind(sequence.slot, aligned)
+    def rewind(self, slot: int, context: CachedContext, length: int) -> int:
+        """Shorten the slot to `length` or to the next shorter length at which it can resume; its new length."""
+        target = min(length, self._cache.cached_length(slot))
+        while (aligned := context.align_down(target)) < self._cache.cached_length(slot):
+            target = self._cache.rewind(slot, aligned)
         return target
 
-    def insert_span(self, sequence: Sequence, span: Span) -> None:
-        """Insert a computed span of the prompt into the prefix cache, with its checkpoints."""
-        if sequence.context.shifts:
-            return
-        for position in sequence.checkpoints(span.start, span.stop):
-            self._insert_prefix(sequence, position, checkpoint=True)
-        if span.stop <= len(sequence.request.prompt):
-            self._insert_prefix(sequence, span.stop)
-
-    def insert_prefix(self, sequence: Sequence) -> None:
-        """Insert all tokens of the slot into the prefix cache, under the salt of the sequence's context history."""
-        assert sequence.slot is not None, "a waiting sequence has no slot"
-        self._insert_prefix(sequence, self._cache.cached_length(sequence.slot))
-
-    def release(self, sequence: Sequence) -> None:
-        """Clear and free the slot of the sequence."""
-        assert sequence.slot is not None, "a sequence leaves a slot that it does not have"
-        self._cache.clear(sequence.slot)
-        self._free.append(sequence.slot)
-        sequence.slot = None
-
-    def _insert_prefix(self, sequence: Sequence, length: int, *, checkpoint: bool = False) -> None:
-        assert sequence.slot is not None, "a waiting sequence has no slot"
-        keys = sequence.context.prefix_keys(length)
-        self._cache.insert_prefix(sequence.slot, keys, salt=sequence.context.salt, checkpoint=checkpoint)
+    def insert_prefix(
+        self, slot: int, context: CachedContext, length: int | None = None, *, checkpoint: bool = False
+    ) -> None:
+        """Insert the first `length` tokens of the slot into the prefix cache; None: all."""
+        keys = context.prefix_keys(self._cache.cached_length(slot) if length is None else length)
+        self._cache.insert_prefix(slot, keys, salt=context.salt, checkpoint=checkpoint)

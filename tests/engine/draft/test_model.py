@@ -99,7 +99,7 @@ def test_of_a_sequence_that_loses_its_slot_the_text_is_remembered() -> None:
 
 def stands(some: Watched) -> bool:
     """Whether every slot holds what its seat says it holds."""
-    seats = some._slots._slots.values()
+    seats = some._slots._by_sequence.values()
     return all(some._cache.cached_length(seat.slot) == len(seat.tokens) for seat in seats)
 
 
@@ -132,8 +132,8 @@ def test_one_native_call_or_many_say_the_same() -> None:
     assert [one.chained for one in some] == [4, 0, 2, 0]
     assert drafts[0] == drafts[1] == drafts[2] == drafts[3]
     assert all(map(stands, some))
-    assert [seat.tokens for seat in some[0]._slots._slots.values()] == [
-        seat.tokens for seat in some[1]._slots._slots.values()
+    assert [seat.tokens for seat in some[0]._slots._by_sequence.values()] == [
+        seat.tokens for seat in some[1]._slots._by_sequence.values()
     ]
 
 
