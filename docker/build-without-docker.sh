@@ -1,7 +1,7 @@
 #!/bin/sh
-# Builds the image on Debian or Ubuntu without a Docker engine, as root: mmdebstrap makes the base image, buildah ours.
+# Builds the image on Debian or Ubuntu without a Docker engine, as root: mmdebstrap builds the base image, buildah ours.
 # Needs `apt-get install buildah crun mmdebstrap`; docker/run-without-docker.py then serves it.
-# Images live in $CELLAR_IMAGES. pip looks where it looks outside: its settings go in as a secret.
+# Images are in $CELLAR_IMAGES. The build gets the settings of pip on this machine, as a secret.
 set -eu
 cd "$(dirname "$0")/.."
 store=${CELLAR_IMAGES:-${XDG_CACHE_HOME:-$HOME/.cache}/cellar-containers}
@@ -9,7 +9,7 @@ python=${PYTHON:-python3}
 mkdir -p "$store/tmp"
 export TMPDIR="$store/tmp"
 
-# vfs copies the whole image at every turn, but works where overlay does not: inside a container, say.
+# vfs copies the whole image at every step, but works where overlay does not, as inside a container.
 driver=overlay
 command buildah --root "$store/overlay" --runroot "$store/run" --storage-driver overlay info >/dev/null 2>&1 || driver=vfs
 echo "$driver" >"$store/driver"
@@ -58,7 +58,7 @@ fi
 buildah build --isolation chroot --pull-never --layers=false --format docker --file docker/Dockerfile \
     --build-arg BASE=localhost/cellar-base --secret "id=pip,src=$pip_conf" "$@" --tag localhost/cellar .
 
-# run-without-docker.py needs the image unpacked; one copy serves every run, because it is read-only.
+# run-without-docker.py needs the image unpacked; all runs share one copy, because it is read-only.
 buildah rm cellar >/dev/null 2>&1 || true
 buildah rmi --prune >/dev/null # the image before this one
 buildah from --pull-never --name cellar localhost/cellar

@@ -1,4 +1,4 @@
-"""Ends with 0 while the server in this container takes requests (/ready answers 200), else with 1.
+"""Exits with 0 while the server in this container accepts requests (/ready answers 200), else with 1.
 
 The slim image has no curl. Only the standard library is imported, so a probe costs a few milliseconds of import.
 """
@@ -11,7 +11,7 @@ import urllib.request
 
 
 def main() -> int:
-    """Ask /ready once, without any proxy that the environment may name."""
+    """The exit status, after one request without the proxies of the environment."""
     url = f"http://127.0.0.1:{os.environ.get('CELLAR_PORT', '8000')}/ready"
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:

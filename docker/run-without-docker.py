@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Serves the image that build-without-docker.sh made, under crun with the limits that compose.yaml names; as root.
+"""Serves the image of build-without-docker.sh under crun with the limits of compose.yaml; as root.
 
-It does what `docker compose up` does, but for two things: the network is this machine's own, so CELLAR_PORT is the port
-that the server binds, and nothing is counted in cgroups (mem_limit, pids_limit). Arguments replace the command of the
-image. SIGTERM and SIGINT are passed on; the exit status is the server's.
+As `docker compose up`, with two differences: the network is that of the host, so CELLAR_PORT is the port of the server,
+and no cgroup limits memory and processes (mem_limit, pids_limit). Arguments replace the command of the image.
+SIGTERM and SIGINT are passed on; the exit status is the server's.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from typing import Any
 import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
-# crun 1.8 refuses a machine with both kinds of cgroups: the second is unmounted in a mount namespace of its own.
+# crun 1.8 fails on a machine with both versions of cgroups: version 2 is unmounted in a mount namespace of its own.
 CRUN = 'umount /sys/fs/cgroup/unified 2>/dev/null; exec crun --root "$0" --cgroup-manager=disabled "$@"'
 
 
 def main(arguments: list[str]) -> int:
-    """Write the bundle, run it, pass signals on, and give back the exit status."""
+    """Write the bundle and run it; the exit status of the server."""
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     store = Path(os.environ.get("CELLAR_IMAGES") or home / "cellar-containers")
     name = f"cellar-{os.getpid()}"
@@ -46,7 +46,7 @@ def main(arguments: list[str]) -> int:
 
 
 def specification(store: Path, arguments: list[str]) -> dict[str, Any]:
-    """Return the OCI runtime configuration: what the image asks for, narrowed by what compose.yaml forbids."""
+    """The OCI runtime configuration: that of the image, with the limits of compose.yaml."""
     driver = (store / "driver").read_text().strip()
     buildah = ["buildah", "--root", str(store / driver), "--runroot", str(store / "run"), "--storage-driver", driver]
     image = json.loads(answer([*buildah, "inspect", "--type", "image", "localhost/cellar"]))["OCIv1"]["config"]
@@ -79,7 +79,7 @@ def specification(store: Path, arguments: list[str]) -> dict[str, Any]:
 
 
 def environment(image: list[str], service: dict[str, Any]) -> list[str]:
-    """Return the variables of the image, those of compose.yaml over them, and CELLAR_PORT from outside over both."""
+    """The environment variables of the image, replaced by those of compose.yaml and by CELLAR_PORT of this process."""
     values = dict(line.split("=", 1) for line in image)
     for name, value in service.items():
         if value is None:
@@ -91,14 +91,14 @@ def environment(image: list[str], service: dict[str, Any]) -> list[str]:
 
 
 def default_specification() -> str:
-    """Return what `crun spec` writes."""
+    """The output of `crun spec`."""
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run(["crun", "spec"], cwd=folder, check=True)
         return (Path(folder) / "config.json").read_text()
 
 
 def answer(command: list[str]) -> str:
-    """Return what a command prints."""
+    """The output of a command."""
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
