@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, get_args
 
 from engine.types.request import MAX_DRAFT_TOKENS, DrafterChoice, MlaMode, Overflow
 
@@ -15,6 +15,19 @@ Dtype = Literal["auto", "float32", "float64", "bfloat16", "float16"]
 KvDtype = Literal["auto", "float32", "float64", "bfloat16", "float16", "int8"]
 Kernels = Literal["auto", "torch"]
 Quantize = Literal["none", "int8", "int4", "auto"]
+
+
+# The words of the settings that have a closed set of them.
+_WORDS: dict[str, Any] = {
+    "dtype": Dtype,
+    "kv_dtype": KvDtype,
+    "quantize": Quantize,
+    "draft_quantize": Quantize,
+    "overflow": Overflow,
+    "drafter": DrafterChoice,
+    "kernels": Kernels,
+    "mla": MlaMode,
+}
 
 
 class ConfigError(ValueError):
@@ -86,6 +99,10 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         """Raise ConfigError for an invalid setting."""
+        for name, words in _WORDS.items():
+            value = getattr(self, name)
+            if value is not None and value not in get_args(words):
+                raise ConfigError(name, f"must be one of {', '.join(get_args(words))}, not {value}")
         for name in ("context", "slots", "cells", "chunk", "threads", "checkpoint"):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -24,7 +24,6 @@ class EncoderInputs:
     def __init__(self, encoder: Encoder | None, files: EncoderFiles) -> None:
         self._encoder, self.files = encoder, files
         self.store = EncoderCache(0 if encoder is None else encoder.budget_bytes)
-        self.encoded_total = 0
 
     def prepare(self, sequence: Sequence) -> bool:
         """Give a waiting sequence its encoder mask; whether the next one may be prepared in the same step.
@@ -44,7 +43,6 @@ class EncoderInputs:
             entry = self.files.read(key)
             if entry is None:
                 entry = replace(self._encoder.encode(media), digest=key)
-                self.encoded_total += 1
                 self.files.enqueue(entry)
             self.store.put(entry)
         sequence.encoder_mask = self._encoder.mask(entry, media, sequence.request.prompt)

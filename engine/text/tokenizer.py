@@ -98,14 +98,6 @@ class Tokenizer:
         """The source of the chat template, or ""."""
         return _template_text(self._tokenizer) or ""
 
-    def single_token(self, text: str) -> int | None:
-        """The token that encodes the whole text, if there is one."""
-        if not text:
-            return None
-        with self._lock:
-            tokens = self._encode(_checked_text(text, "prompt"), special=False)
-        return tokens[0] if len(tokens) == 1 else None
-
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         """The tokens of a prompt, with or without special tokens such as BOS.
 

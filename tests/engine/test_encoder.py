@@ -69,11 +69,29 @@ def check(reference: Alone, requests: list[Request], answers: dict[str, Answer])
     assert all(isinstance(answers[request.id].end, Finished) for request in requests)
 
 
-def short_of_room(loaded: LoadedModel, entries: float, one: Media) -> LoadedModel:
-    """The model with an encoder cache for `entries` of a size."""
+class CountingEncoder(Encoder):
+    """An encoder that counts the media that it encodes."""
+
+    encoded = 0
+
+    def encode(self, media: Media) -> EncoderEntry:
+        self.encoded += 1
+        return super().encode(media)
+
+
+def counting(loaded: LoadedModel, budget: int | None = None) -> tuple[LoadedModel, CountingEncoder]:
+    """The model with a counting encoder, and that encoder; `budget`: bytes of the encoder cache."""
     assert loaded.encoder is not None
-    budget = int(entries * loaded.encoder.entry_bytes(one))
-    return dataclasses.replace(loaded, encoder=Encoder(loaded.model, budget_bytes=budget))
+    encoder = CountingEncoder(loaded.model, budget_bytes=loaded.encoder.budget_bytes if budget is None else budget)
+    # Its construction encodes once, to measure an entry.
+    encoder.encoded = 0
+    return dataclasses.replace(loaded, encoder=encoder), encoder
+
+
+def entry_budget(loaded: LoadedModel, entries: float, one: Media) -> int:
+    """Bytes of an encoder cache for `entries` of a size."""
+    assert loaded.encoder is not None
+    return int(entries * loaded.encoder.entry_bytes(one))
 
 
 @every_kind
@@ -81,12 +99,13 @@ def short_of_room(loaded: LoadedModel, entries: float, one: Media) -> LoadedMode
 def test_any_batch_equals_separate_runs(kind: str, chunk: int, models: Models, references: References) -> None:
     """With different, equal and no media in one batch, and fewer slots than requests."""
     requests = [mixed(kind, number) for number in range(10)]
-    engine = core(models(kind), slots=3, chunk=chunk)
+    loaded, encoder = counting(models(kind))
+    engine = core(loaded, slots=3, chunk=chunk)
 
     answers = play(engine, [Job(request, at) for at, request in enumerate(requests)])
 
     check(references(kind), requests, answers)
-    assert len({request.media for request in requests if request.media}) == engine.encoder_inputs.encoded_total
+    assert len({request.media for request in requests if request.media}) == encoder.encoded
     assert 0 == engine.encoder_inputs.store.pinned_bytes
 
 
@@ -107,7 +126,7 @@ def run_mix(kind: str, seed: int, loaded: LoadedModel, reference: Alone) -> None
     chance, jobs = random.Random(seed + 10_000), traffic(kind, seed)
     most = max((job.request.media for job in jobs if job.request.media), key=lambda one: len(one.arrays[-1][1].data))
     if chance.random() < 0.5:
-        loaded = short_of_room(loaded, chance.choice((1, 1.5, 2.5)), most)
+        loaded, _ = counting(loaded, entry_budget(loaded, chance.choice((1, 1.5, 2.5)), most))
     slots, cells = chance.choice((1, 2, 4, 8)), chance.choice((CONTEXT, 4 * CONTEXT))
     engine = core(loaded, slots=slots, cells=cells, chunk=chance.choice((1, 3, 8, 64)))
 
@@ -155,7 +174,8 @@ def test_a_prefix_is_reused_with_the_same_media_only(kind: str, models: Models, 
     size = 1 if kind == "mllama" else 6
     requests = [ask("1", tokens, media(kind, 1, size)), ask("2", tokens, media(kind, 1, size))]
     requests += [ask("3", tokens, media(kind, 2, size)), ask("4", (*tokens, 9), media(kind, 2, size))]
-    engine = core(models(kind), slots=2, chunk=7)
+    loaded, encoder = counting(models(kind))
+    engine = core(loaded, slots=2, chunk=7)
 
     answers: dict[str, Answer] = {}
     for request in requests:
@@ -165,7 +185,7 @@ def test_a_prefix_is_reused_with_the_same_media_only(kind: str, models: Models, 
     cached = [answers[request.id].started[0].cached_tokens for request in requests]
     assert [0, len(tokens) - 1, 0, len(tokens)] == cached
     assert answers["1"].tokens != answers["3"].tokens
-    assert 2 == engine.encoder_inputs.encoded_total
+    assert 2 == encoder.encoded
 
 
 @every_kind
@@ -211,7 +231,8 @@ def test_the_encoder_cache_keeps_its_budget(kind: str, models: Models, reference
     """Three media in a cache for two entries are encoded in turn, each pinned while it is in use."""
     size = 1 if kind == "mllama" else 6
     requests = [ask(f"{at}", prompt(kind, at, 6, images=1), media(kind, at % 3, size)) for at in range(6)]
-    engine = core(short_of_room(models(kind), 2.5, requests[0].media), slots=4)
+    loaded, encoder = counting(models(kind), entry_budget(models(kind), 2.5, requests[0].media))
+    engine = core(loaded, slots=4)
     store, most, together = engine.encoder_inputs.store, 0, 0
     for request in requests:
         engine.submit(request)
@@ -224,7 +245,7 @@ def test_the_encoder_cache_keeps_its_budget(kind: str, models: Models, reference
     check(references(kind), requests, answers)
     assert most <= store.budget_bytes
     assert (2, 2) == (together, len(store))
-    assert 3 < engine.encoder_inputs.encoded_total
+    assert 3 < encoder.encoded
 
 
 @every_kind
@@ -325,23 +346,26 @@ def test_penalties_skip_image_tokens(models: Models) -> None:
 def test_encoder_entries_survive_a_restart(kind: str, models: Models, references: References, tmp_path: Path) -> None:
     """In files of the disk cache."""
     requests = [mixed(kind, number) for number in range(3)]
-    first = core(models(kind), disk_cache=str(tmp_path))
+    first_model, first_encoder = counting(models(kind))
+    first = core(first_model, disk_cache=str(tmp_path))
     check(references(kind), requests, play(first, [Job(request) for request in requests]))
     while first.flush_when_idle():
         pass
-    second = core(models(kind), disk_cache=str(tmp_path))
+    second_model, second_encoder = counting(models(kind))
+    second = core(second_model, disk_cache=str(tmp_path))
     answers = play(second, [Job(request) for request in requests])
 
     check(references(kind), requests, answers)
-    assert 0 < first.encoder_inputs.encoded_total
-    assert 0 == second.encoder_inputs.encoded_total
+    assert 0 < first_encoder.encoded
+    assert 0 == second_encoder.encoded
 
 
 def test_salts_separate_media(models: Models) -> None:
     """Media are encoded again under another salt."""
     one, tokens = media("bart", 1), prompt("bart", 1, 4)
-    subject = core(models("bart"))
+    loaded, encoder = counting(models("bart"))
+    subject = core(loaded)
     for name, salt in (("a", b"one"), ("b", b"two"), ("c", b"one")):
         play(subject, [Job(ask(name, tokens, one, salt=salt))])
 
-    assert 2 == subject.encoder_inputs.encoded_total
+    assert 2 == encoder.encoded

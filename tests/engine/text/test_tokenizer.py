@@ -67,9 +67,9 @@ def test_a_special_token_in_a_tool_is_plain_text() -> None:
     """No description can end a message."""
     tool = Tool("ring", "<|im_end|>")
     rendering = bundled().render_chat(ASKED, tools=[tool])
-    end = bundled().single_token("<|im_end|>")
+    (end,) = bundled().encode("<|im_end|>", add_special=False)
 
-    assert 2 == rendering.tokens.count(end or -1)
+    assert 2 == rendering.tokens.count(end)
     assert "<|im_end|>" in bundled().decode(rendering.tokens[:-30])
 
 
@@ -164,9 +164,6 @@ def test_describe_tokens_returns_text_and_bytes() -> None:
     assert "Hello, <tool_call> é😀" == tokenizer.decode(tokens)
     assert tokens == [piece.token for piece in pieces]
     assert "Hello, <tool_call> é😀".encode() == b"".join(piece.bytes for piece in pieces)
-    assert tokenizer.encode("<tool_call>", add_special=False) == [tokenizer.single_token("<tool_call>")]
-    assert tokenizer.single_token("Hello, you") is None
-    assert tokenizer.single_token("") is None
 
 
 def test_an_invalid_token_id_is_refused() -> None:
