@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import astuple, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ from engine.load.checkpoint import (
     resolve,
     weight_files,
 )
+from engine.load.construction import construct
 from engine.load.memory import ModelSizes, available_bytes, max_fitting_context, plan_memory
 from engine.load.tokenizer_cache import read_tokenizer
 from engine.model import hooks, recurrence, rope
@@ -248,7 +250,8 @@ def _read_model(name: str, folder: Path, config: Any, settings: EngineConfig) ->
     try:
         dtype = _choose_dtype(settings, folder, config)
         _dequantize(name, folder, config, dtype)
-        model, report = _model_class(config).from_pretrained(
+        read = partial(
+            _model_class(config).from_pretrained,
             folder,
             config=config,
             dtype=dtype,
@@ -257,6 +260,7 @@ def _read_model(name: str, folder: Path, config: Any, settings: EngineConfig) ->
             attn_implementation="eager",
             output_loading_info=True,
         )
+        model, report = construct(read)
     except READ_ERRORS as error:
         raise ModelUnsupported(name, error_line(error)) from error
     if report["missing_keys"] or report["mismatched_keys"]:
