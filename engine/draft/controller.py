@@ -13,10 +13,10 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from statistics import median_low
 from typing import NamedTuple
 
-from engine.draft.depth import Candidate, StepOutcome
+from engine.draft.depth import Candidate, DraftCall, StepOutcome
+from engine.draft.draft_cost import DraftCost
 from engine.schedule.step_cost import StepCost
 
 # Steps until the depth is chosen again: the same, a new or an explored one.
@@ -28,7 +28,7 @@ EXPLORATION_SHARE = 0.005
 LONGEST_COOLDOWN = 256
 # Acceptance rate before any draft was verified; it counts for two drafts (rule of succession).
 PRIOR_RATE = 0.5
-# Share of the verified drafts that still counts one step later.
+# Share of the verified drafts that still counts one step later, and of a drafter's calls one call later.
 MEMORY = 0.99
 # Factor by which a depth must be faster than the present one to replace it.
 LEAST_GAIN = 1.02
@@ -113,7 +113,6 @@ class _BatchSize:
     seconds    of all steps, drafting included; `explored`: of them lost by exploration
     cooldowns  step at which the cooldown of a drafter ends
     unused     steps of the latest cooldown of a drafter without proposals
-    calls      seconds of a drafter's call, by drafter and depth: medians of the latest calls
     catch_up   seconds a step spent on texts that are new to a drafter: exponential average
     """
 
@@ -123,19 +122,7 @@ class _BatchSize:
     plans: dict[frozenset[str], _Plan] = field(default_factory=dict)
     cooldowns: dict[str, int] = field(default_factory=dict)
     unused: dict[str, int] = field(default_factory=dict)
-    calls: defaultdict[str, dict[int, float]] = field(default_factory=lambda: defaultdict(dict))
     catch_up: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-
-    def call_seconds(self, kind: str, depth: int) -> float:
-        """Seconds of a call, in proportion to the nearest measured depth; 0 before any was measured."""
-        if not (calls := self.calls[kind]):
-            return 0.0
-        nearest = min(calls, key=lambda measured: abs(measured - depth))
-        return calls[nearest] * depth / nearest
-
-    def draft_seconds(self, depths: Mapping[str, int]) -> float:
-        """Seconds of drafting at these depths."""
-        return sum([self.call_seconds(kind, depth) + self.catch_up[kind] for kind, depth in depths.items() if depth])
 
 
 class DepthController:
@@ -148,6 +135,7 @@ class DepthController:
         self.cost = StepCost()
         self._priors = priors or {}
         self._acceptance: dict[str, _Acceptance] = {}
+        self._draft_costs = defaultdict[str, DraftCost](lambda: DraftCost(MEMORY))
         self._sizes = defaultdict[int, _BatchSize](_BatchSize)
         self._steps = self._learnt = 0
         # Not learnt yet, and the step in which a position of a drafter was verified last.
@@ -205,29 +193,32 @@ class DepthController:
         passed, self._learnt = self._steps - self._learnt, self._steps
         for acceptance in self._acceptance.values():
             acceptance.fade(passed)
-        calls = defaultdict[tuple[int, str, int], list[float]](list)
-        for outcome in self._outcomes:
-            for call in filter(attrgetter("depth"), outcome.calls):
-                calls[outcome.batch_tokens.bit_length(), call.kind, call.depth].append(call.seconds)
-            for kind, verified, accepted in outcome.verified:
-                self._rates(kind).observe(verified, accepted)
-                self._verified.update(dict.fromkeys([(kind, at + 1) for at in range(verified)], self._steps))
-        for (digits, kind, depth), seconds in calls.items():
-            self._sizes[digits].calls[kind][depth] = median_low(seconds)
-        self._learn_catch_up(passed)
-        self._outcomes.clear()
-
-    def _learn_catch_up(self, passed: int) -> None:
-        """Average what calls took longer than their median, where texts were new to a drafter."""
         for size in self._sizes.values():
             for kind in size.catch_up:
                 size.catch_up[kind] *= MEMORY**passed
         for outcome in self._outcomes:
-            size = self._sizes[outcome.batch_tokens.bit_length()]
-            for call in outcome.calls:
-                if call.catches_up:
-                    longer = call.seconds - size.call_seconds(call.kind, call.depth)
-                    size.catch_up[call.kind] += (1 - MEMORY) * max(longer, 0.0)
+            for call in filter(attrgetter("depth"), outcome.calls):
+                self._learn_call(call, outcome.batch_tokens)
+            for kind, verified, accepted in outcome.verified:
+                self._rates(kind).observe(verified, accepted)
+                self._verified.update(dict.fromkeys([(kind, at + 1) for at in range(verified)], self._steps))
+        self._outcomes.clear()
+
+    def _learn_call(self, call: DraftCall, batch_tokens: int) -> None:
+        """Update the cost of a drafter's calls, or of texts that are new to it."""
+        cost = self._draft_costs[call.kind]
+        expected = cost.seconds(call.depth, batch_tokens)
+        if call.catches_up and expected:
+            size = self._sizes[batch_tokens.bit_length()]
+            size.catch_up[call.kind] += (1 - MEMORY) * max(call.seconds - expected, 0.0)
+        else:
+            cost.observe(call.depth, batch_tokens, call.seconds)
+
+    def _draft_seconds(self, depths: Mapping[str, int], batch_tokens: int) -> float:
+        """Seconds of drafting at these depths."""
+        catch_up = self._sizes[batch_tokens.bit_length()].catch_up
+        drafting = [(kind, depth) for kind, depth in depths.items() if depth]
+        return sum([self._draft_costs[kind].seconds(depth, batch_tokens) + catch_up[kind] for kind, depth in drafting])
 
     def _rates(self, kind: str) -> _Acceptance:
         return self._acceptance.setdefault(kind, _Acceptance(self._priors.get(kind, PRIOR_RATE)))
@@ -238,7 +229,7 @@ class DepthController:
         """The next plan: no drafts until a batch size is measured, then the best depths; at times others."""
         if before is None or self.cost.measured(batch_tokens) < CHECK_STEPS:
             return _Plan(dict.fromkeys([one.kind for one in candidates], 0), size.steps + CHECK_STEPS)
-        options = list(self._options(candidates, batch_tokens, size))
+        options = list(self._options(candidates, batch_tokens))
         best = max(options, key=attrgetter("rate"))
         present = next((option for option in options if option.depths == before.best), options[0])
         if best.rate < LEAST_GAIN * present.rate:
@@ -270,20 +261,20 @@ class DepthController:
         verified = [self._verified.get((kind, depth), 0) for kind, depth in option.depths.items() if depth]
         return max(self.cost.age(option.batch_tokens), self._steps - min(verified, default=self._steps), 1.0)
 
-    def _options(self, candidates: Sequence[Candidate], batch_tokens: int, size: _BatchSize) -> Iterator[_Option]:
+    def _options(self, candidates: Sequence[Candidate], batch_tokens: int) -> Iterator[_Option]:
         """No drafts, then a position of a drafter more at a time, the likeliest first, as far as steps are measured."""
         positions = list[tuple[float, int, str, int]]()
         for kind in {one.kind for one in candidates}:
             limits = [one.limit for one in candidates if one.kind == kind]
             for at, survival in enumerate(self._rates(kind).survival(max(limits))):
                 positions.append((-survival, at + 1, kind, sum([limit > at for limit in limits])))
-        depths, tokens = dict.fromkeys([one.kind for one in candidates], 0), float(batch_tokens)
+        depths, plain, tokens = dict.fromkeys([one.kind for one in candidates], 0), batch_tokens, float(batch_tokens)
         yield _Option(dict(depths), batch_tokens, tokens, self.cost.seconds([batch_tokens])[0])
         for chance, depth, kind, drafts in sorted(positions):
             batch_tokens, tokens, depths[kind] = batch_tokens + drafts, tokens - chance * drafts, depth
             if batch_tokens > self.cost.reach:
                 return
-            seconds = self.cost.seconds([batch_tokens])[0] + size.draft_seconds(depths)
+            seconds = self.cost.seconds([batch_tokens])[0] + self._draft_seconds(depths, plain)
             yield _Option(dict(depths), batch_tokens, tokens, seconds)
 
     def _beside_prefill(self, kinds: frozenset[str], candidates: Sequence[Candidate], batch_tokens: int) -> list[int]:
@@ -295,5 +286,5 @@ class DepthController:
         depths = [min(plan.best[one.kind], one.limit) for one in candidates]
         tokens = sum([sum(self._rates(one.kind).survival(deep)) for one, deep in zip(candidates, depths, strict=True)])
         without, seconds = self.cost.seconds([batch_tokens, batch_tokens + sum(depths)])
-        pays = seconds - without + size.draft_seconds(plan.best) <= tokens / plan.rate
+        pays = seconds - without + self._draft_seconds(plan.best, len(candidates)) <= tokens / plan.rate
         return depths if pays else [0] * len(candidates)
