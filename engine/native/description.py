@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine.kernels.formats import WeightFormat
+from engine.kernels.cpu.linear import WEIGHT_FORMATS
 from engine.kernels.packing import PackedMatrix
 from engine.native.decoder import (
     NO_NORM,
@@ -50,9 +50,8 @@ from engine.native.step_library import (
     StateSpaceFields,
 )
 
-# The enumerations of step.h.
-_WEIGHT_FORMATS = {torch.float32: 0, torch.bfloat16: 1}
-_CODE_FORMATS: dict[WeightFormat, int] = {"int8": 2, "int4": 3}
+# The enumerations of format.h and step.h.
+_FLOAT_FORMATS = {torch.float32: 0, torch.bfloat16: 1}
 _NORMS: dict[NormKind, int] = {"none": 0, "root_mean_square": 1, "layer": 2}
 _SCORINGS: dict[Scoring, int] = {"softmax": 0, "sigmoid": 1}
 _ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu_squared": 4}
@@ -198,9 +197,9 @@ def describe_experts(experts: ExpertsSpec) -> ExpertsFields:
 def describe_embedding(decoder: DecoderSpec) -> EmbeddingFields:
     """The embedding table. Raises UnsupportedArchitecture for an unsupported dtype or memory layout."""
     table = decoder.embedding
-    if table.dtype not in _WEIGHT_FORMATS or not table.is_contiguous():
+    if table.dtype not in _FLOAT_FORMATS or not table.is_contiguous():
         raise UnsupportedArchitecture(f"its embeddings are {table.dtype}, or not contiguous")
-    return EmbeddingFields(table.data_ptr(), _WEIGHT_FORMATS[table.dtype], len(table), decoder.scale)
+    return EmbeddingFields(table.data_ptr(), _FLOAT_FORMATS[table.dtype], len(table), decoder.scale)
 
 
 def describe_rotary(rotary: RotarySpec, angles: tuple[Tensor, Tensor]) -> RotaryFields:
@@ -220,23 +219,21 @@ def describe_linear(linear: Linear) -> LinearFields:
     """A linear layer. Raises UnsupportedArchitecture for an unsupported dtype or memory layout."""
     weight = linear.weight
     if isinstance(weight, PackedMatrix):
-        if weight.format not in _CODE_FORMATS:
-            raise UnsupportedArchitecture(f"a matrix is {weight.format}")
         return LinearFields(
             weights=weight.codes.data_ptr(),
             scales=weight.scales.data_ptr(),
             bias=_address(linear.bias),
-            kind=_CODE_FORMATS[weight.format],
+            kind=WEIGHT_FORMATS[weight.format],
             outputs=weight.outputs,
             columns=weight.columns,
         )
-    if weight.dtype not in _WEIGHT_FORMATS or weight.stride(1) != 1 or weight.device.type != "cpu":
+    if weight.dtype not in _FLOAT_FORMATS or weight.stride(1) != 1 or weight.device.type != "cpu":
         raise UnsupportedArchitecture(f"a matrix is {weight.dtype}, or not stored by rows in CPU memory")
     outputs, columns = weight.shape
     return LinearFields(
         weights=weight.data_ptr(),
         bias=_address(linear.bias),
-        kind=_WEIGHT_FORMATS[weight.dtype],
+        kind=_FLOAT_FORMATS[weight.dtype],
         outputs=outputs,
         columns=columns,
         stride=weight.stride(0),

@@ -27,7 +27,7 @@ from engine.kernels.cache_folder import cache_folder, mark_used, scratch_folder,
 SOURCE = Path(__file__).parent
 PREBUILT = SOURCE / "prebuilt"
 COMPILERS = ("g++", "clang++", "c++")
-_AVX2 = ("-mavx2", "-mfma")
+_AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = ("-mavx512f", "-mavx512vl", "-mavx512bw", "-mavx512dq", *_AVX2)
 _BFLOAT16 = (*_AVX512, "-mavx512vnni", "-mavx512bf16")
 # Kernels by the names of their source files: compiler flags of their variants, fastest first.

@@ -15,9 +15,7 @@ inline int64_t shares(const QuantisedMatrix &matrix) { return ceil_div(matrix.ou
 void multiply_one(const LinearCall &product, int64_t share, const QuantisedRows &rows, RowRange range) {
     const QuantisedMatrix *matrix = product.matrices;
     for (; share >= shares(*matrix); ++matrix) share -= shares(*matrix);
-    const int64_t block = share * BLOCKS_AT_ONCE;
-    if (matrix->bits == 8) return multiply_blocks<8>(*matrix, block, rows, range);
-    multiply_blocks<4>(*matrix, block, rows, range);
+    multiply_blocks(*matrix, share * BLOCKS_AT_ONCE, rows, range);
 }
 
 template <class Number>
@@ -25,7 +23,9 @@ int64_t multiply(const LinearCall &product) {
     const int64_t groups = ceil_div(product.columns, GROUP);
     const Memory memory(QuantisedRows::size(product.rows, groups));
     if (!memory.start) return NO_MEMORY;
-    const QuantisedRows rows(product.rows, groups, product.format, memory.start);
+    RowSums sums;
+    for (int64_t at = 0; at < product.count; ++at) sums.include(product.matrices[at].format);
+    const QuantisedRows rows(product.rows, groups, product.format, sums, memory.start);
     const FloatRows<Number> numbers = {(const Number *)product.input, product.stride, product.columns};
     int64_t count = 0;
     for (int64_t at = 0; at < product.count; ++at) count += shares(product.matrices[at]);
@@ -77,7 +77,7 @@ extern "C" __attribute__((visibility("default"))) int64_t cellar_multiply_plain(
 #endif
 
 EXPORT_LAYOUT(
-    LAYOUT(QuantisedMatrix, codes, scales, bits, outputs, output)
+    LAYOUT(QuantisedMatrix, codes, scales, format, outputs, output)
     LAYOUT(LinearCall, input, format, stride, rows, columns, matrices, count, threads)
     LAYOUT(PlainLinearCall, rows, weights, output, format, batch, count, outputs, columns, row_stride,
            row_batch_stride, weight_stride, weight_batch_stride, threads))

@@ -6,11 +6,25 @@
 // 64 bytes continues 16 sums. The layout of engine/kernels/packing.py:
 //
 //     codes   [block][group][word][output: 16][byte: 4]
-//     scales  [block][group][output: 16]               bfloat16; a weight is (code - zero) * scale
 //
-//     8 bits, zero 128, 8 words:    a byte is the code of column 4 * word + byte
-//     4 bits, zero 8, 4 words:      the low half of a byte is the code of column 8 * word + byte, the high half that of the
-//                                   column 4 further
+//     8 bits, 8 words:  a byte is the code of column 4 * word + byte
+//     4 bits, 4 words:  the low half of a byte is the code of column 8 * word + byte, the high half that of the column 4 further
+//     5 bits, 5 words:  4 words of low halves as with 4 bits; bit i of a byte of the last word is the fifth bit of the code of
+//                       column 4 * i + byte
+//     6 bits, 6 words:  the same with two last words of 2 bits each: bits 2 * i of the first one belong to column 4 * i + byte,
+//                       those of the second one to columns 16 further
+//
+// A weight is scale * value(code) + minimum (weight_formats.h). Scales are stored in records of 16 outputs:
+//
+//     bfloat16            [block][group][output]
+//     float16             [block][group][output]
+//     float16_minimum     [block][group][scale, minimum][output]                    float16
+//     superblock_minimum  [block][superblock], a superblock of up to 8 groups:      [super-scale, super-minimum][output] float16,
+//                                                                                   [group: 8][scale, minimum][output] uint8
+//     superblock_half     [block][superblock]:                                      [output] float16 super-scales,
+//                                                                                   [group: 8][half: 2][output] int8
+//
+// Columns need not fill their last superblock: codes have as many groups as there are columns for, scales whole superblocks.
 #pragma once
 
 #include "format.h"
@@ -18,11 +32,11 @@
 constexpr int64_t GROUP = 32, OUTPUTS = 16;
 
 struct QuantisedMatrix {
-    const uint8_t *codes;    // aligned to 64 bytes
-    const uint16_t *scales;  // aligned to 32 bytes
-    int64_t bits;            // 8 or 4
-    int64_t outputs;         // the last block is padded
-    void *output;            // [rows][outputs], contiguous
+    const uint8_t *codes;   // aligned to 64 bytes
+    const uint8_t *scales;  // aligned to 32 bytes
+    WeightFormat format;
+    int64_t outputs;  // the last block is padded
+    void *output;     // [rows][outputs], contiguous
 };
 
 struct LinearCall {

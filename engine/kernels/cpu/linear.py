@@ -14,23 +14,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.kernels import linear
 from engine.kernels.cpu.layout import Mirrors, check_layout
-from engine.kernels.formats import WeightFormat
+from engine.kernels.formats import LAYOUTS, WeightFormat
 from engine.kernels.linear import MultiplyRows
 from engine.kernels.packing import PackedMatrix
 
-# The enumeration of format.h.
+# The enumerations of format.h: of rows and outputs.
 FORMATS = {torch.float32: 0, torch.bfloat16: 1}
-# Bits of the formats of linear.h.
-KERNEL_BITS: dict[WeightFormat, int] = {"int8": 8, "int4": 4}
+# Those of weights, after float32 and bfloat16.
+WEIGHT_FORMATS: dict[WeightFormat, int] = {format: 2 + at for at, format in enumerate(LAYOUTS)}
 
 
 class _MatrixFields(Structure):
     _fields_ = [
         ("codes", c_void_p),
         ("scales", c_void_p),
-        ("bits", c_int64),
+        ("format", c_int64),
         ("outputs", c_int64),
         ("output", c_void_p),
     ]
@@ -81,8 +80,6 @@ class NativeLinear:
 
     def prepare(self, matrices: Sequence[PackedMatrix]) -> MultiplyRows:
         """A function as of engine.kernels.linear.prepare, with float32 sums. Not thread-safe."""
-        if any(matrix.format not in KERNEL_BITS for matrix in matrices):
-            return linear.prepare(matrices)
         return _PreparedMatrices(self._call, matrices)
 
     def multiply(self, rows: Tensor, matrices: Sequence[PackedMatrix]) -> list[Tensor]:
@@ -124,4 +121,4 @@ class _PreparedMatrices:
 
 
 def _describe(matrix: PackedMatrix) -> _MatrixFields:
-    return _MatrixFields(matrix.codes.data_ptr(), matrix.scales.data_ptr(), KERNEL_BITS[matrix.format], matrix.outputs)
+    return _MatrixFields(matrix.codes.data_ptr(), matrix.scales.data_ptr(), WEIGHT_FORMATS[matrix.format], matrix.outputs)

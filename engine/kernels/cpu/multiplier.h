@@ -20,7 +20,7 @@ inline float *output_of(float *start, const Linear *matrices, int64_t at, int64_
     return start + rows * outputs(matrices, at);
 }
 
-// Holds rows in the format that the weights need: quantised for int8 and int4, rounded (rounded_rows.h) for bfloat16 where the
+// Holds rows in the format that the weights need: quantised for quantised weights, rounded (rounded_rows.h) for bfloat16 where the
 // processor multiplies bfloat16 pairs.
 class Multiplier {
   public:
@@ -38,7 +38,7 @@ class Multiplier {
 
     // Rows times matrices of equal `columns`. Called by all threads of a team.
     void multiply(const Linear *matrices, int64_t count, const float *from, float *to, int64_t rows) const {
-        prepare(matrices, count, from, quantised_rows(*matrices, rows));
+        prepare(matrices, count, from, rows);
         multiply_range(matrices, count, from, to, rows);
     }
 
@@ -55,7 +55,7 @@ class Multiplier {
         const RowFormats formats = formats_of(matrices, count);
         if (formats.codes)
             quantise_row(FloatRows<float>{from, columns, columns}, 0, 0, ::ceil_div(columns, GROUP),
-                         quantised_rows(*matrices, 1));
+                         quantised_rows(*matrices, 1, formats.sums));
         if (formats.halves) rounded.store(from, columns, 0, 1);
     }
     void multiply_outputs(const Linear &matrix, int64_t first, int64_t last, const float *from, float *to) const {
@@ -121,30 +121,38 @@ class Multiplier {
 #pragma omp barrier
     }
 
+    // Rows for a matrix, with the sums of codes that it needs.
     QuantisedRows quantised_rows(const Linear &matrix, int64_t rows) const {
-        return QuantisedRows(rows, ::ceil_div(matrix.columns, GROUP), FLOAT32, codes);
+        RowSums sums;
+        sums.include(matrix.kind);
+        return quantised_rows(matrix, rows, sums);
+    }
+    QuantisedRows quantised_rows(const Linear &matrix, int64_t rows, RowSums sums) const {
+        return QuantisedRows(rows, ::ceil_div(matrix.columns, GROUP), FLOAT32, sums, codes);
     }
 
     // The row formats that some matrices need.
     struct RowFormats {
         bool codes, halves;
+        RowSums sums;
     };
     RowFormats formats_of(const Linear *matrices, int64_t count) const {
         RowFormats formats = {};
         for (int64_t at = 0; at < count; ++at) {
             formats.codes = formats.codes || matrices[at].kind >= WEIGHTS_INT8;
             formats.halves = formats.halves || rounds_for(matrices[at].kind);
+            formats.sums.include(matrices[at].kind);
         }
         return formats;
     }
 
-    void prepare(const Linear *matrices, int64_t count, const float *from, const QuantisedRows &quantised) const {
+    void prepare(const Linear *matrices, int64_t count, const float *from, int64_t rows) const {
         const int64_t columns = matrices->columns;
         const RowFormats formats = formats_of(matrices, count);
-        if (formats.codes) quantise(FloatRows<float>{from, columns, columns}, quantised);
+        if (formats.codes) quantise(FloatRows<float>{from, columns, columns}, quantised_rows(*matrices, rows, formats.sums));
         if (!formats.halves) return;
 #pragma omp for schedule(static)
-        for (int64_t row = 0; row < quantised.rows; ++row) rounded.store(from + row * columns, columns, row, quantised.rows);
+        for (int64_t row = 0; row < rows; ++row) rounded.store(from + row * columns, columns, row, rows);
     }
 
     // SHARE outputs of a matrix from `first` on, for a range of rows.
@@ -161,14 +169,9 @@ class Multiplier {
                 plain(rows, stride, (const bfloat16 *)matrix.weights);
             });
         if (matrix.kind == WEIGHTS_BFLOAT16) return plain(from, matrix.columns, (const bfloat16 *)matrix.weights);
-        const QuantisedMatrix own = {(const uint8_t *)matrix.weights, matrix.scales, matrix.kind == WEIGHTS_INT8 ? 8 : 4,
-                                     matrix.outputs, to};
-        for (int64_t block = first / OUTPUTS; block < ::ceil_div(last, OUTPUTS); block += BLOCKS_AT_ONCE) {
-            if (matrix.kind == WEIGHTS_INT8)
-                multiply_blocks<8>(own, block, quantised, range);
-            else
-                multiply_blocks<4>(own, block, quantised, range);
-        }
+        const QuantisedMatrix own = {(const uint8_t *)matrix.weights, matrix.scales, matrix.kind, matrix.outputs, to};
+        for (int64_t block = first / OUTPUTS; block < ::ceil_div(last, OUTPUTS); block += BLOCKS_AT_ONCE)
+            multiply_blocks(own, block, quantised, range);
     }
 
     char *codes = nullptr;

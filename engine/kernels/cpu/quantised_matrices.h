@@ -2,7 +2,7 @@
 //
 // Few rows are multiplied by one block of outputs at a time, all rows at once. Many rows are computed in tiles, which are
 // multiplied by several blocks at once, as many as there are registers for sums. All tiles of a range of rows are multiplied by
-// the same blocks, which stay in the cache like the rows.
+// the same blocks, which stay in the cache like the rows. For that most formats are unpacked once (unpacked_blocks.h).
 //
 // The sums of a group are integers, and groups are added up in order: a row has the same bits for any batch, any tile and any
 // number of threads.
@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "quantised_rows.h"
+#include "unpacked_blocks.h"
 
 namespace {
 
@@ -23,9 +24,6 @@ constexpr bool MEMORY_BOUND = ROWS <= 2 && BLOCKS == 1;
 constexpr int64_t FIRST_AHEAD = 16384, SECOND_AHEAD = 1024;
 template <int ROWS, int BLOCKS>
 constexpr bool PREFETCHES_TWICE = ROWS > 2 && BLOCKS == 1;
-
-template <int BITS>
-constexpr int64_t GROUP_BYTES = GROUP * OUTPUTS * BITS / 8;
 
 // Rows [first, last) of a call, in whole tiles but for the last one of the call.
 struct RowRange {
@@ -48,34 +46,40 @@ inline void write_row(bfloat16 *to, const float *from, int64_t count) {
     }
 }
 
-// A group of BLOCKS blocks, `stride` bytes apart, times a group of ROWS rows. Fully unrolled: sums indexed by a loop variable
-// would be in memory.
-template <int BITS, int ROWS, int BLOCKS>
-inline __attribute__((always_inline)) void multiply_group(const uint8_t *codes, int64_t stride, const int8_t *numbers,
-                                                          Sums (&sums)[ROWS][BLOCKS]) {
-#pragma GCC unroll 8
-    for (int64_t at = 0; at < GROUP_BYTES<BITS>; at += 64) {
-        if (MEMORY_BOUND<ROWS, BLOCKS>) __builtin_prefetch(codes + at + FAR_AHEAD, 0, 3);
+// The line of a group that is prefetched with a word: nibbles with every second one, planes of high bits with the others.
+template <int BITS>
+constexpr int line_of(int word) {
+    return BITS == 8 ? word : word % 2 == 0 ? word / 2 : word / 2 < BITS - 4 ? 4 + word / 2 : -1;
+}
+
+template <WeightFormat FORMAT, int ROWS, int BLOCKS, int WORD>
+inline __attribute__((always_inline)) void multiply_word(const uint8_t *codes, int64_t stride, const int8_t *numbers,
+                                                         Sums (&sums)[ROWS][BLOCKS]) {
+    constexpr WeightLayout OWN = layout_of(FORMAT);
+    constexpr int LINE = line_of<OWN.bits>(WORD);
+    if constexpr (LINE >= 0) {
+        if (MEMORY_BOUND<ROWS, BLOCKS>) __builtin_prefetch(codes + 64 * LINE + FAR_AHEAD, 0, 3);
         if (PREFETCHES_TWICE<ROWS, BLOCKS>) {
-            __builtin_prefetch(codes + at + FIRST_AHEAD, 0, 2);
-            __builtin_prefetch(codes + at + SECOND_AHEAD, 0, 3);
-        }
-        Words stored[BLOCKS];
-#pragma GCC unroll 2
-        for (int block = 0; block < BLOCKS; ++block) stored[block] = fetch(codes + block * stride + at);
-#pragma GCC unroll 2
-        for (int half = 0; half < 8 / BITS; ++half) {
-            Words words[BLOCKS];
-#pragma GCC unroll 2
-            for (int block = 0; block < BLOCKS; ++block)
-                words[block] = BITS == 8 ? stored[block] : half == 0 ? low(stored[block]) : high(stored[block]);
-#pragma GCC unroll 8
-            for (int row = 0; row < ROWS; ++row, numbers += 4)
-#pragma GCC unroll 2
-                for (int block = 0; block < BLOCKS; ++block)
-                    sums[row][block] = dot<BITS>(sums[row][block], words[block], numbers);
+            __builtin_prefetch(codes + 64 * LINE + FIRST_AHEAD, 0, 2);
+            __builtin_prefetch(codes + 64 * LINE + SECOND_AHEAD, 0, 3);
         }
     }
+    Words words[BLOCKS];
+#pragma GCC unroll 2
+    for (int block = 0; block < BLOCKS; ++block) words[block] = values_of<FORMAT, WORD>(codes + block * stride);
+#pragma GCC unroll 8
+    for (int row = 0; row < ROWS; ++row)
+#pragma GCC unroll 2
+        for (int block = 0; block < BLOCKS; ++block)
+            sums[row][block] = dot<OWN.value_bits>(sums[row][block], words[block], numbers + 4 * (WORD * ROWS + row));
+}
+
+// Words of a group of BLOCKS blocks, `stride` bytes apart, times a group of ROWS rows. Fully unrolled: sums indexed by a loop
+// variable would be in memory.
+template <WeightFormat FORMAT, int ROWS, int BLOCKS, int FIRST, std::size_t... WORD>
+inline __attribute__((always_inline)) void multiply_words(const uint8_t *codes, int64_t stride, const int8_t *numbers,
+                                                          Sums (&sums)[ROWS][BLOCKS], std::index_sequence<WORD...>) {
+    (multiply_word<FORMAT, ROWS, BLOCKS, FIRST + (int)WORD>(codes, stride, numbers, sums), ...);
 }
 
 // Prefetch the memory of the outputs.
@@ -108,75 +112,167 @@ inline void write_totals(const QuantisedMatrix &matrix, Format format, int64_t r
     }
 }
 
+// Codes and scales of neighbouring blocks, in their format or unpacked.
+struct Blocks {
+    const uint8_t *codes, *scales;
+};
+
+// The sums of a group or, for HALF 0 and 1, of half a group.
+template <WeightFormat FORMAT, int ROWS, int BLOCKS, int HALF = -1>
+inline __attribute__((always_inline)) void sum_group(const uint8_t *codes, int64_t stride, const QuantisedRows &rows,
+                                                     int64_t at, Sums (&sums)[ROWS][BLOCKS]) {
+    constexpr WeightLayout OWN = layout_of(FORMAT);
+    const int32_t *const starts = HALF < 0 ? rows.starts + at : rows.halves + 2 * at + HALF * ROWS;
+#pragma GCC unroll 16
+    for (int own = 0; own < ROWS * BLOCKS; ++own)
+        sums[own / BLOCKS][own % BLOCKS] = begin<OWN.value_bits, OWN.zero>(starts[own / BLOCKS]);
+    multiply_words<FORMAT, ROWS, BLOCKS, HALF == 1 ? GROUP_WORDS / 2 : 0>(
+        codes, stride, rows.codes + at * GROUP, sums, std::make_index_sequence<HALF < 0 ? GROUP_WORDS : GROUP_WORDS / 2>());
+}
+
+// A group of formats with a scale for each half.
+template <WeightFormat FORMAT, int ROWS, int BLOCKS>
+inline __attribute__((always_inline)) void add_halves(const uint8_t *codes, int64_t stride, const QuantisedRows &rows,
+                                                      int64_t at, const GroupScales (&scales)[BLOCKS],
+                                                      Totals (&totals)[ROWS][BLOCKS]) {
+    Sums sums[ROWS][BLOCKS];
+    Totals both[ROWS][BLOCKS];
+    sum_group<FORMAT, ROWS, BLOCKS, 0>(codes, stride, rows, at, sums);
+#pragma GCC unroll 16
+    for (int own = 0; own < ROWS * BLOCKS; ++own)
+        both[own / BLOCKS][own % BLOCKS] = multiply(sums[own / BLOCKS][own % BLOCKS], scales[own % BLOCKS].first);
+    sum_group<FORMAT, ROWS, BLOCKS, 1>(codes, stride, rows, at, sums);
+#pragma GCC unroll 16
+    for (int own = 0; own < ROWS * BLOCKS; ++own) {
+        const int row = own / BLOCKS, block = own % BLOCKS;
+        both[row][block] = add(both[row][block], sums[row][block], scales[block].second);
+        totals[row][block] = add(totals[row][block], both[row][block], rows.scales[at + row]);
+    }
+}
+
 // BLOCKS blocks of outputs times the tile of ROWS rows from `first` on.
-template <int BITS, int ROWS, int BLOCKS>
-void multiply_tile(const QuantisedMatrix &matrix, int64_t block, const QuantisedRows &rows, int64_t first, Prefetch ahead) {
-    constexpr int64_t BYTES = GROUP_BYTES<BITS>;
+template <WeightFormat FORMAT, int ROWS, int BLOCKS>
+void multiply_tile(const QuantisedMatrix &matrix, int64_t block, Blocks blocks, const QuantisedRows &rows, int64_t first,
+                   Prefetch ahead) {
+    constexpr WeightLayout OWN = layout_of(FORMAT);
+    constexpr int64_t BYTES = OWN.group_bytes();
     constexpr bool prefetches = MEMORY_BOUND<ROWS, BLOCKS> || PREFETCHES_TWICE<ROWS, BLOCKS>;
     const int64_t groups = rows.groups, start = first * groups;
-    const uint8_t *codes = matrix.codes + block * groups * BYTES;
-    const uint16_t *scales = matrix.scales + block * groups * OUTPUTS;
     if (BLOCKS > 1) prefetch_output<ROWS, BLOCKS>(matrix, rows.format, first, block);
     Totals totals[ROWS][BLOCKS];
 #pragma GCC unroll 16
     for (int at = 0; at < ROWS * BLOCKS; ++at) totals[at / BLOCKS][at % BLOCKS] = nothing();
+    ScaleReader<FORMAT> readers[2] = {ScaleReader<FORMAT>(blocks.scales),
+                                      ScaleReader<FORMAT>(blocks.scales + OWN.scale_bytes(groups))};
     for (int64_t group = 0; group < groups; ++group) {
         // Codes that all tiles prefetch together are not needed at once: into the L2 cache.
         for (int64_t line = 0; line < ahead.lines && !prefetches; ++line, ahead.start += 64)
             __builtin_prefetch(ahead.start, 0, BLOCKS == 1 ? 3 : 2);
         const int64_t at = start + group * ROWS;
+        const uint8_t *const codes = blocks.codes + group * BYTES;
+        if constexpr (OWN.has_halves()) {
+            GroupScales scales[BLOCKS];
+#pragma GCC unroll 2
+            for (int own = 0; own < BLOCKS; ++own) scales[own] = readers[own].read(group);
+            add_halves<FORMAT>(codes, groups * BYTES, rows, at, scales, totals);
+            continue;
+        }
         Sums sums[ROWS][BLOCKS];
-#pragma GCC unroll 16
-        for (int own = 0; own < ROWS * BLOCKS; ++own)
-            sums[own / BLOCKS][own % BLOCKS] = begin<BITS>(rows.starts[at + own / BLOCKS]);
-        multiply_group<BITS>(codes + group * BYTES, groups * BYTES, rows.codes + at * GROUP, sums);
+        sum_group<FORMAT>(codes, groups * BYTES, rows, at, sums);
 #pragma GCC unroll 2
         for (int own = 0; own < BLOCKS; ++own) {
-            const Totals wide = scales_at(scales + (own * groups + group) * OUTPUTS);
+            const GroupScales scales = readers[own].read(group);
 #pragma GCC unroll 8
-            for (int row = 0; row < ROWS; ++row)
-                totals[row][own] = add(totals[row][own], sums[row][own], wide, rows.scales[at + row]);
+            for (int row = 0; row < ROWS; ++row) {
+                totals[row][own] = add(totals[row][own], sums[row][own], scales.first, rows.scales[at + row]);
+                if constexpr (OWN.has_minimums())
+                    totals[row][own] = add(totals[row][own], scales.second, rows.sums[at + row]);
+            }
         }
     }
     write_totals(matrix, rows.format, first, block, totals);
 }
 
-typedef void Tile(const QuantisedMatrix &, int64_t, const QuantisedRows &, int64_t, Prefetch);
+typedef void Tile(const QuantisedMatrix &, int64_t, Blocks, const QuantisedRows &, int64_t, Prefetch);
 
 // The instantiation for a number of rows.
-template <int BITS, int BLOCKS, std::size_t... I>
+template <WeightFormat FORMAT, int BLOCKS, std::size_t... I>
 inline Tile *tile_of(int64_t rows, std::index_sequence<I...>) {
-    static constexpr Tile *tiles[] = {multiply_tile<BITS, I + 1, BLOCKS>...};
+    static constexpr Tile *tiles[] = {multiply_tile<FORMAT, I + 1, BLOCKS>...};
     return tiles[rows - 1];
 }
 
+// BLOCKS blocks of outputs times a range of rows, in tiles of at most MOST. Several tiles each prefetch a part of the next
+// blocks, `next` with `lines` cache lines for each group.
+template <WeightFormat FORMAT, int BLOCKS, int MOST>
+void multiply_tiles(const QuantisedMatrix &matrix, int64_t block, Blocks blocks, const QuantisedRows &rows, RowRange range,
+                    const uint8_t *next, int64_t lines) {
+    const int64_t tiles = ceil_div(range.last - range.first, rows.tile), own_lines = ceil_div(lines, tiles);
+    const uint8_t *const end = next + rows.groups * lines * 64;
+    for (int64_t first = range.first; first < range.last; first += rows.tile, next += rows.groups * own_lines * 64) {
+        const int64_t count = lesser(range.last - first, rows.tile);
+        tile_of<FORMAT, BLOCKS>(count, std::make_index_sequence<MOST>())(matrix, block, blocks, rows, first,
+                                                                         {next, next < end ? own_lines : 0});
+    }
+}
+
+inline void prefetch_bytes(const uint8_t *start, int64_t count) {
+    for (int64_t at = 0; at < count; at += 64) __builtin_prefetch(start + at, 0, 2);
+}
+
 // BLOCKS blocks of outputs times a range of rows, in tiles of at most MOST.
-template <int BITS, int BLOCKS, int MOST>
+template <WeightFormat FORMAT, int BLOCKS, int MOST>
 void multiply_some(const QuantisedMatrix &matrix, int64_t block, const QuantisedRows &rows, RowRange range) {
-    constexpr int64_t LINES = BLOCKS * GROUP_BYTES<BITS> / 64;
-    const auto multiply = [&](int64_t first, int64_t count, Prefetch ahead) {
-        tile_of<BITS, BLOCKS>(count, std::make_index_sequence<MOST>())(matrix, block, rows, first, ahead);
-    };
-    const int64_t count = range.last - range.first, bytes = rows.groups * GROUP_BYTES<BITS>;
-    const uint8_t *const codes = matrix.codes + block * bytes;
-    // A single tile prefetches its own codes. Several tiles each prefetch a part of the next blocks.
-    if (count <= rows.tile) return multiply(range.first, count, {codes + BYTES_AHEAD, LINES});
-    const int64_t lines = ceil_div(LINES, ceil_div(count, rows.tile));
-    const uint8_t *next = codes + BLOCKS * bytes, *const end = next + BLOCKS * bytes;
-    const int64_t scales = BLOCKS * rows.groups * OUTPUTS, after = block * rows.groups * OUTPUTS + scales;
-    for (int64_t at = after; at < after + scales; at += 32) __builtin_prefetch(matrix.scales + at, 0, 2);
-    for (int64_t first = range.first; first < range.last; first += rows.tile, next += rows.groups * lines * 64)
-        multiply(first, lesser(range.last - first, rows.tile), {next, next < end ? lines : 0});
+    constexpr int64_t BYTES = layout_of(FORMAT).group_bytes(), LINES = BLOCKS * BYTES / 64;
+    const int64_t count = range.last - range.first, bytes = rows.groups * BYTES;
+    const int64_t scale_bytes = layout_of(FORMAT).scale_bytes(rows.groups);
+    const Blocks blocks = {matrix.codes + block * bytes, matrix.scales + block * scale_bytes};
+    // A single tile prefetches its own codes.
+    if (count <= rows.tile)
+        return tile_of<FORMAT, BLOCKS>(count, std::make_index_sequence<MOST>())(matrix, block, blocks, rows, range.first,
+                                                                                {blocks.codes + BYTES_AHEAD, LINES});
+    prefetch_bytes(blocks.scales + BLOCKS * scale_bytes, BLOCKS * scale_bytes);
+    multiply_tiles<FORMAT, BLOCKS, MOST>(matrix, block, blocks, rows, range, blocks.codes + BLOCKS * bytes, LINES);
+}
+
+// The same for BLOCKS_AT_ONCE blocks, unpacked once; false without memory for that.
+template <WeightFormat FORMAT>
+bool multiply_unpacked(const QuantisedMatrix &matrix, int64_t block, const QuantisedRows &rows, RowRange range) {
+    constexpr WeightFormat TO = unpacked_format(FORMAT);
+    constexpr int64_t BYTES = layout_of(FORMAT).group_bytes(), LINES = BLOCKS_AT_ONCE * BYTES / 64;
+    static thread_local UnpackedMemory memory;
+    const int64_t groups = rows.groups, bytes = groups * BYTES, scale_bytes = layout_of(FORMAT).scale_bytes(groups);
+    const int64_t unpacked_bytes = groups * layout_of(TO).group_bytes(), unpacked_scales = layout_of(TO).scale_bytes(groups);
+    uint8_t *const codes = memory.reserve(BLOCKS_AT_ONCE * (unpacked_bytes + unpacked_scales));
+    if (!codes) return false;
+    uint8_t *const scales = codes + BLOCKS_AT_ONCE * unpacked_bytes;
+    for (int own = 0; own < BLOCKS_AT_ONCE; ++own)
+        unpack_block<FORMAT>(matrix.codes + (block + own) * bytes, matrix.scales + (block + own) * scale_bytes, groups,
+                             codes + own * unpacked_bytes, scales + own * unpacked_scales);
+    prefetch_bytes(matrix.scales + (block + BLOCKS_AT_ONCE) * scale_bytes, BLOCKS_AT_ONCE * scale_bytes);
+    multiply_tiles<TO, BLOCKS_AT_ONCE, ROWS_PER_TILE>(matrix, block, {codes, scales}, rows, range,
+                                                      matrix.codes + (block + BLOCKS_AT_ONCE) * bytes, LINES);
+    return true;
 }
 
 // Up to BLOCKS_AT_ONCE blocks of a matrix from `first` on.
-template <int BITS>
+template <WeightFormat FORMAT>
 void multiply_blocks(const QuantisedMatrix &matrix, int64_t first, const QuantisedRows &rows, RowRange range) {
     constexpr int MOST = ROWS_ALONE > ROWS_PER_TILE ? ROWS_ALONE : ROWS_PER_TILE;
     const int64_t last = lesser(first + BLOCKS_AT_ONCE, ceil_div(matrix.outputs, OUTPUTS));
-    if (rows.rows > ROWS_ALONE && last - first == BLOCKS_AT_ONCE)
-        return multiply_some<BITS, BLOCKS_AT_ONCE, ROWS_PER_TILE>(matrix, first, rows, range);
-    for (int64_t block = first; block < last; ++block) multiply_some<BITS, 1, MOST>(matrix, block, rows, range);
+    if (rows.rows > ROWS_ALONE && last - first == BLOCKS_AT_ONCE) {
+        if constexpr (is_unpacked_for_rows(FORMAT)) {
+            if (multiply_unpacked<FORMAT>(matrix, first, rows, range)) return;
+        } else {
+            return multiply_some<FORMAT, BLOCKS_AT_ONCE, ROWS_PER_TILE>(matrix, first, rows, range);
+        }
+    }
+    for (int64_t block = first; block < last; ++block) multiply_some<FORMAT, 1, MOST>(matrix, block, rows, range);
+}
+
+// The same for a format that is known at run time.
+inline void multiply_blocks(const QuantisedMatrix &matrix, int64_t first, const QuantisedRows &rows, RowRange range) {
+    with_format(matrix.format, [&](auto format) { multiply_blocks<decltype(format)::value>(matrix, first, rows, range); });
 }
 
 }  // namespace

@@ -6,6 +6,8 @@
 //     scales  [tile][group][row of the tile]           a number is code * scale
 //     starts  [tile][group][row of the tile]           initial value of the sums of a group, which corrects for the zero of
 //                                                      8-bit weight codes: -128 times the sum of the row's codes
+//     halves  [tile][group][half: 2][row of the tile]  the same of half groups, where a matrix needs them
+//     sums    [tile][group][row of the tile]           sums of the numbers, where a matrix needs them
 //
 // Each row is quantised alone, so its codes do not depend on the batch.
 #pragma once
@@ -14,9 +16,9 @@
 #include <omp.h>
 
 #include "dot.h"
-#include "linear.h"
 #include "memory.h"
 #include "vector.h"
+#include "weight_formats.h"
 
 namespace {
 
@@ -31,28 +33,47 @@ constexpr int64_t CACHED_BYTES = 3 * 1024 * 1024;
 // The inverse of a smaller scale is infinite: such a group is zero.
 constexpr float MIN_NORMAL = 1.17549435e-38f;
 
+// Sums of codes that some weight formats need.
+struct RowSums {
+    bool halves = false, numbers = false;
+
+    void include(WeightFormat format) {
+        halves = halves || layout_of(format).has_halves();
+        numbers = numbers || layout_of(format).has_minimums();
+    }
+};
+
 // The quantised rows of a call.
 struct QuantisedRows {
     int64_t rows, groups, tile;  // rows of a tile, the last one may have fewer
     Format format;               // of the outputs
+    RowSums needed;
     int8_t *codes;
     float *scales;
-    int32_t *starts;
+    int32_t *starts, *halves;
+    float *sums;
 
     static int64_t size(int64_t rows, int64_t groups) {
-        return rows * groups * (GROUP + (int64_t)sizeof(float) + (int64_t)sizeof(int32_t));
+        return rows * groups * (GROUP_SIZE + (int64_t)(2 * sizeof(int32_t) + sizeof(float)));
     }
-    QuantisedRows(int64_t rows, int64_t groups, Format format, char *memory)
+    QuantisedRows(int64_t rows, int64_t groups, Format format, RowSums needed, char *memory)
         : rows(rows),
           groups(groups),
           tile(rows > ROWS_ALONE ? ceil_div(rows, ceil_div(rows, ROWS_PER_TILE)) : ROWS_ALONE),
           format(format),
+          needed(needed),
           codes((int8_t *)memory),
           scales((float *)(memory + rows * groups * GROUP)),
-          starts((int32_t *)(scales + rows * groups)) {}
+          starts((int32_t *)(scales + rows * groups)),
+          halves(starts + rows * groups),
+          sums((float *)(halves + 2 * rows * groups)) {}
 
     // Rows that fit CACHED_BYTES, in whole tiles.
-    int64_t step() const { return larger(CACHED_BYTES / size(tile, groups), 1) * tile; }
+    int64_t step() const { return larger(CACHED_BYTES / (tile * groups * GROUP_SIZE), 1) * tile; }
+
+  private:
+    // Bytes of a group with scale and start.
+    static constexpr int64_t GROUP_SIZE = GROUP + (int64_t)(sizeof(float) + sizeof(int32_t));
 };
 
 typedef int8_t Codes __attribute__((vector_size(LANES)));
@@ -80,12 +101,13 @@ inline Integers sizes(const Vector *numbers) {
     return most;
 }
 
-// Writes the codes of a group and returns partial sums of them.
-inline Integers encode(const Vector *numbers, float inverse, int8_t *to) {
+// Writes the codes of a group; `first` are partial sums of those of its first half. Returns partial sums of all.
+inline Integers encode(const Vector *numbers, float inverse, int8_t *to, Integers &first) {
     // Adding 1.5 * 2^23 rounds to integers in the low bits; the product must be rounded to float32 before.
     const Vector magic = spread(12582912.0f);
     Integers sum = {};
     for (int64_t at = 0; at < VECTORS; ++at) {
+        if (at == VECTORS / 2) first = sum;
         const Integers code = (Integers)(in_register(numbers[at] * inverse) + magic) - (Integers)magic;
         const Codes narrow = __builtin_convertvector(code, Codes);
         memcpy(to + at * LANES, &narrow, sizeof narrow);
@@ -118,19 +140,27 @@ struct FloatRows {
     }
 };
 
+// Initial sums from partial sums of the codes of GROUPS_AT_ONCE groups. Overwrites the partial sums.
+inline void write_starts(Integers *sums, int32_t *to) {
+    for (int64_t at = 0; at < GROUPS_AT_ONCE; at += LANES) {
+        const Integers sum = -128 * folded(sums + at, [](Integers a, Integers b) { return a + b; });
+        memcpy(to + at, &sum, sizeof sum);
+    }
+}
+
 // Quantise groups [first, last) of a row of a source, at most GROUPS_AT_ONCE.
 template <class Source>
 void quantise_some(const Source &source, int64_t row, int64_t first, int64_t last, const QuantisedRows &to) {
     Vector numbers[GROUPS_AT_ONCE][VECTORS];
-    Integers lanes[GROUPS_AT_ONCE], sums[GROUPS_AT_ONCE];
+    Integers lanes[GROUPS_AT_ONCE], sums[GROUPS_AT_ONCE], first_sums[GROUPS_AT_ONCE];
     alignas(64) float scales[GROUPS_AT_ONCE], inverses[GROUPS_AT_ONCE];
-    alignas(64) int32_t starts[GROUPS_AT_ONCE];
+    alignas(64) int32_t starts[GROUPS_AT_ONCE], first_starts[GROUPS_AT_ONCE];
     const int64_t count = last - first;
     for (int64_t at = 0; at < count; ++at) {
         source.fetch(row, first + at, numbers[at]);
         lanes[at] = sizes(numbers[at]);
     }
-    for (int64_t at = count; at < GROUPS_AT_ONCE; ++at) lanes[at] = sums[at] = Integers{};
+    for (int64_t at = count; at < GROUPS_AT_ONCE; ++at) lanes[at] = sums[at] = first_sums[at] = Integers{};
     for (int64_t at = 0; at < GROUPS_AT_ONCE; at += LANES) {
         const Vector scale = (Vector)folded(lanes + at, top) / 127.0f;
         store(scales + at, scale);
@@ -143,18 +173,21 @@ void quantise_some(const Source &source, int64_t row, int64_t first, int64_t las
         alignas(32) int8_t own[GROUP];
         // The scale of a group with infinity or NaN makes all outputs of its row NaN.
         if (inverses[at] > 0)
-            sums[at] = encode(numbers[at], inverses[at], own);
+            sums[at] = encode(numbers[at], inverses[at], own, first_sums[at]);
         else
-            sums[at] = Integers{}, memset(own, 0, sizeof own);
+            sums[at] = first_sums[at] = Integers{}, memset(own, 0, sizeof own);
         for (int64_t word = 0; word < WORDS; ++word, codes += 4 * rows) memcpy(codes, own + 4 * word, 4);
     }
-    for (int64_t at = 0; at < GROUPS_AT_ONCE; at += LANES) {
-        const Integers sum = -128 * folded(sums + at, [](Integers a, Integers b) { return a + b; });
-        memcpy(starts + at, &sum, sizeof sum);
-    }
+    write_starts(sums, starts);
+    if (to.needed.halves) write_starts(first_sums, first_starts);
     for (int64_t at = 0; at < count; ++at) {
-        to.scales[place + at * rows] = scales[at];
-        to.starts[place + at * rows] = starts[at];
+        const int64_t own = place + at * rows;
+        to.scales[own] = scales[at];
+        to.starts[own] = starts[at];
+        if (to.needed.numbers) to.sums[own] = scales[at] * (float)(starts[at] / -128);
+        if (!to.needed.halves) continue;
+        int32_t *const halves = to.halves + 2 * (place - row + start + at * rows) + row - start;
+        halves[0] = first_starts[at], halves[rows] = starts[at] - first_starts[at];
     }
 }
 

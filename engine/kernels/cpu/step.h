@@ -13,7 +13,6 @@
 
 #include "attention.h"
 
-enum WeightFormat : int64_t { WEIGHTS_FLOAT32, WEIGHTS_BFLOAT16, WEIGHTS_INT8, WEIGHTS_INT4 };
 enum NormKind : int64_t { NO_NORM, ROOT_MEAN_SQUARE, LAYER_NORM };
 enum Activation : int64_t { SILU, GELU, GELU_TANH, RELU, RELU_SQUARED };
 enum Scoring : int64_t { SOFTMAX, SIGMOID };
@@ -22,8 +21,8 @@ enum Scoring : int64_t { SOFTMAX, SIGMOID };
 // quantised codes (linear.h).
 struct Linear {
     const void *weights;
-    const uint16_t *scales;  // of quantised weights
-    const float *bias;       // [outputs], or null
+    const uint8_t *scales;  // of quantised weights
+    const float *bias;      // [outputs], or null
     WeightFormat kind;
     int64_t outputs, columns, stride;
 };
