@@ -1,0 +1,49 @@
+"""The merges of byte-pair models: read from a file, or derived from the scores of SentencePiece.
+
+SentencePiece merges the pair of neighbours with the highest score of the merged token, the leftmost one of equal
+scores. A byte-pair model merges the pair with the lowest rank, the leftmost one of equal pairs. So the pairs of all
+tokens, ordered by the score of the token, have the same results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from engine.gguf.container import GgufError
+
+Merge = tuple[str, str]
+
+
+def parse_merges(lines: Sequence[str], ids: Mapping[str, int], key: str) -> list[Merge]:
+    """The merges of a file, each a pair with one space between. Raises GgufError for a part that is no token."""
+    merges = dict[Merge, None]()
+    for number, line in enumerate(lines):
+        # A space at the start is part of the left token.
+        space = line.find(" ", 1)
+        left, right = line[:space], line[space + 1 :]
+        if space < 0 or not right:
+            raise GgufError(f"its metadata {key} has at {number} no pair of tokens: {line!r}")
+        if left not in ids or right not in ids or left + right not in ids:
+            raise GgufError(f"its metadata {key} has at {number} a pair of text that is no token: {line!r}")
+        # Of equal pairs the first one counts.
+        merges.setdefault((left, right))
+    return list(merges)
+
+
+def derive_merges(tokens: Sequence[str], scores: Sequence[float], mergeable: Sequence[int]) -> list[Merge]:
+    """The merges that SentencePiece makes, the first ones first.
+
+    mergeable  ids of the tokens that merges may produce
+
+    Long tokens precede short ones of the same score: a run of one character then grows from its start, as from the
+    leftmost pair.
+    """
+    known = {tokens[token] for token in mergeable}
+    parts = known | set("".join(known)) & set(tokens)
+    ordered = sorted(mergeable, key=lambda token: (-scores[token], -len(tokens[token])))
+    return [
+        (text[:at], text[at:])
+        for text in map(tokens.__getitem__, ordered)
+        for at in range(len(text) - 1, 0, -1)
+        if text[:at] in parts and text[at:] in parts
+    ]
