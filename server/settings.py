@@ -407,8 +407,10 @@ def _words(value_type: Any) -> tuple[str, ...]:
 
 
 def _model_name(model: str) -> str:
-    folder = Path(model)
-    return folder.resolve().name if folder.is_dir() else model
+    path = Path(model)
+    if path.is_file():
+        return path.stem
+    return path.resolve().name if path.is_dir() else model
 
 
 def is_loopback(host: str) -> bool:

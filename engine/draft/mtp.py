@@ -23,7 +23,7 @@ from transformers.modeling_layers import MtpModel
 
 from engine.draft.slots import DraftSlot, NextTokens, SlotsBySequence, draft_loop, missing_tokens
 from engine.errors import ModelUnsupported
-from engine.load.checkpoint import weight_files
+from engine.load.checkpoint import is_gguf, weight_files
 from engine.load.load import LoadedModel
 from engine.model import hooks
 from engine.model.layers import CachedLayer, find_cached_layers
@@ -275,6 +275,8 @@ class MtpDrafter:
 
 def has_mtp(target: LoadedModel) -> bool:
     """Whether the model's checkpoint has MTP layers, at one of the published keys."""
+    if is_gguf(Path(target.info.folder)):
+        return False
     pattern = re.compile(_weight_keys(target.model))
     return any(pattern.search(key) for file in weight_files(Path(target.info.folder)) for key in _keys(file))
 

@@ -37,6 +37,7 @@ from engine.load.checkpoint import (
     default_threads,
     error_line,
     fingerprint,
+    is_gguf,
     missing_weights_reason,
     resolve,
     weight_files,
@@ -75,6 +76,8 @@ def load_embedder(config: EngineConfig, on_phase: Callable[[str], None]) -> Load
         disable_progress_bar()
     on_phase("embedding model")
     folder = resolve(name)
+    if is_gguf(folder):
+        raise ModelUnsupported(name, "embedding models in GGUF files are not supported; pass a folder with safetensors")
     try:
         return _load(name, folder, config)
     except READ_ERRORS as error:

@@ -17,20 +17,11 @@ from numpy.typing import NDArray
 from transformers import AutoConfig
 
 from engine.gguf.container import GgufError, GgufModel, Metadata
+from engine.gguf.vocabulary import read_vocabulary
 
 _MAX_SIZE = 2**31 - 1
 # Values of `expert_gating_func`.
 _SIGMOID = 2
-_SPECIAL_TOKENS = {"bos_token_id": "bos", "pad_token_id": "padding"}
-# Metadata of tokens that end a completion, and the spellings of such tokens in files without that metadata.
-_END_KEYS = ("eos", "eot", "eom")
-_END_TOKENS = frozenset(
-    {
-        *("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>"),
-        *("<|return|>", "<|call|>", "<EOT>", "_<EOT>", "[EOT]", "<end_of_utterance>", "<｜end▁of▁sentence｜>"),
-    }
-)
-_CONTROL_TOKEN = 3
 # Parameters of Llama 3's rotary scaling in published models; files carry the factors of the frequencies instead.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
@@ -121,17 +112,10 @@ def read_config(model: GgufModel) -> Any:
     return AutoConfig.for_model(model_type, **_common_fields(own) | fields)
 
 
-def end_tokens(metadata: Metadata) -> list[int]:
-    """The tokens that end a completion, EOS first."""
-    ids = [metadata.integer(f"tokenizer.ggml.{key}_token_id", -1) for key in _END_KEYS]
-    tokens, types = (metadata.get(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type"))
-    if isinstance(tokens, list) and isinstance(types, list):
-        kinds = dict(enumerate(types))
-        ids += [at for at, token in enumerate(tokens) if token in _END_TOKENS and kinds.get(at) == _CONTROL_TOKEN]
-        if {"<|return|>", "<|call|>", "<|end|>"} <= {str(tokens[at]) for at in ids if 0 <= at < len(tokens)}:
-            # In the Harmony format <|end|> ends a message, and a completion may have several.
-            ids = [at for at in ids if tokens[at] != "<|end|>"]
-    return list(dict.fromkeys(at for at in ids if at >= 0))
+def is_language_model(metadata: Metadata) -> bool:
+    """Whether the file is a language model, and no encoder of images, adapter or calibration. Raises GgufError."""
+    architecture = metadata.text("general.architecture")
+    return metadata.text("general.type", "model") == "model" and architecture != "clip"
 
 
 def file_type(metadata: Metadata) -> str | None:
@@ -175,10 +159,9 @@ _TYPES = {"adapter": "LoRA weights for a model", "imatrix": "importances for a q
 def _common_fields(own: Hyperparameters) -> Fields:
     """The fields of all architectures."""
     vocabulary = own.tensors["token_embd.weight"].shape[0]
-    ends = [token for token in end_tokens(own.metadata) if token < vocabulary]
-    special = {
-        name: own.metadata.integer(f"tokenizer.ggml.{key}_token_id", -1) for name, key in _SPECIAL_TOKENS.items()
-    }
+    tokens = read_vocabulary(own.metadata)
+    if len(tokens.tokens) > vocabulary:
+        raise GgufError(f"its tokenizer has {len(tokens.tokens)} tokens, but its embeddings have {vocabulary} rows")
     return {
         "vocab_size": vocabulary,
         "hidden_size": own.hidden,
@@ -186,8 +169,9 @@ def _common_fields(own: Hyperparameters) -> Fields:
         "num_attention_heads": own.heads,
         "max_position_embeddings": own.context,
         "tie_word_embeddings": "output.weight" not in own.tensors,
-        "eos_token_id": ends or None,
-        **{name: token if 0 <= token < vocabulary else None for name, token in special.items()},
+        "eos_token_id": sorted(tokens.end_tokens) or None,
+        "bos_token_id": tokens.special.get("bos"),
+        "pad_token_id": tokens.special.get("pad"),
     }
 
 

@@ -13,7 +13,7 @@ from engine.kernels import dispatch, reference
 from engine.kernels.products import TiledProduct
 from engine.kernels.reference import AttentionFunction
 from engine.kernels.rounding import Bits
-from engine.load.checkpoint import is_small
+from engine.load.checkpoint import configuration_bytes, is_small
 from engine.load.outcomes import Outcome, OutcomeFile
 from engine.load.selection import RunnerSelection, select
 from engine.load.selftest import ModelTraits, find_runner, is_batch_invariant, restore_runner
@@ -162,4 +162,4 @@ def _outcome_file(
         return None
     settings = (config.device, config.kernels, config.mla, config.context, config.quantize == "none", config.dtype)
     kernel = getattr(attend, "__qualname__", type(attend).__qualname__)
-    return OutcomeFile((weights, (folder / "config.json").read_bytes(), settings, kernel))
+    return OutcomeFile((weights, configuration_bytes(folder), settings, kernel))

@@ -1,6 +1,7 @@
-"""The folder of a model: finding it, reading facts from its files, and one-line reasons why it cannot be served.
+"""The files of a model: finding them, reading facts from them, and one-line reasons why it cannot be served.
 
-Only `resolve` uses the network.
+The path of a model is a folder in the layout of transformers, or a GGUF file, the first one of its shards. Only
+`resolve` uses the network.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from safetensors import SafetensorError
 
 from engine.config import BUNDLED_NAME
 from engine.errors import ModelMissing
+from engine.gguf.config import is_language_model
+from engine.gguf.container import GgufError, read_metadata, shard_files
 from engine.load.file_kind import GGUF_FILE, JSON_FILE, SAFETENSORS_FILE, file_kind
 from engine.load.hub import CONSOLIDATED_FILES, download
 from engine.load.resources import processor_count
@@ -36,49 +39,71 @@ _DIGEST_SAMPLES, _DIGEST_SAMPLE_BYTES = 1024, 4096
 
 # Suffixes of single files, which a name of the hub could have too.
 _FILE_SUFFIXES = (".gguf", ".safetensors", ".bin", ".pt", ".pth", ".onnx", ".json")
-_MODEL_HINT = "pass a folder with config.json and safetensors, or a model of the hub that has them"
+_MODEL_HINT = "pass a folder with config.json and safetensors, a GGUF file, or a model of the hub"
 
 
 def resolve(model: str | None) -> Path:
-    """The folder of a model: the bundled one, a local one, or one of the hub and its cache. Raises ModelMissing."""
+    """The path of a model: the bundled one, a local one, or one of the hub and its cache. Raises ModelMissing."""
     if model is None:
         return _bundled()
     try:
         path = Path(model).expanduser()
         if path.is_dir():
-            return _with_config(model, path, "the folder has no config.json")
+            return _in_folder(model, path, "the folder has no config.json and no GGUF file")
         # A colon separates a repository from one of its files.
         if path.is_file() or (":" not in model and path.suffix.lower() in _FILE_SUFFIXES):
-            raise ModelMissing(model, _file_reason(path))
+            return _model_file(model, path)
     except (OSError, RuntimeError) as error:
         raise ModelMissing(model, error_line(error)) from error
     if model.partition(":")[0].count("/") != 1 or model.startswith((".", "/", "~")):
         raise ModelMissing(model, "there is no such folder, and a name on the hub looks like organisation/model")
     found = download(model)
-    if found.suffix == ".gguf":
-        raise ModelMissing(model, _file_reason(found))
-    return _with_config(model, found, f"its repository has no config.json; {_MODEL_HINT}")
+    if found.is_file():
+        return _model_file(model, found)
+    return _in_folder(model, found, f"its repository has no config.json; {_MODEL_HINT}")
 
 
-def _with_config(model: str, folder: Path, reason: str) -> Path:
-    """The folder, if it has a config.json. Raises ModelMissing."""
+def _in_folder(model: str, folder: Path, reason: str) -> Path:
+    """The folder if it has a config.json, else its only GGUF model. Raises ModelMissing."""
     if (folder / "config.json").is_file():
         return folder
-    if any(folder.glob("*.gguf")):
-        reason = f"the folder holds GGUF files, which are not read yet; {_MODEL_HINT}"
-    raise ModelMissing(model, reason)
+    files = sorted(file for file in folder.iterdir() if file.suffix.lower() == ".gguf" and file.is_file())
+    found = sorted({_first_shard(model, file) for file in files})
+    models = [file for file in found if _is_language_model(file)] if len(found) > 1 else found
+    if len(models) > 1:
+        names = ", ".join(file.name for file in models)
+        raise ModelMissing(model, f"the folder has {len(models)} GGUF models; pass one of the files: {names}")
+    if not found:
+        raise ModelMissing(model, reason)
+    return (models or found)[0]
 
 
-def _file_reason(path: Path) -> str:
-    """Why a file is not a model."""
+def _is_language_model(file: Path) -> bool:
+    """Whether a GGUF file is the language model; a damaged file is one, so that its error is shown."""
+    try:
+        return is_language_model(read_metadata(file))
+    except (GgufError, OSError):
+        return True
+
+
+def _model_file(model: str, path: Path) -> Path:
+    """The first shard of a GGUF file. Raises ModelMissing for a file that is no model."""
     if not path.is_file():
-        return f"there is no such file; {_MODEL_HINT}"
+        raise ModelMissing(model, f"there is no such file; {_MODEL_HINT}")
     kind = file_kind(path)
     if kind == GGUF_FILE:
-        return f"GGUF files are not read yet; {_MODEL_HINT}"
+        return _first_shard(model, path)
     if kind in (SAFETENSORS_FILE, JSON_FILE):
-        return f"it is one file of a model; pass its folder, {path.resolve().parent}"
-    return f"it is {kind}; {_MODEL_HINT}"
+        raise ModelMissing(model, f"it is one file of a model; pass its folder, {path.resolve().parent}")
+    raise ModelMissing(model, f"it is {kind}; {_MODEL_HINT}")
+
+
+def _first_shard(model: str, path: Path) -> Path:
+    """Raises ModelMissing if a shard is missing."""
+    try:
+        return shard_files(path)[0]
+    except GgufError as error:
+        raise ModelMissing(model, str(error)) from error
 
 
 def _bundled() -> Path:
@@ -90,8 +115,20 @@ def _bundled() -> Path:
     raise ModelMissing(BUNDLED_NAME, "this installation has no bundled model; pass one: cellar serve MODEL")
 
 
+def is_gguf(path: Path) -> bool:
+    """Whether the path of a model is that of a GGUF file."""
+    return path.is_file()
+
+
+def configuration_bytes(path: Path) -> bytes:
+    """The content of config.json, or a digest of the metadata of a GGUF file."""
+    return read_metadata(path).digest.encode() if is_gguf(path) else (path / "config.json").read_bytes()
+
+
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a model in the layout of transformers, by name."""
+    """The safetensors files of a model in the layout of transformers, by name; the shards of a GGUF file."""
+    if is_gguf(folder):
+        return list(shard_files(folder))
     copies = set(folder.glob(CONSOLIDATED_FILES))
     return sorted(file for file in folder.glob("*.safetensors") if file not in copies)
 

@@ -1,6 +1,6 @@
-"""Loads a model: resolves its folder, reads the weights, calibrates the layers and checks the logits.
+"""Loads a model: resolves its folder or file, reads the weights, calibrates the layers and checks the logits.
 
-Only safetensors are read, and no code of a checkpoint is ever run.
+Only safetensors and GGUF are read, and no code of a checkpoint is ever run.
 """
 
 from __future__ import annotations
@@ -33,15 +33,18 @@ from engine.kernels.rounding import Bits
 from engine.load.checking import ModelChecks, log_margins
 from engine.load.checkpoint import (
     READ_ERRORS,
+    configuration_bytes,
     default_threads,
     error_line,
     fingerprint,
+    is_gguf,
     is_small,
     missing_weights_reason,
     resolve,
     weight_files,
 )
 from engine.load.construction import construct
+from engine.load.gguf_model import read_file_type, read_gguf_config, read_gguf_model
 from engine.load.memory import ModelSizes, available_bytes, max_fitting_context, plan_memory
 from engine.load.tokenizer_cache import read_tokenizer
 from engine.model import hooks, recurrence, rope
@@ -155,7 +158,7 @@ def _load(config: EngineConfig, on_phase: Callable[[str], None], reserved_bytes:
         fingerprint=digest,
         architecture=type(model).__name__,
         parameters=parameters,
-        dtype=_dtype_name(compute_dtype, dtype, bits),
+        dtype=_dtype_name(compute_dtype, _weights_name(folder, dtype, bits)),
         vocabulary=text_config.vocab_size,
         context=context,
         slots=slots,
@@ -206,11 +209,17 @@ def _release_files(model: Any) -> None:
         parameter.data = parameter.data.clone()
 
 
-def _dtype_name(compute_dtype: torch.dtype, dtype: torch.dtype, bits: Bits | None) -> str:
+def _weights_name(path: Path, dtype: torch.dtype, bits: Bits | None) -> str:
+    """The format of the weights: the dtype, or that of quantised ones."""
+    if bits is not None:
+        return f"int{bits}"
+    return (read_file_type(path) if is_gguf(path) else None) or str(dtype).removeprefix("torch.")
+
+
+def _dtype_name(compute_dtype: torch.dtype, weights: str) -> str:
     """The dtype of activations for display, and the format of the weights if it is another one."""
-    names = [str(each).removeprefix("torch.") for each in (compute_dtype, dtype)]
-    weights = names[1] if bits is None else f"int{bits}"
-    return names[0] if weights == names[0] else f"{names[0]}, {weights} weights"
+    name = str(compute_dtype).removeprefix("torch.")
+    return name if weights == name else f"{name}, {weights} weights"
 
 
 def _choose_dtype(settings: EngineConfig, folder: Path, config: Any) -> torch.dtype:
@@ -230,14 +239,9 @@ def _choose_dtype(settings: EngineConfig, folder: Path, config: Any) -> torch.dt
 
 def _read_config(name: str, folder: Path, settings: EngineConfig) -> Any:
     """The configuration. Models that it, or the file names, rule out are refused before weights are read."""
-    if not weight_files(folder):
-        raise ModelUnsupported(name, missing_weights_reason(folder))
-    if not any(next(folder.glob(kind), None) for kind in _TOKENIZER_FILES):
-        raise ModelUnsupported(name, "its tokenizer cannot be read: the folder has none, such as tokenizer.json")
-    try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except READ_ERRORS as error:
-        raise ModelUnsupported(name, error_line(error)) from error
+    if not is_gguf(folder):
+        _check_files(name, folder)
+    config = _configuration(name, folder)
     if config.is_encoder_decoder and not settings.media:
         raise ModelUnsupported(name, "its decoder needs audio or a text for its encoder, and no request can have media")
     longest = max_context(config.get_text_config())
@@ -246,21 +250,26 @@ def _read_config(name: str, folder: Path, settings: EngineConfig) -> Any:
     return config
 
 
+def _check_files(name: str, folder: Path) -> None:
+    """Raise ModelUnsupported for a folder without weights or tokenizer."""
+    if not weight_files(folder):
+        raise ModelUnsupported(name, missing_weights_reason(folder))
+    if not any(next(folder.glob(kind), None) for kind in _TOKENIZER_FILES):
+        raise ModelUnsupported(name, "its tokenizer cannot be read: the folder has none, such as tokenizer.json")
+
+
+def _configuration(name: str, path: Path) -> Any:
+    """Raises ModelUnsupported."""
+    try:
+        return read_gguf_config(path) if is_gguf(path) else AutoConfig.from_pretrained(path, trust_remote_code=False)
+    except READ_ERRORS as error:
+        raise ModelUnsupported(name, error_line(error)) from error
+
+
 def _read_model(name: str, folder: Path, config: Any, settings: EngineConfig) -> tuple[Any, torch.dtype]:
     try:
         dtype = _choose_dtype(settings, folder, config)
-        _dequantize(name, folder, config, dtype)
-        read = partial(
-            _model_class(config).from_pretrained,
-            folder,
-            config=config,
-            dtype=dtype,
-            trust_remote_code=False,
-            use_safetensors=True,
-            attn_implementation="eager",
-            output_loading_info=True,
-        )
-        model, report = construct(read)
+        model, report = _read_weights(name, folder, config, dtype)
     except READ_ERRORS as error:
         raise ModelUnsupported(name, error_line(error)) from error
     if report["missing_keys"] or report["mismatched_keys"]:
@@ -270,6 +279,25 @@ def _read_model(name: str, folder: Path, config: Any, settings: EngineConfig) ->
         # The default, a grouped matrix product, does not support float64.
         model.set_experts_implementation("eager")
     return model.to(settings.device).eval().requires_grad_(False), dtype
+
+
+def _read_weights(name: str, path: Path, config: Any, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
+    """The model with its weights, and the report of transformers on them. Raises READ_ERRORS."""
+    if is_gguf(path):
+        return read_gguf_model(path, config, dtype)
+    _dequantize(name, path, config, dtype)
+    read = partial(
+        _model_class(config).from_pretrained,
+        path,
+        config=config,
+        dtype=dtype,
+        trust_remote_code=False,
+        use_safetensors=True,
+        attn_implementation="eager",
+        output_loading_info=True,
+    )
+    model, report = construct(read)
+    return model, report
 
 
 def _dequantize(name: str, folder: Path, config: Any, dtype: torch.dtype) -> None:
@@ -307,7 +335,7 @@ def _encoder(name: str, model: Any, *, budget_bytes: int) -> Encoder | None:
 
 def _identity(folder: Path, loaded: LoadedModel) -> str:
     """A digest of the dependencies of cells and states besides tokens: a disk cache of another identity is not read."""
-    settings = (folder / "config.json").read_bytes()
+    settings = configuration_bytes(folder)
     info, specs = loaded.info, [astuple(layer.spec) for layer in loaded.layers]
     parts: tuple[object, ...] = (info.fingerprint, settings, info.dtype, loaded.kv_dtype, specs)
     if loaded.runner.switch is not None:
@@ -352,10 +380,7 @@ def _install_hooks(model: Any) -> bool:
 
 def read_max_context(name: str, folder: Path) -> int:
     """The trained context of the model in a folder, without loading it. Raises ModelUnsupported."""
-    try:
-        return max_context(AutoConfig.from_pretrained(folder, trust_remote_code=False).get_text_config())
-    except READ_ERRORS as error:
-        raise ModelUnsupported(name, error_line(error)) from error
+    return max_context(_configuration(name, folder).get_text_config())
 
 
 def max_context(text: Any) -> int:

@@ -25,7 +25,11 @@ import transformers
 from tokenizers import AddedToken, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from engine import gguf
+from engine.gguf.container import read_metadata
+from engine.gguf.tokenizer import read_tokenizer as read_gguf_tokenizer
 from engine.kernels.cache_folder import cache_folder, mark_used, scratch_folder, trim
+from engine.load.checkpoint import is_gguf
 
 log = logging.getLogger("cellar.engine")
 
@@ -37,7 +41,9 @@ _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 def read_tokenizer(folder: Path, cache: Path | None = None, *, large_bytes: int = _LARGE_BYTES) -> Any:
-    """The tokenizer of a model's folder, from its cache entry if there is one. Raises the errors of transformers.
+    """The tokenizer of a model's folder or GGUF file, from its cache entry if there is one.
+
+    Raises the errors of transformers, and GgufError.
 
     cache        folder of the entries, by default the user's
     large_bytes  smallest size of the tokenizer's files with an entry
@@ -45,19 +51,33 @@ def read_tokenizer(folder: Path, cache: Path | None = None, *, large_bytes: int 
     entry = _entry(folder, cache, large_bytes)
     tokenizer = None if entry is None else _read(entry)
     if tokenizer is None:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        tokenizer = _from_files(folder)
         if entry is not None:
             _write(entry, tokenizer)
     return tokenizer
 
 
-def _entry(folder: Path, cache: Path | None, large_bytes: int) -> Path | None:
+def _from_files(path: Path) -> Any:
+    if is_gguf(path):
+        return read_gguf_tokenizer(read_metadata(path))
+    return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+
+
+def _entry(path: Path, cache: Path | None, large_bytes: int) -> Path | None:
     """The path of the cache entry; None if the files are small or cannot be read."""
-    files = sorted(_files(folder))
-    if sum(file.stat().st_size for file in files) < large_bytes:
+    if is_gguf(path):
+        metadata = read_metadata(path)
+        size, identity = metadata.size_bytes, metadata.digest
+        folder = Path(gguf.__file__ or "").parent
+        # The code that makes the tokenizer.
+        files = sorted(folder.glob("*.py"))
+    else:
+        folder, files, identity = path, sorted(_files(path)), ""
+        size = sum(file.stat().st_size for file in files)
+    if size < large_bytes:
         return None
     try:
-        return (cache or cache_folder("tokenizers")) / f"{_digest(folder, files)}.bin"
+        return (cache or cache_folder("tokenizers")) / f"{_digest(folder, files, identity)}.bin"
     except OSError:
         return None
 
@@ -69,8 +89,9 @@ def _files(folder: Path) -> Iterator[Path]:
             yield file
 
 
-def _digest(folder: Path, files: list[Path]) -> str:
-    digest = hashlib.sha256()
+def _digest(folder: Path, files: list[Path], identity: str) -> str:
+    """A digest of files in a folder and of the `identity` of others."""
+    digest = hashlib.sha256(identity.encode())
     versions = (_FORMAT, platform.python_version(), tokenizers.__version__, transformers.__version__)
     # The folder's name is part of a tokenizer's state.
     digest.update(repr((versions, str(folder))).encode())

@@ -121,4 +121,6 @@ class _PreparedMatrices:
 
 
 def _describe(matrix: PackedMatrix) -> _MatrixFields:
-    return _MatrixFields(matrix.codes.data_ptr(), matrix.scales.data_ptr(), WEIGHT_FORMATS[matrix.format], matrix.outputs)
+    return _MatrixFields(
+        matrix.codes.data_ptr(), matrix.scales.data_ptr(), WEIGHT_FORMATS[matrix.format], matrix.outputs
+    )

@@ -70,9 +70,9 @@ def test_folder_without_config_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("files", "name", "reason"),
     [
-        (["model.gguf"], "model.gguf", "GGUF files are not read yet"),
-        (["Model.GGUF"], "Model.GGUF", "GGUF files are not read yet"),
-        (["model-q4.gguf"], "", "the folder holds GGUF files, which are not read yet"),
+        (["q4.gguf", "q8.gguf"], "", r"the folder has 2 GGUF models; pass one of the files: q4\.gguf, q8\.gguf"),
+        (["q4-00002-of-00002.gguf"], "", r"it lacks the shard q4-00001-of-00002\.gguf"),
+        (["q4-00002-of-00002.gguf"], "q4-00002-of-00002.gguf", r"it lacks the shard q4-00001-of-00002\.gguf"),
         ([], "models/model.gguf", "there is no such file"),
         (["consolidated.safetensors", "params.json"], "", r"has no config\.json"),
     ],
