@@ -13,6 +13,10 @@ from engine.gguf.container import GgufError
 
 Merge = tuple[str, str]
 
+# Sum of the squared lengths of all tokens, to which the time for their splits is proportional: real vocabularies have
+# up to 10^8.
+_MAX_SPLIT_COST = 2**30
+
 
 def parse_merges(lines: Sequence[str], ids: Mapping[str, int], key: str) -> list[Merge]:
     """The merges of a file, each a pair with one space between. Raises GgufError for a part that is no token."""
@@ -36,8 +40,10 @@ def derive_merges(tokens: Sequence[str], scores: Sequence[float], mergeable: Seq
     mergeable  ids of the tokens that merges may produce
 
     Long tokens precede short ones of the same score: a run of one character then grows from its start, as from the
-    leftmost pair.
+    leftmost pair. Raises GgufError for tokens too long to be split.
     """
+    if sum(len(tokens[token]) ** 2 for token in mergeable) > _MAX_SPLIT_COST:
+        raise GgufError(f"its vocabulary has a token of {max(map(len, tokens))} characters")
     known = {tokens[token] for token in mergeable}
     parts = known | set("".join(known)) & set(tokens)
     ordered = sorted(mergeable, key=lambda token: (-scores[token], -len(tokens[token])))

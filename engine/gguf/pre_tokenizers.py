@@ -60,14 +60,12 @@ class PreTokenizer:
     patterns       regular expressions of Oniguruma, applied in order
     ignore_merges  a part that is a token is not merged from its bytes
     add_bos        the BOS token precedes a text, unless the file has `tokenizer.ggml.add_bos_token`
-    add_sep        the SEP token follows a text
     byte_level     tokens are spelled in the byte alphabet of GPT-2, not as text with U+2581 for spaces
     """
 
     patterns: tuple[str, ...]
     ignore_merges: bool = False
     add_bos: bool = False
-    add_sep: bool = False
     byte_level: bool = True
 
 
@@ -82,7 +80,6 @@ _gpt4o = PreTokenizer((_GPT4O,))
 _sentence = PreTokenizer((_SENTENCE,))
 _deepseek3 = PreTokenizer(_DEEPSEEK3)
 _gemma4 = PreTokenizer((_LINES,), add_bos=True, byte_level=False)
-_roberta = PreTokenizer((_GPT2,), add_sep=True)
 _tiny_aya = PreTokenizer((_DIGIT_GROUPS, _GPT4O))
 _bailing = PreTokenizer(
     (rf"'(?:[sSdDmMtT]|[lL][lL]|[vV][eE]|[rR][eE])|{_WORD}|\p{{N}}|{_SYMBOLS}|\s*[\r\n]|\s+(?!\S)|\s+",)
@@ -98,10 +95,10 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
         (
             *("gpt-2", "phi-2", "jina-es", "jina-de", "gigachat", "jina-v2-es", "jina-v2-de", "a.x-4.0", "mellum"),
             *("modern-bert", "mpt", "olmo", "jais", "trillion", "granite-docling", "exaone4"),
+            *("jina-v1-en", "jina-v2-code", "roberta-bpe"),
         ),
         _gpt2,
     ),
-    **dict.fromkeys(("jina-v1-en", "jina-v2-code", "roberta-bpe"), _roberta),
     **dict.fromkeys(
         ("starcoder", "refact", "command-r", "smollm", "codeshell", "exaone", "minerva-7b", "mellum2"), _single_digits
     ),

@@ -21,6 +21,7 @@ from gguf import Keys, TokenType
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from engine.gguf.charsmap import checked_charsmap
 from engine.gguf.chat_template import read_chat_template
 from engine.gguf.container import GgufError
 from engine.gguf.merges import derive_merges, parse_merges
@@ -48,11 +49,21 @@ def read_tokenizer(metadata: Mapping[str, Any]) -> PreTrainedTokenizerFast:
     if vocabulary.kind == "bert":
         names["cls_token"] = names.pop("bos_token")
     return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
+        tokenizer_object=_Uncopied(backend),
         clean_up_tokenization_spaces=False,
         chat_template=read_chat_template(metadata),
         **names,
     )
+
+
+class _Uncopied:
+    """A backend that transformers does not copy: a copy of 262,144 tokens takes as long as their merges."""
+
+    def __init__(self, backend: Tokenizer) -> None:
+        self._backend = backend
+
+    def __deepcopy__(self, memo: object) -> Tokenizer:
+        return self._backend
 
 
 def read_end_tokens(metadata: Mapping[str, Any]) -> frozenset[int]:
@@ -100,7 +111,7 @@ def _byte_pairs(vocabulary: Vocabulary, metadata: Mapping[str, Any]) -> Tokenize
         backend.normalizer = normalizers.Replace(" ", _SPACE)
     splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in pre_tokenizer.patterns]
     backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, *last])
-    _add_bos_and_eos(backend, vocabulary, metadata, bos=pre_tokenizer.add_bos, eos=False, sep=pre_tokenizer.add_sep)
+    _add_bos_and_eos(backend, vocabulary, metadata, bos=pre_tokenizer.add_bos, eos=False)
     return backend
 
 
@@ -174,14 +185,9 @@ def _unigram(vocabulary: Vocabulary, metadata: Mapping[str, Any]) -> Tokenizer:
 
 
 def _unigram_normalizers(metadata: Mapping[str, Any]) -> list[Any]:
-    charsmap = metadata.get(_KEYS.PRECOMPILED_CHARSMAP)
     steps: list[Any] = []
-    if charsmap is not None:
-        try:
-            steps.append(normalizers.Precompiled(bytes(charsmap)))
-        except Exception as error:
-            # The bindings raise types of their own.
-            raise GgufError(f"its metadata {_KEYS.PRECOMPILED_CHARSMAP} cannot be read: {error}") from error
+    if (charsmap := metadata.get(_KEYS.PRECOMPILED_CHARSMAP)) is not None:
+        steps.append(normalizers.Precompiled(checked_charsmap(charsmap, _KEYS.PRECOMPILED_CHARSMAP)))
     if flag(metadata, _KEYS.REMOVE_EXTRA_WS, False):
         steps += [normalizers.Replace(Regex("^ +| +$"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
     return steps
@@ -193,12 +199,14 @@ def _last_characters(texts: list[str]) -> str:
 
 
 def _add_bos_and_eos(
-    backend: Tokenizer, vocabulary: Vocabulary, metadata: Mapping[str, Any], *, bos: bool, eos: bool, sep: bool = False
+    backend: Tokenizer, vocabulary: Vocabulary, metadata: Mapping[str, Any], *, bos: bool, eos: bool
 ) -> None:
-    """Put the special tokens of the file around each text; the flags are the defaults."""
-    first = ["bos"] if flag(metadata, _KEYS.ADD_BOS, bos) else []
-    last = ["eos"] if flag(metadata, _KEYS.ADD_EOS, eos) else []
-    _frame(backend, vocabulary, first, last)
+    """Let BOS and EOS frame each text as the file has it; the flags are the defaults of its kind."""
+    defaults = {"bos": (_KEYS.ADD_BOS, bos), "eos": (_KEYS.ADD_EOS, eos)}
+    added = [
+        name for name, (key, default) in defaults.items() if flag(metadata, key, default and name in vocabulary.special)
+    ]
+    _frame(backend, vocabulary, [name for name in added if name == "bos"], [name for name in added if name == "eos"])
 
 
 def _frame(backend: Tokenizer, vocabulary: Vocabulary, first: list[str], last: list[str]) -> None:

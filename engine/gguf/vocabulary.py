@@ -40,6 +40,7 @@ _DEFAULT_IDS = {
 }
 # -1 in files of old converters: there is no such token.
 _NO_ID = 2**32 - 1
+_TYPES: dict[float, TokenType] = {kind.value: kind for kind in TokenType}
 
 # Special tokens by their text, for files without their keys. The first one of the vocabulary is taken.
 _NAMED = {
@@ -151,7 +152,7 @@ def strings(metadata: Mapping[str, Any], key: str) -> Sequence[str]:
     values = metadata.get(key)
     if values is None:
         raise GgufError(f"its metadata lacks {key}")
-    if not isinstance(values, list | tuple) or not all(isinstance(value, str) for value in values):
+    if not isinstance(values, list | tuple) or not set(map(type, values)) <= {str}:
         raise GgufError(f"its metadata {key} is no list of strings")
     return values
 
@@ -166,9 +167,9 @@ def _tokens(metadata: Mapping[str, Any]) -> list[str]:
 def _types(metadata: Mapping[str, Any], size: int) -> list[TokenType]:
     values = _numbers(metadata, _KEYS.TOKEN_TYPE, size)
     try:
-        return [TokenType(value) for value in values] or [TokenType.NORMAL] * size
-    except ValueError as error:
-        raise GgufError(f"its metadata {_KEYS.TOKEN_TYPE} has an unknown type of token: {error}") from error
+        return [_TYPES[value] for value in values] or [TokenType.NORMAL] * size
+    except KeyError as error:
+        raise GgufError(f"its metadata {_KEYS.TOKEN_TYPE} has the unknown type {error}") from error
 
 
 def _scores(metadata: Mapping[str, Any], size: int) -> list[float]:
@@ -181,7 +182,7 @@ def _scores(metadata: Mapping[str, Any], size: int) -> list[float]:
 def _numbers(metadata: Mapping[str, Any], key: str, size: int) -> Sequence[float]:
     """A number for each token, or none. Raises GgufError."""
     values = metadata.get(key, ())
-    if not isinstance(values, list | tuple) or not all(isinstance(value, int | float) for value in values):
+    if not isinstance(values, list | tuple) or not set(map(type, values)) <= {int, float}:
         raise GgufError(f"its metadata {key} is no list of numbers")
     if values and len(values) != size:
         raise GgufError(f"its metadata {key} has {len(values)} items for {size} tokens")
