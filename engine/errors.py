@@ -4,6 +4,7 @@ EngineError
 ├── ModelError               the model cannot be served
 │   ├── ModelMissing         no such folder, or the hub does not have it or is out of reach
 │   ├── ModelUnsupported     the model loads, but its outputs are wrong
+│   ├── ModelInconvertible   the model cannot be converted to another format
 │   ├── PlanTooLarge         weights and cache exceed the memory
 │   ├── DraftTooLarge        the draft model exceeds the memory that the model leaves
 │   └── EmbedderTooLarge     the embedding model exceeds the memory
@@ -44,6 +45,14 @@ class ModelUnsupported(ModelError):
 
     def __init__(self, model: str, reason: str) -> None:
         super().__init__(f"cannot serve the model {model!r}: {reason}")
+        self.model, self.reason = model, reason
+
+
+class ModelInconvertible(ModelError):
+    """The model cannot be converted to another format."""
+
+    def __init__(self, model: str, reason: str) -> None:
+        super().__init__(f"cannot convert the model {model!r}: {reason}")
         self.model, self.reason = model, reason
 
 

@@ -11,7 +11,7 @@ import re
 import sys
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import App, ArgumentCollection, Parameter
 from cyclopts.config import Env
@@ -73,6 +73,7 @@ def make_app() -> App:
     )
     app.command(serve)
     app.command(bench)
+    app.command(convert)
     return app
 
 
@@ -136,6 +137,36 @@ def bench(
         context=settings.context,
     )
     sys.exit(measured(bench_settings, serve_arguments))
+
+
+def convert(
+    source: str,
+    target: Path,
+    *,
+    weights: Annotated[Literal["f32", "f16", "bf16", "q8_0"] | None, Parameter(name="--type")] = None,
+    force: bool = False,
+) -> None:
+    """Convert a model from safetensors to a GGUF file. The exit code is 1 if that is impossible.
+
+    Parameters
+    ----------
+    source
+        A folder, or a hub id such as Qwen/Qwen3-0.6B.
+    target
+        The file, with the suffix .gguf.
+    weights
+        The number format of the matrices. Default: as in the source.
+    force
+        Replace an existing target.
+    """
+    from server.conversion import run_conversion
+
+    try:
+        check_environment()
+    except ValueError as error:
+        _print_line(f"cellar: {error}")
+        sys.exit(EXIT_USAGE)
+    sys.exit(run_conversion(source, target, weights=weights, force=force))
 
 
 def _warn_of_exposed_keys(settings: Settings) -> None:

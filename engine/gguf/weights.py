@@ -31,9 +31,9 @@ _PLAIN_TYPES = {
 _NO_PARAMETERS = re.compile(r"rope_(freqs|factors_long|factors_short)\.weight|blk\.\d+\.(attn_rot_embd|rope_freqs)\b.*")
 _LAYER = re.compile(r"blk\.(\d+)\.")
 # Architectures with query and key rows in the order of rotation of neighbouring columns; transformers rotates halves.
-_INTERLEAVED_ROTATION = frozenset({"llama", "granite", "smollm3"})
+INTERLEAVED_ROTATION = frozenset({"llama", "granite", "smollm3"})
 # Architectures with norms that store 1 more than transformers.
-_SHIFTED_NORMS = frozenset({"gemma2", "gemma3"})
+SHIFTED_NORMS = frozenset({"gemma2", "gemma3"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +218,7 @@ class _Names:
         if tensor is None:
             return self._fused_projection(name, shape)
         order = self._row_order(name, shape[0])
-        shift = -1.0 if self.architecture in _SHIFTED_NORMS and name.endswith("norm.weight") else 0.0
+        shift = -1.0 if self.architecture in SHIFTED_NORMS and name.endswith("norm.weight") else 0.0
         if ".experts." in name and name.endswith("proj") and len(shape) == 3:
             outputs = shape[2] if transposed else shape[1]
             return self._stack([tensor], None, outputs, shape, transposed)
@@ -277,7 +277,7 @@ class _Names:
 
     def _row_order(self, name: str, rows: int) -> NDArray[np.intp] | None:
         """The row of the tensor for each row of the parameter; None: the same."""
-        if self.architecture not in _INTERLEAVED_ROTATION or not re.search(r"\.[qk]_proj\.", name):
+        if self.architecture not in INTERLEAVED_ROTATION or not re.search(r"\.[qk]_proj\.", name):
             return None
         return np.arange(rows).reshape(-1, self._config.head_dim // 2, 2).swapaxes(1, 2).ravel()
 

@@ -1,0 +1,1 @@
+"""`cellar convert`: checkpoints of transformers to GGUF files, and back."""

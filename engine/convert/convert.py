@@ -1,0 +1,93 @@
+"""Converts a model: a checkpoint of transformers into a GGUF file, or back. The target appears when it is complete."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.config import BUNDLED_NAME
+from engine.convert.architectures import Inexpressible
+from engine.convert.from_gguf import write_folder
+from engine.convert.gguf_file import OnProgress, WeightType
+from engine.convert.to_gguf import plan_file
+from engine.errors import ModelInconvertible
+from engine.kernels.cache_folder import scratch_folder
+from engine.load.checkpoint import READ_ERRORS, error_line, resolve
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """A conversion, and the callbacks of its progress.
+
+    source       a folder, a GGUF file, or a model of the hub; None: the bundled model
+    target       a file that ends in .gguf, or a folder
+    weight_type  of the written matrices; None: as in the source
+    overwrite    whether an existing target is replaced
+    on_phase     called with each phase
+    on_progress  called with the written and all bytes of weights
+    """
+
+    source: str | None
+    target: Path
+    weight_type: WeightType | None
+    overwrite: bool
+    on_phase: Callable[[str], None]
+    on_progress: OnProgress
+
+    @property
+    def to_gguf(self) -> bool:
+        """Whether the target is a GGUF file."""
+        return self.target.suffix.lower() == ".gguf"
+
+    def refuse(self, reason: str) -> ModelInconvertible:
+        """The error with a reason."""
+        return ModelInconvertible(self.source or BUNDLED_NAME, reason)
+
+
+def convert(conversion: Conversion) -> None:
+    """Convert a model. Raises ModelMissing and ModelInconvertible; the target is then unchanged."""
+    target = conversion.target
+    if target.exists() and not conversion.overwrite:
+        raise conversion.refuse(f"{target} exists; --force replaces it")
+    if target.exists() and target.is_dir() == conversion.to_gguf:
+        raise conversion.refuse(f"{target} is {'a folder' if target.is_dir() else 'a file that does not end in .gguf'}")
+    conversion.on_phase("resolve")
+    source = resolve(conversion.source)
+    if source.is_file() == conversion.to_gguf:
+        reason = "both are GGUF" if source.is_file() else "a GGUF file ends in .gguf"
+        raise conversion.refuse(f"its target {target} has the format of the source: {reason}")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with scratch_folder(target.parent) as scratch:
+            (_to_gguf if conversion.to_gguf else _to_folder)(conversion, source, scratch / target.name)
+            _replace(target, scratch)
+    except Inexpressible as error:
+        raise conversion.refuse(str(error)) from error
+    except READ_ERRORS as error:
+        raise conversion.refuse(error_line(error)) from error
+
+
+def _replace(target: Path, scratch: Path) -> None:
+    """Move the finished target from `scratch` to its place; an old folder is removed with `scratch`."""
+    if target.is_dir():
+        target.rename(scratch / "replaced")
+    (scratch / target.name).rename(target)
+
+
+def _to_gguf(conversion: Conversion, folder: Path, path: Path) -> None:
+    file = plan_file(folder, conversion.weight_type, conversion.on_phase)
+    _check_space(conversion, path, file.size)
+    conversion.on_phase(f"write {file.weight_type}")
+    file.write(path, conversion.on_progress)
+
+
+def _to_folder(conversion: Conversion, file: Path, folder: Path) -> None:
+    write_folder(file, folder, conversion.weight_type, conversion.on_phase)
+
+
+def _check_space(conversion: Conversion, path: Path, needed: int) -> None:
+    free = shutil.disk_usage(path.parent).free
+    if free < needed:
+        raise conversion.refuse(f"the target needs {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free")

@@ -1,0 +1,93 @@
+"""A checkpoint of transformers as a GGUF file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from gguf import GGML_QUANT_VERSION, MODEL_ARCH_NAMES
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from engine.convert.architectures import Inexpressible, Value, architecture, hyper_parameters
+from engine.convert.gguf_file import OnProgress, TensorPlan, WeightType, file_type, plan_tensors, write_gguf
+from engine.convert.tensors import gguf_tensors
+from engine.convert.vocabulary import tokenizer_metadata
+from engine.load.checkpoint import missing_weights_reason, weight_files
+from engine.load.tokenizer_cache import read_tokenizer
+
+# The weight type of a checkpoint's dtype.
+_STORED_TYPES: dict[torch.dtype, WeightType] = {torch.bfloat16: "bf16", torch.float16: "f16"}
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedFile:
+    """A GGUF file before it is written.
+
+    parameters  of the model, by the names of transformers
+    """
+
+    config: Any
+    weight_type: WeightType
+    metadata: Mapping[str, Value]
+    tensors: list[TensorPlan]
+    parameters: Mapping[str, Tensor]
+
+    @property
+    def size(self) -> int:
+        """Bytes of the tensors."""
+        return sum(tensor.size for tensor in self.tensors)
+
+    def write(self, path: Path, on_progress: OnProgress) -> None:
+        """Write the file."""
+        write_gguf(path, self.metadata, self.tensors, gguf_tensors(self.parameters, self.config), on_progress)
+
+
+def plan_file(folder: Path, weight_type: WeightType | None, on_phase: Callable[[str], None]) -> PlannedFile:
+    """Read a checkpoint for a GGUF file. Raises Inexpressible and the errors of transformers."""
+    if not weight_files(folder):
+        raise Inexpressible(missing_weights_reason(folder))
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    metadata = hyper_parameters(config)
+    on_phase("tokenizer")
+    metadata |= tokenizer_metadata(read_tokenizer(folder), config)
+    on_phase("weights")
+    model = _read_model(folder, config)
+    weights = weight_type or _STORED_TYPES.get(model.dtype, "f32")
+    parameters = model.state_dict()
+    shapes = {name: parameter.to("meta") for name, parameter in parameters.items()}
+    tensors = plan_tensors(gguf_tensors(shapes, config), weights)
+    return PlannedFile(config, weights, _general(folder, config, weights) | metadata, tensors, parameters)
+
+
+def _read_model(folder: Path, config: Any) -> Any:
+    """The model in the dtype of its files; weights of a quantised checkpoint are dequantised."""
+    stored = getattr(config, "quantization_config", None)
+    if isinstance(stored, dict):
+        stored["dequantize"] = True
+    model, report = AutoModelForCausalLM.from_pretrained(
+        folder,
+        config=config,
+        dtype="auto",
+        trust_remote_code=False,
+        use_safetensors=True,
+        attn_implementation="eager",
+        output_loading_info=True,
+    )
+    missing = sorted(report["missing_keys"]) or sorted(str(key) for key in report["mismatched_keys"])
+    if missing:
+        raise Inexpressible(f"its files lack weights, {len(missing)} in all, such as {missing[0]}")
+    return model
+
+
+def _general(folder: Path, config: Any, weight_type: WeightType) -> dict[str, Value]:
+    return {
+        "general.architecture": MODEL_ARCH_NAMES[architecture(config)],
+        "general.type": "model",
+        "general.name": folder.resolve().name,
+        "general.file_type": file_type(weight_type),
+        "general.quantization_version": GGML_QUANT_VERSION,
+    }

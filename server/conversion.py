@@ -1,0 +1,41 @@
+"""`cellar convert` on the console: phases, a progress bar on a terminal, errors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+EXIT_IMPOSSIBLE = 1
+
+
+def run_conversion(
+    source: str, target: Path, *, weights: Literal["f32", "f16", "bf16", "q8_0"] | None, force: bool
+) -> int:
+    """Convert a model; returns the exit code."""
+    # transformers' import takes seconds.
+    from engine.convert.convert import Conversion, convert
+    from engine.errors import ModelError
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    console = Console(highlight=False, soft_wrap=True)
+    with Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task("resolve", total=None)
+        conversion = Conversion(
+            source=source,
+            target=target,
+            weight_type=weights,
+            overwrite=force,
+            on_phase=lambda phase: progress.update(task, description=phase),
+            on_progress=lambda written, total: progress.update(task, completed=written, total=total),
+        )
+        try:
+            convert(conversion)
+        except ModelError as error:
+            progress.stop()
+            console.print(f"cellar: {error}", markup=False)
+            return EXIT_IMPOSSIBLE
+    console.print(f"{target}: {target.stat().st_size / 2**20:,.0f} MiB", markup=False)
+    return 0

@@ -1,0 +1,162 @@
+"""Conversions to GGUF and back: no weight changes, and nothing is overwritten or left behind by a failure."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from gguf import GGMLQuantizationType, GGUFReader, dequantize
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from engine.convert.convert import convert
+from engine.convert.gguf_file import WeightType
+from engine.errors import ModelInconvertible, ModelMissing
+from tests.engine.convert.checkpoints import CHECKPOINTS, TEMPLATE, conversion, save_checkpoint, save_model
+
+PROMPT = torch.arange(3, 43).reshape(1, -1)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a llama."""
+    folder = tmp_path_factory.mktemp("llama")
+    save_checkpoint("llama", folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_checkpoint_is_unchanged_after_gguf(name: str, tmp_path: Path) -> None:
+    """Every weight in float32, the logits, the tokens of a text and the template."""
+    model = save_checkpoint(name, tmp_path / "model")
+
+    convert(conversion(tmp_path / "model", tmp_path / "model.gguf"))
+    convert(conversion(tmp_path / "model.gguf", tmp_path / "again"))
+
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again", dtype=torch.float32).eval()
+    expected, actual = model.state_dict(), again.state_dict()
+    assert expected.keys() == actual.keys()
+    for key, weight in expected.items():
+        # Gemma's norms are stored with 1 added.
+        rounding = 1e-6 if name.startswith("gemma") and "norm" in key else 0
+        torch.testing.assert_close(actual[key], weight, rtol=0, atol=rounding)
+    with torch.inference_mode():
+        torch.testing.assert_close(again(PROMPT).logits, model(PROMPT).logits, rtol=1e-4, atol=1e-4)
+    tokenizers = [AutoTokenizer.from_pretrained(tmp_path / folder) for folder in ("model", "again")]
+    assert 1 == len({tuple(one.encode("The cellar, <tool> 12 dogs' ü\n")) for one in tokenizers})
+    assert [TEMPLATE] * 2 == [one.chat_template for one in tokenizers]
+
+
+@pytest.mark.parametrize("weight_type", ["f32", "f16", "bf16", "q8_0"])
+def test_matrices_have_the_weight_type_and_vectors_float32(
+    checkpoint: Path, tmp_path: Path, weight_type: WeightType
+) -> None:
+    convert(conversion(checkpoint, tmp_path / "model.gguf", weight_type))
+
+    tensors = {tensor.name: tensor for tensor in GGUFReader(tmp_path / "model.gguf").tensors}
+    kinds = {1: GGMLQuantizationType.F32, 2: GGMLQuantizationType[weight_type.upper()]}
+    assert all(kinds[len(tensor.shape)] == tensor.tensor_type for tensor in tensors.values())
+    weights = AutoModelForCausalLM.from_pretrained(checkpoint).state_dict()["model.layers.1.mlp.down_proj.weight"]
+    written = tensors["blk.1.ffn_down.weight"]
+    error = torch.from_numpy(dequantize(written.data, written.tensor_type)) - weights
+    assert float(error.abs().max()) <= {"f32": 0.0, "f16": 1e-3, "bf16": 4e-3, "q8_0": 1e-2}[weight_type]
+
+
+def test_matrix_of_incomplete_blocks_has_float16(tmp_path: Path) -> None:
+    save_model("llama", tmp_path / "model", intermediate_size=100)
+    save_checkpoint("llama", tmp_path / "tokenizer")
+    for file in (tmp_path / "tokenizer").glob("tokenizer*"):
+        file.rename(tmp_path / "model" / file.name)
+
+    convert(conversion(tmp_path / "model", tmp_path / "model.gguf", "q8_0"))
+
+    kinds = {tensor.name: tensor.tensor_type for tensor in GGUFReader(tmp_path / "model.gguf").tensors}
+    assert GGMLQuantizationType.F16 == kinds["blk.0.ffn_down.weight"]
+    assert GGMLQuantizationType.Q8_0 == kinds["blk.0.ffn_up.weight"]
+
+
+def test_progress_ends_with_all_bytes(checkpoint: Path, tmp_path: Path) -> None:
+    phases: list[str] = []
+    progress: list[tuple[int, int]] = []
+    own = conversion(checkpoint, tmp_path / "model.gguf", "bf16")
+
+    convert(replace(own, on_phase=phases.append, on_progress=lambda *each: progress.append(each)))
+
+    assert ["resolve", "tokenizer", "weights", "write bf16"] == phases
+    assert progress == sorted(progress)
+    assert 1 == len({total for _, total in progress})
+    assert progress[-1][0] == progress[-1][1]
+
+
+def test_existing_target_is_replaced_only_if_requested(checkpoint: Path, tmp_path: Path) -> None:
+    target = tmp_path / "model.gguf"
+    target.write_text("mine")
+
+    with pytest.raises(ModelInconvertible, match="--force"):
+        convert(conversion(checkpoint, target))
+    assert "mine" == target.read_text()
+    convert(conversion(checkpoint, target, overwrite=True))
+    assert b"GGUF" == target.read_bytes()[:4]
+
+
+def test_existing_folder_is_replaced_as_a_whole(checkpoint: Path, tmp_path: Path) -> None:
+    convert(conversion(checkpoint, tmp_path / "model.gguf"))
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "old").touch()
+
+    convert(conversion(tmp_path / "model.gguf", tmp_path / "folder", overwrite=True))
+
+    assert "old" not in {file.name for file in (tmp_path / "folder").iterdir()}
+    assert {"folder", "model.gguf"} == {file.name for file in tmp_path.iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("target", "reason"),
+    [
+        ("model", "has the format of the source"),
+        ("file.txt", "a file that does not end in .gguf"),
+        ("folder.gguf", "folder.gguf is a folder"),
+        ("file.txt/model.gguf", "NotADirectoryError|FileExistsError"),
+    ],
+)
+def test_unsuitable_target_is_refused(checkpoint: Path, tmp_path: Path, target: str, reason: str) -> None:
+    (tmp_path / "file.txt").touch()
+    (tmp_path / "folder.gguf").mkdir()
+
+    with pytest.raises(ModelInconvertible, match=reason):
+        convert(conversion(checkpoint, tmp_path / target, overwrite=True))
+
+
+def test_failure_leaves_nothing(checkpoint: Path, tmp_path: Path) -> None:
+    def fail(written: int, total: int) -> None:
+        raise OSError("No space left on device")
+
+    with pytest.raises(ModelInconvertible, match="No space left"):
+        convert(replace(conversion(checkpoint, tmp_path / "model.gguf"), on_progress=fail))
+    assert [] == list(tmp_path.iterdir())
+
+
+def test_missing_source_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelMissing, match="there is no such file"):
+        convert(conversion(tmp_path / "none.gguf", tmp_path / "model"))
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "reason"),
+    [
+        ("gpt_neox", {}, "models of type gpt_neox are not written; llama, "),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "type dynamic"),
+        ("gemma2", {"query_pre_attn_scalar": 7}, "query_pre_attn_scalar=7"),
+        ("smollm3", {"no_rope_layers": [0, 1, 1]}, "no_rope_layers"),
+        ("lfm2", {"conv_bias": True}, "conv_bias"),
+    ],
+)
+def test_inexpressible_setting_is_refused_by_name(
+    name: str, settings: dict[str, object], reason: str, tmp_path: Path
+) -> None:
+    save_model(name, tmp_path / "model", **settings)
+
+    with pytest.raises(ModelInconvertible, match=reason):
+        convert(conversion(tmp_path / "model", tmp_path / "model.gguf"))
+    assert ["model"] == [file.name for file in tmp_path.iterdir()]
