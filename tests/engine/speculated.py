@@ -1,6 +1,7 @@
-"""Speculation played out: one case is a drafter, a kind of cache, a batch, a chunk and something that happens.
+"""Cases of speculative decoding: a drafter, a kind of cache, a batch size, a chunk size and an event.
 
-Every request of a case draws its tokens in another way, and has to say what it says alone in an engine without drafts.
+The requests of a case have different sampling parameters; each output must equal that of the request alone, without
+drafts.
 """
 
 from __future__ import annotations
@@ -48,10 +49,10 @@ SAMPLINGS = (
     SamplingParams(temperature=0.0, frequency_penalty=1.5),
     SamplingParams(temperature=0.5, logit_bias=((7, 3.0), (11, -100.0)), seed=4),
 )
-# An array of numbers, as many as there is room for: whatever else is drafted, it forbids.
+# An array of at least 31 numbers; other draft tokens are rejected.
 ARRAY = Grammar('start: "[" NUMBER ("," " " NUMBER){30,} "]"\nNUMBER: /[0-9]{1,3}/')
-# How a request draws, and what its text must follow.
-WAYS: tuple[tuple[SamplingParams, Grammar | None], ...] = (
+# Sampling parameters and grammars of requests.
+VARIANTS: tuple[tuple[SamplingParams, Grammar | None], ...] = (
     *((sampling, None) for sampling in SAMPLINGS),
     (SamplingParams(temperature=0.0), ARRAY),
     (SamplingParams(temperature=1.0, seed=5), ARRAY),
@@ -78,7 +79,7 @@ def every() -> list[Case]:
 
 
 def covering(seed: int = 0) -> list[Case]:
-    """Some combinations, such that every pair of two values meets in one of them."""
+    """Combinations with every pair of values of two axes at least once."""
     axes: list[Sequence[object]] = [DRAFTERS, list(KINDS), BATCHES, CHUNKS, EVENTS]
     places = list(itertools.combinations(range(len(axes)), 2))
     open_ = {(at, left, to, right) for at, to in places for left in axes[at] for right in axes[to]}
@@ -97,14 +98,16 @@ def _pairs(values: Sequence[object], places: Iterable[tuple[int, int]]) -> set[t
 
 
 def differences(case: Case, models: Models) -> list[tuple[str, list[int], list[int]]]:
-    """The requests of a case that say something else than alone: their names, what they should say, what they say."""
+    """The requests of a case with a wrong output: their ids, the expected tokens, and the tokens."""
     return played(case, models).wrong
 
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """What came of a case: the requests that said something else than alone, and of all drafts by kind, tokens drafted
-    and said.
+    """The outcome of a case.
+
+    wrong   ids of requests with a wrong output, the expected tokens, and the tokens
+    drafts  drafted and accepted tokens by kind of drafter
     """
 
     wrong: list[tuple[str, list[int], list[int]]]
@@ -116,13 +119,15 @@ def played(case: Case, models: Models) -> Played:
     loaded, requests = models(KINDS[case.kind]), _requests(case)
     alone = {request.id: _alone(loaded, request) for request in requests}
     engine = _engine(case, models, requests, {name: answer.tokens for name, answer in alone.items()})
-    leaver = requests[0].id if case.event == "cancel" else None
-    jobs = [Job(request, 2 * at, 2 * at + 6 if request.id == leaver else None) for at, request in enumerate(requests)]
+    cancelled = requests[0].id if case.event == "cancel" else None
+    jobs = [
+        Job(request, 2 * at, 2 * at + 6 if request.id == cancelled else None) for at, request in enumerate(requests)
+    ]
     answers = play(engine, jobs, most_steps=20_000)
     wrong = []
     for name, answer in answers.items():
         right = alone[name]
-        if name == leaver and answer.end is None:
+        if name == cancelled and answer.end is None:
             right = replace(right, tokens=right.tokens[: len(answer.tokens)], text=answer.text)
         if (answer.tokens, answer.text) != (right.tokens, right.text):
             wrong.append((name, right.tokens, answer.tokens))
@@ -131,20 +136,20 @@ def played(case: Case, models: Models) -> Played:
 
 
 def _requests(case: Case) -> tuple[Request, ...]:
-    """A prompt that repeats itself, so that there is something to look up, and one way to draw for each request."""
-    return _asked(case.kind, case.batch, case.event == "shift")
+    """Prompts with repetitions, for the n-gram lookup, each with another variant of sampling."""
+    return _cached_requests(case.kind, case.batch, case.event == "shift")
 
 
 @cache
-def _asked(kind: str, batch: int, shift: bool) -> tuple[Request, ...]:
+def _cached_requests(kind: str, batch: int, shift: bool) -> tuple[Request, ...]:
     chance = random.Random(repr((kind, batch, shift)))
     stem = [chance.randrange(VOCABULARY) for _ in range(9)]
-    # A batch of one has another way to draw for each kind of cache.
-    first = chance.randrange(len(WAYS))
+    # A batch of one has another variant for each kind of cache.
+    first = chance.randrange(len(VARIANTS))
     fields = {"overflow": "shift", "ignore_eos": True} if shift else {}
     requests = []
     for at in range(batch):
-        sampling, grammar = WAYS[(first + at) % len(WAYS)]
+        sampling, grammar = VARIANTS[(first + at) % len(VARIANTS)]
         prompt = [*stem, *(chance.randrange(VOCABULARY) for _ in range(chance.randint(0, 6))), *stem[: at + 2]]
         requests.append(ask(f"{at}", prompt, 70 if shift else _COUNT, sampling=sampling, grammar=grammar, **fields))
     return tuple(requests)
@@ -184,9 +189,9 @@ def _drafter(
         case "partly":
             return None, drafters.partly_right(outputs, prompts, VOCABULARY)
         case "random":
-            return None, drafters.of_random_length(VOCABULARY)
+            return None, drafters.random_tokens(VOCABULARY)
         case "end":
-            return None, drafters.says_the_end(END)
+            return None, drafters.end_tokens(END)
     raise AssertionError(case.drafter)
 
 

@@ -1,4 +1,4 @@
-"""Requests that end, break or are asked about in the middle of a draft: they are what they would be without drafts."""
+"""Requests that end or fail inside a draft, and log-probabilities of drafted tokens: the same as without drafts."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ by_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 def drafted(loaded: LoadedModel, drafter: Drafter, depth: Depth | None = None) -> Core:
-    """An engine with four drafts at a time, or as the depth says."""
+    """An engine with drafts of four tokens, or with a given depth."""
     return core(loaded, speculation=Speculation(None, drafter, depth or FixedDepth(4), lambda: 0.0))
 
 
 def knowing(outputs: Mapping[str, Sequence[int]], prompt: Sequence[int] = PROMPT) -> ScriptedDrafter:
-    """A drafter that knows what everybody says to a prompt."""
+    """A drafter of the right tokens, by the outputs of all requests."""
     return always_right(outputs, dict.fromkeys(outputs, len(prompt)))
 
 
 def alone(loaded: LoadedModel, prompt: Sequence[int] = PROMPT, count: int = 24) -> Answer:
-    """What is said without drafts."""
+    """The output without drafts."""
     return play(core(loaded), [Job(ask("one", prompt, count, ignore_eos=True))])["one"]
 
 
-def goes_on(engine: Core, loaded: LoadedModel, text: Sequence[int]) -> int:
-    """Ask for what follows a text, which must be what it is alone; the tokens of it that were known."""
+def continued_from(engine: Core, loaded: LoadedModel, text: Sequence[int]) -> int:
+    """Continue a text, check the output against that without drafts, and return the cached tokens."""
     answer = play(engine, [Job(ask("next", text, 8, ignore_eos=True))])["next"]
     assert alone(loaded, text, 8).tokens == answer.tokens
     return answer.started[0].cached_tokens
@@ -53,7 +53,7 @@ def goes_on(engine: Core, loaded: LoadedModel, text: Sequence[int]) -> int:
 
 @by_kind
 def test_a_stop_string_inside_a_draft(loaded: Models, kind: str) -> None:
-    """What was accepted behind it is not said, and not remembered; the next turn finds what was."""
+    """Accepted tokens after it are neither emitted nor cached; the next turn reuses the emitted ones."""
     whole = alone(loaded(kind))
     stop = next(piece for at in range(6, 20) if (piece := whole.text[at : at + 2]) not in whole.text[: at + 1])
     plain = play(core(loaded(kind)), [Job(ask("one", PROMPT, 24, ignore_eos=True, stop=(stop,)))])["one"]
@@ -64,14 +64,14 @@ def test_a_stop_string_inside_a_draft(loaded: Models, kind: str) -> None:
     assert isinstance(answer.end, Finished)
     assert whole.text[: whole.text.index(stop)] == plain.text == answer.text
     assert ("stop", stop, plain.tokens) == (answer.end.reason, answer.end.stop, answer.tokens)
-    said = plain.end.usage.completion_tokens
-    assert said == answer.end.usage.completion_tokens
-    assert engine.cache.match_prefix((*PROMPT, *whole.tokens)).length <= len(PROMPT) + said
-    assert goes_on(engine, loaded(kind), (*PROMPT, *whole.tokens[:said], 7, 8)) <= len(PROMPT) + said
+    emitted = plain.end.usage.completion_tokens
+    assert emitted == answer.end.usage.completion_tokens
+    assert engine.cache.match_prefix((*PROMPT, *whole.tokens)).length <= len(PROMPT) + emitted
+    assert continued_from(engine, loaded(kind), (*PROMPT, *whole.tokens[:emitted], 7, 8)) <= len(PROMPT) + emitted
 
 
-def test_what_is_remembered_makes_room_for_drafts(loaded: Models) -> None:
-    """In a cache that is full of what others said, drafts are as many as in an empty one."""
+def test_cached_prefixes_are_evicted_for_drafts(loaded: Models) -> None:
+    """A cache full of other outputs allows as many drafts as an empty one."""
     whole, names = alone(loaded("llama")).tokens, [f"{number}" for number in range(6)]
     speculation = Speculation(None, knowing(dict.fromkeys(names, whole)), FixedDepth(4), lambda: 0.0)
     engine = core(loaded("llama"), slots=1, context=40, cells=70, speculation=speculation)
@@ -86,7 +86,7 @@ def test_what_is_remembered_makes_room_for_drafts(loaded: Models) -> None:
 
 @by_kind
 def test_a_stop_token_inside_a_draft(loaded: Models, kind: str) -> None:
-    """At every place of a draft it ends the answer, and nothing behind it is kept."""
+    """At every position of a draft it ends the output, and later tokens are not cached."""
     whole = alone(loaded(kind)).tokens
     for at in range(1, 6):
         engine = drafted(loaded(kind), knowing({"one": whole, "next": ()}))
@@ -96,12 +96,12 @@ def test_a_stop_token_inside_a_draft(loaded: Models, kind: str) -> None:
         assert isinstance(answer.end, Finished)
         assert ("stop", whole[at], whole[:first]) == (answer.end.reason, answer.end.stop, answer.tokens)
         assert engine.cache.match_prefix((*PROMPT, *whole)).length <= len(PROMPT) + first
-        assert goes_on(engine, loaded(kind), (*PROMPT, *whole[: first + 1], 7)) <= len(PROMPT) + first
+        assert continued_from(engine, loaded(kind), (*PROMPT, *whole[: first + 1], 7)) <= len(PROMPT) + first
 
 
 @by_kind
 def test_a_limit_inside_a_draft(loaded: Models, kind: str) -> None:
-    """No request says a token more than it asked for, wherever its limit falls in a draft."""
+    """At every position of a draft the output ends at its limit."""
     whole = alone(loaded(kind)).tokens
     for count in range(1, 8):
         engine = drafted(loaded(kind), knowing({"one": whole}))
@@ -126,21 +126,21 @@ def entries(engine: Core, count: int) -> list[TokenLogprob]:
 
 @by_kind
 def test_logprobs_are_the_same(loaded: Models, kind: str) -> None:
-    """With right and with wrong drafts every token has the entry that it has without."""
+    """With right and with wrong drafts every token has the log-probabilities that it has without."""
     whole = alone(loaded(kind)).tokens
     plain = entries(core(loaded(kind)), 24)
     assert 24 == len(plain)
     for drafter in (knowing({"one": whole}), always_wrong({"one": whole}, {"one": len(PROMPT)}, VOCABULARY)):
-        guessed = entries(drafted(loaded(kind), drafter), 24)
+        with_drafts = entries(drafted(loaded(kind), drafter), 24)
 
-        assert [one.chosen.token for one in plain] == [one.chosen.token for one in guessed]
-        for one, other in zip(plain, guessed, strict=True):
+        assert [one.chosen.token for one in plain] == [one.chosen.token for one in with_drafts]
+        for one, other in zip(plain, with_drafts, strict=True):
             pairs = zip((one.chosen, *one.top), (other.chosen, *other.top), strict=True)
             assert all(a.token == b.token and a.logprob == pytest.approx(b.logprob, abs=1e-6) for a, b in pairs)
 
 
 def spoilt(loaded: LoadedModel, drafter: Drafter) -> dict[str, Answer]:
-    """Two requests, drafted for together; of a step with ten rows of logits the eighth says NaN, once."""
+    """The answers of two drafted requests; once, in a step with ten logit rows, the eighth one is NaN."""
     engine = drafted(loaded, drafter)
     spoils = iter([7])
 
@@ -153,13 +153,13 @@ def spoilt(loaded: LoadedModel, drafter: Drafter) -> dict[str, Answer]:
     hook = loaded.model.lm_head.register_forward_hook(spoil)
     answers = play(engine, [Job(ask(name, PROMPT, 20, ignore_eos=True)) for name in ("first", "second")])
     hook.remove()
-    assert next(spoils, None) is None, "nothing was spoilt"
+    assert next(spoils, None) is None, "no step had ten logit rows"
     assert engine.cache.cells == engine.cache.free_cells + engine.cache.evictable_cells()
     return answers
 
 
-def test_a_broken_row_behind_right_drafts_fails_its_request(loaded: Models) -> None:
-    """The row is the text's own: its request fails, and the other says what it says alone."""
+def test_non_finite_logits_after_accepted_drafts_fail_their_request(loaded: Models) -> None:
+    """The output of the other request is unchanged."""
     whole = alone(loaded("llama")).tokens
     answers = spoilt(loaded("llama"), knowing({"first": whole, "second": whole}))
 
@@ -168,7 +168,7 @@ def test_a_broken_row_behind_right_drafts_fails_its_request(loaded: Models) -> N
 
 
 def test_non_finite_logits_after_a_rejected_draft_are_ignored(loaded: Models) -> None:
-    """Nothing of such a row would have been said."""
+    """No token is sampled from such a row."""
     whole = alone(loaded("llama")).tokens
     wrong = always_wrong({"first": whole, "second": whole}, {"first": len(PROMPT), "second": len(PROMPT)}, VOCABULARY)
 
@@ -176,7 +176,7 @@ def test_non_finite_logits_after_a_rejected_draft_are_ignored(loaded: Models) ->
 
 
 class Cooling(FixedDepth):
-    """Four drafts, or a cooldown; notes the batch tokens of the steps in which it is asked."""
+    """Four draft tokens after each cooldown of `steps`; records the batch tokens of calls of `cooldown`."""
 
     def __init__(self, steps: int) -> None:
         super().__init__(4)
@@ -184,13 +184,13 @@ class Cooling(FixedDepth):
         self.batch_tokens: list[int] = []
 
     def cooldown(self, kind: str, batch_tokens: int) -> int:
-        """As many steps each time."""
+        """The same number of steps each time."""
         self.batch_tokens.append(batch_tokens)
         return self._steps
 
 
-def test_no_depth_is_asked_for_during_a_cooldown(loaded: Models) -> None:
-    """Of 31 steps each fourth one; another sequence ends it."""
+def test_the_depth_is_chosen_after_a_cooldown(loaded: Models) -> None:
+    """In each fourth of 31 steps; a new sequence ends the cooldown."""
     depth, whole = Cooling(4), alone(loaded("llama"), count=32).tokens
     answer = play(drafted(loaded("llama"), knowing({"one": whole}), depth), [Job(ask("one", PROMPT, 32))])["one"]
 
@@ -202,7 +202,7 @@ def test_no_depth_is_asked_for_during_a_cooldown(loaded: Models) -> None:
 
 
 class Clock:
-    """Stands still but for what a step or a draft is said to take."""
+    """A clock that advances by simulated durations only."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -213,36 +213,36 @@ class Clock:
 
 
 class Timed:
-    """A drafter that takes a time for each level, and counts how often it was asked; implements Drafter."""
+    """A drafter with a simulated time for each position, which counts its calls; implements Drafter."""
 
-    def __init__(self, drafter: ScriptedDrafter, clock: Clock, level_seconds: float) -> None:
-        self._drafter, self._clock, self._level_seconds = drafter, clock, level_seconds
+    def __init__(self, drafter: ScriptedDrafter, clock: Clock, position_seconds: float) -> None:
+        self._drafter, self._clock, self._position_seconds = drafter, clock, position_seconds
         self.kind, self.forget = drafter.kind, drafter.forget
-        self.asked = 0
+        self.calls = 0
 
-    def propose(self, wants: Sequence[DraftRequest]) -> list[list[int]]:
-        """As the drafter does."""
-        self.asked += 1
-        self._clock.now += self._level_seconds * max(want.limit for want in wants)
-        return self._drafter.propose(wants)
+    def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
+        """The drafts of the drafter."""
+        self.calls += 1
+        self._clock.now += self._position_seconds * max(request.limit for request in requests)
+        return self._drafter.propose(requests)
 
 
 def paced(loaded: LoadedModel, drafter: Timed, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Core:
-    """An engine of chosen depths, whose steps take a second, and a tenth more for each row but the first."""
+    """An engine with the depth controller; a step takes a second, and a tenth more for each token but the first."""
     engine = core(loaded, speculation=Speculation(None, drafter, DepthController(), clock))
     engine._clock = clock
     run = engine._stepper.run
 
-    def timed(grants: Sequence[ScheduledSequence]) -> list[StepResult]:
-        clock.now += 1 + 0.1 * (sum(grant.batch_span.length for grant in grants) - 1)
-        return run(grants)
+    def timed(scheduled: Sequence[ScheduledSequence]) -> list[StepResult]:
+        clock.now += 1 + 0.1 * (sum(each.batch_span.length for each in scheduled) - 1)
+        return run(scheduled)
 
     monkeypatch.setattr(engine._stepper, "run", timed)
     return engine
 
 
 def test_drafts_that_are_right_are_chosen(loaded: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four tokens and more come of a step after a while, and the text is what it is without."""
+    """A step emits more than two tokens in the mean, and the output is unchanged."""
     whole, clock = alone(loaded("llama"), count=100).tokens, Clock()
     engine = paced(loaded("llama"), Timed(knowing({"one": whole}), clock, 0.1), clock, monkeypatch)
     play(engine, [Job(ask("one", PROMPT, 100, ignore_eos=True))])
@@ -253,8 +253,8 @@ def test_drafts_that_are_right_are_chosen(loaded: Models, monkeypatch: pytest.Mo
     assert clock.now - before < 0.4 * 100
 
 
-def test_step_costs_are_without_the_choice_of_depths(loaded: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The choice comes with few steps: explored depths would seem to take longer than others."""
+def test_step_costs_exclude_the_choice_of_depths(loaded: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Depths are chosen in some steps only; explored depths would seem to take longer than others."""
     whole, clock = alone(loaded("llama")).tokens, Clock()
     engine = paced(loaded("llama"), Timed(knowing({"one": whole}), clock, 0.1), clock, monkeypatch)
     depth = engine._speculation._depth
@@ -272,17 +272,17 @@ def test_step_costs_are_without_the_choice_of_depths(loaded: Models, monkeypatch
     assert all(seconds < 2 for seconds in depth.cost.seconds([1, 2, 4]))
 
 
-def test_step_costs_are_without_the_release_of_finished_texts(loaded: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It comes with the last step of a text, or with none; neither that step nor the next one is longer for it."""
+def test_step_costs_exclude_the_release_of_finished_texts(loaded: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the last step of a text nor the next one includes it."""
     whole, clock = alone(loaded("llama")).tokens, Clock()
     drafter = Timed(knowing({"one": whole, "two": whole}), clock, 0.1)
     engine, took = paced(loaded("llama"), drafter, clock, monkeypatch), list[float]()
     depth, forget = engine._speculation._depth, drafter.forget
     observe = depth.observe
 
-    def slowly(sequence_id: str, said: Sequence[int]) -> None:
+    def slowly(sequence_id: str, output: Sequence[int]) -> None:
         clock.now += 50.0
-        forget(sequence_id, said)
+        forget(sequence_id, output)
 
     def noted(outcome: StepOutcome) -> None:
         took.append(outcome.seconds)
@@ -297,45 +297,45 @@ def test_step_costs_are_without_the_release_of_finished_texts(loaded: Models, mo
     assert all(0.9 < seconds < 4 for seconds in took)
 
 
-def test_a_new_text_has_its_own_drafters(loaded: Models) -> None:
-    """Who may guess is found once for those who speak together, and anew where somebody else does."""
+def test_a_new_sequence_has_its_own_drafters(loaded: Models) -> None:
+    """The permitted drafters are determined anew when the running sequences change."""
     texts = {name: alone(loaded("llama")).tokens for name in ("one", "two", "three")}
     engine, none = drafted(loaded("llama"), knowing(texts)), SpeculationParams("none")
     counts = []
-    for name, wish in (("one", SpeculationParams()), ("two", none), ("three", SpeculationParams())):
-        play(engine, [Job(ask(name, PROMPT, 24, ignore_eos=True, speculation=wish))])
+    for name, speculation in (("one", SpeculationParams()), ("two", none), ("three", SpeculationParams())):
+        play(engine, [Job(ask(name, PROMPT, 24, ignore_eos=True, speculation=speculation))])
         counts.append(sum(engine.stats().drafts[0].drafted))
 
     assert 0 < counts[0] == counts[1] < counts[2]
 
 
-def test_drafts_that_are_wrong_cost_next_to_nothing(loaded: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who is never right is hardly asked any more, and time goes on as if he were not there."""
+def test_rejected_drafts_take_little_time(loaded: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A drafter without accepted tokens is called rarely, at less than 2 % of the time."""
     whole, clock = alone(loaded("llama"), count=100).tokens, Clock()
     drafter = Timed(always_wrong({"one": whole}, {"one": len(PROMPT)}, VOCABULARY), clock, 0.3)
     engine = paced(loaded("llama"), drafter, clock, monkeypatch)
     play(engine, [Job(ask("one", PROMPT, 100, ignore_eos=True))])
-    before, asked = clock.now, drafter.asked
+    before, calls = clock.now, drafter.calls
     for _ in range(4):
         answer = play(engine, [Job(ask("one", PROMPT, 100, ignore_eos=True))])["one"]
         assert whole == answer.tokens
 
-    assert drafter.asked - asked < 20
+    assert drafter.calls - calls < 20
     assert clock.now - before < 1.02 * 4 * 101
 
 
-def test_a_drafter_that_breaks_is_given_up_and_no_request_is(loaded: Models) -> None:
-    """It is asked no more, and the texts are those that are said without drafts."""
-    asked = []
+def test_a_failing_drafter_is_not_called_again(loaded: Models) -> None:
+    """No request fails, and the outputs are the same as without drafts."""
+    calls = []
 
-    def broken(want: DraftRequest) -> list[int]:
-        asked.append(want.sequence_id)
-        raise RuntimeError("no idea")
+    def broken(request: DraftRequest) -> list[int]:
+        calls.append(request.sequence_id)
+        raise RuntimeError("no draft")
 
     engine = drafted(loaded("llama"), ScriptedDrafter(broken))
     answers = play(engine, [Job(ask(name, PROMPT, 24)) for name in "ab"])
 
-    assert 1 == len(asked)
+    assert 1 == len(calls)
     assert {"a": alone(loaded("llama")).tokens, "b": alone(loaded("llama")).tokens} == {
         name: answer.tokens for name, answer in answers.items()
     }
@@ -343,30 +343,26 @@ def test_a_drafter_that_breaks_is_given_up_and_no_request_is(loaded: Models) -> 
 
 
 @pytest.mark.parametrize("stop", [(), ("a", "e", "i", "o", "u", " ")])
-def test_drafters_hear_what_was_said_and_nothing_of_a_request_that_is_over(
-    loaded: Models, stop: tuple[str, ...]
-) -> None:
-    """Once, all that was said and nothing behind the end; and of what is over they are not asked again."""
+def test_drafters_get_the_output_of_a_finished_request(loaded: Models, stop: tuple[str, ...]) -> None:
+    """Once, up to its end, and no draft request after it."""
     calls: list[list[int] | None] = []
 
-    class Listening(ScriptedDrafter):
-        """Writes down in which order it is asked and told."""
+    class RecordingDrafter(ScriptedDrafter):
+        """Records its calls: None for a proposal, and the output of a finished sequence."""
 
-        def propose(self, wants: Sequence[DraftRequest]) -> list[list[int]]:
-            """Write it down."""
+        def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
             calls.append(None)
-            return super().propose(wants)
+            return super().propose(requests)
 
-        def forget(self, sequence_id: str, said: Sequence[int]) -> None:
-            """Write it down."""
-            calls.append(list(said))
+        def forget(self, sequence_id: str, output: Sequence[int]) -> None:
+            calls.append(list(output))
 
-    said = alone(loaded("llama")).tokens
-    drafter = Listening(lambda want: said[want.draw.position - len(PROMPT) :])
+    tokens = alone(loaded("llama")).tokens
+    drafter = RecordingDrafter(lambda request: tokens[request.draw.position - len(PROMPT) :])
     answer = play(drafted(loaded("llama"), drafter), [Job(ask("a", PROMPT, 24, stop=stop))])["a"]
 
     assert isinstance(answer.end, Finished)
     assert [calls[-1]] == [call for call in calls if call is not None]
     assert calls[-1] is not None
-    assert said[: len(calls[-1])] == calls[-1]
+    assert tokens[: len(calls[-1])] == calls[-1]
     assert answer.end.usage.completion_tokens == len(calls[-1])

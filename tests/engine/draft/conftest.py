@@ -1,4 +1,4 @@
-"""Small tensors: more threads than one only wait for each other."""
+"""One thread: tensors are too small to be divided."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drafters whose guesses are written down beforehand; each implements Drafter. None may ever change a text."""
+"""Drafters with scripted drafts; each implements Drafter. No draft may change an output."""
 
 from __future__ import annotations
 
@@ -7,67 +7,71 @@ from collections.abc import Callable, Mapping, Sequence
 
 from engine.schedule.draft import DraftRequest
 
-Guess = Callable[[DraftRequest], Sequence[int]]
+Script = Callable[[DraftRequest], Sequence[int]]
 
 
 class ScriptedDrafter:
-    """Says what a script says, and writes down which sequences are over, and what they said."""
+    """Proposes the tokens of a script, and records the finished sequences with their outputs."""
 
     kind = "scripted"
 
-    def __init__(self, guess: Guess) -> None:
-        self._guess = guess
-        self.over: list[tuple[str, list[int]]] = []
+    def __init__(self, script: Script) -> None:
+        self._script = script
+        self.finished: list[tuple[str, list[int]]] = []
 
-    def propose(self, wants: Sequence[DraftRequest]) -> list[list[int]]:
-        """What the script says, as much of it as is wanted."""
-        return [list(self._guess(want))[: want.limit] for want in wants]
+    def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
+        """The tokens of the script, up to the limit of each request."""
+        return [list(self._script(request))[: request.limit] for request in requests]
 
-    def forget(self, sequence_id: str, said: Sequence[int]) -> None:
-        """Write it down."""
-        self.over.append((sequence_id, list(said)))
+    def forget(self, sequence_id: str, output: Sequence[int]) -> None:
+        """Record the finished sequence."""
+        self.finished.append((sequence_id, list(output)))
 
     def flush(self, budget_bytes: int) -> bool:
-        """Nothing outlives the process."""
+        """There is nothing to write."""
         return False
 
 
 def always_right(outputs: Mapping[str, Sequence[int]], prompts: Mapping[str, int]) -> ScriptedDrafter:
-    """Knows the outputs, by sequence; `prompts` are the lengths of their prompts."""
-    return ScriptedDrafter(lambda want: _rest(want, outputs, prompts))
+    """Proposes the outputs, by sequence; `prompts` are the lengths of their prompts."""
+    return ScriptedDrafter(lambda request: _remaining(request, outputs, prompts))
 
 
 def always_wrong(outputs: Mapping[str, Sequence[int]], prompts: Mapping[str, int], vocabulary: int) -> ScriptedDrafter:
-    """Knows the outputs, and says the token next to each."""
-    return ScriptedDrafter(lambda want: [(token + 1) % vocabulary for token in _rest(want, outputs, prompts)])
+    """Proposes another token in place of each token of the outputs."""
+    return ScriptedDrafter(
+        lambda request: [(token + 1) % vocabulary for token in _remaining(request, outputs, prompts)]
+    )
 
 
 def partly_right(
     outputs: Mapping[str, Sequence[int]], prompts: Mapping[str, int], vocabulary: int, seed: int = 0
 ) -> ScriptedDrafter:
-    """Right for a random number of tokens, then wrong; of random length."""
+    """Drafts of random length, right for a random number of tokens."""
     chance = random.Random(seed)
 
-    def guess(want: DraftRequest) -> list[int]:
-        rest = _rest(want, outputs, prompts)
-        right, length = chance.randint(0, len(rest)), chance.randint(0, want.limit)
-        return [*rest[:right], *((token + 1) % vocabulary for token in rest[right:])][:length]
+    def script(request: DraftRequest) -> list[int]:
+        remaining = _remaining(request, outputs, prompts)
+        right, length = chance.randint(0, len(remaining)), chance.randint(0, request.limit)
+        return [*remaining[:right], *((token + 1) % vocabulary for token in remaining[right:])][:length]
 
-    return ScriptedDrafter(guess)
+    return ScriptedDrafter(script)
 
 
-def of_random_length(vocabulary: int, seed: int = 0) -> ScriptedDrafter:
-    """Random tokens, of random length."""
+def random_tokens(vocabulary: int, seed: int = 0) -> ScriptedDrafter:
+    """Random tokens, in drafts of random length."""
     chance = random.Random(seed)
-    return ScriptedDrafter(lambda want: [chance.randrange(vocabulary) for _ in range(chance.randint(0, want.limit))])
+    return ScriptedDrafter(
+        lambda request: [chance.randrange(vocabulary) for _ in range(chance.randint(0, request.limit))]
+    )
 
 
-def says_the_end(token: int) -> ScriptedDrafter:
-    """Nothing but the end of the text, over and over."""
-    return ScriptedDrafter(lambda want: [token] * want.limit)
+def end_tokens(token: int) -> ScriptedDrafter:
+    """Proposes the end token at every position."""
+    return ScriptedDrafter(lambda request: [token] * request.limit)
 
 
-def _rest(want: DraftRequest, outputs: Mapping[str, Sequence[int]], prompts: Mapping[str, int]) -> list[int]:
-    """What comes next. The draw's position is that in the text, which no context shift changes."""
-    said = want.draw.position - prompts[want.sequence_id]
-    return list(outputs[want.sequence_id][said : said + want.limit])
+def _remaining(request: DraftRequest, outputs: Mapping[str, Sequence[int]], prompts: Mapping[str, int]) -> list[int]:
+    """The next tokens of the output. Context shifts do not change the position of a draw."""
+    emitted = request.draw.position - prompts[request.sequence_id]
+    return list(outputs[request.sequence_id][emitted : emitted + request.limit])

@@ -1,4 +1,4 @@
-"""Tiny models with a head for further tokens, whose weights lie where the published checkpoints have them."""
+"""Tiny models with an MTP head, with the weight names of published checkpoints."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ Change = Callable[[dict[str, Tensor]], None]
 def save_headed(kind: str, folder: Path, change: Change | None = None) -> Path:
     """Write a tiny model with a random head: a layer like its last one, norms and a projection, by published names.
 
-    change  what is done to all weights before they are written
+    change  changes the weights before they are written
     """
     name, own = KINDS[kind]
     config = getattr(transformers, name)(**{**_SHARED, **own})
@@ -65,7 +65,7 @@ def save_headed(kind: str, folder: Path, change: Change | None = None) -> Path:
 
 
 def _head(weights: dict[str, Tensor], layers: int, *, apart: bool) -> dict[str, Tensor]:
-    """Weights of a head: in Qwen's place, apart from the model's layers, or in DeepSeek's, behind them."""
+    """Weights of a head, apart from the model's layers (Qwen) or after them (DeepSeek)."""
     last = f"model.layers.{layers - 1}."
     block = {key.removeprefix(last): value for key, value in weights.items() if key.startswith(last)}
     width = weights["model.norm.weight"].shape[0]
@@ -78,7 +78,7 @@ def _head(weights: dict[str, Tensor], layers: int, *, apart: bool) -> dict[str, 
         inner = f"model.layers.{layers}."
         outer = {f"{inner}{part}.weight": norm.clone() for part in ("enorm", "hnorm", "shared_head.norm")}
         outer |= {f"{inner}eh_proj.weight": wide}
-        # Published files repeat what the head shares with the model.
+        # Published files repeat the embedding and output layer, which the head shares with the model.
         outer |= {f"{inner}embed_tokens.weight": weights["model.embed_tokens.weight"].clone()}
         outer |= {f"{inner}shared_head.head.weight": weights["lm_head.weight"].clone()}
     shaken = {inner + key: value + 0.05 * torch.randn(value.shape) for key, value in block.items()}
@@ -86,7 +86,7 @@ def _head(weights: dict[str, Tensor], layers: int, *, apart: bool) -> dict[str, 
 
 
 def agree(weights: dict[str, Tensor]) -> None:
-    """Make model and head say the same: layers add nothing, so a token tells the next one, and the head reads that."""
+    """Make model and head agree: layers add nothing, so each token alone determines the next one."""
     for key, value in weights.items():
         if key.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")):
             value.zero_()

@@ -1,4 +1,4 @@
-"""What a grammar forces is drafted, and costs no model."""
+"""Tokens that a grammar forces are drafted without a draft model."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from tests.engine.draft import drafters
 from tests.engine.models import VOCABULARY, core
 from tests.engine.play import Job, ask, play
 
-WAY = SamplingParams(temperature=0.9, seed=3)
+SAMPLING = SamplingParams(temperature=0.9, seed=3)
 GRAMMAR = Grammar('start: ("yes: it is so" | "no: it is not so") /[0-9]{2}/')
 
 
 @pytest.mark.parametrize("beside", [False, True])
 def test_forced_tokens_are_drafted_and_accepted(loaded: Callable[..., LoadedModel], beside: bool) -> None:
-    """All of it is right, beside a drafter that is always wrong too, which drafts where nothing is forced."""
-    target, request = loaded("llama"), ask("one", (5, 6, 7), 30, sampling=WAY, grammar=GRAMMAR)
-    wrong = drafters.of_random_length(VOCABULARY) if beside else None
+    """All of them, also beside a drafter of random tokens, which drafts where no token is forced."""
+    target, request = loaded("llama"), ask("one", (5, 6, 7), 30, sampling=SAMPLING, grammar=GRAMMAR)
+    wrong = drafters.random_tokens(VOCABULARY) if beside else None
     engine = core(target, speculation=Speculation(None, wrong, FixedDepth(8), lambda: 0.0, forced=ForcedDrafter()))
 
     answer, alone = play(engine, [Job(request)])["one"], play(core(target), [Job(request)])["one"]
@@ -35,7 +35,7 @@ def test_forced_tokens_are_drafted_and_accepted(loaded: Callable[..., LoadedMode
 
 
 def test_requests_without_drafter_get_no_drafts(loaded: Callable[..., LoadedModel]) -> None:
-    """Nor does who has no grammar."""
+    """Nor do requests without a grammar."""
     engine = core(
         loaded("llama"), speculation=Speculation(None, None, FixedDepth(8), lambda: 0.0, forced=ForcedDrafter())
     )
@@ -47,15 +47,17 @@ def test_requests_without_drafter_get_no_drafts(loaded: Callable[..., LoadedMode
 
 
 def test_the_forced_drafter_is_skipped_without_a_grammar(loaded: Callable[..., LoadedModel]) -> None:
-    """So no step without one uses up its rest, and none pays for asking."""
+    """Steps without a grammar do not count in its cooldown."""
     asked: list[str] = []
 
-    class Watched(FixedDepth):
+    class RecordingDepth(FixedDepth):
         def cooldown(self, kind: str, batch_tokens: int) -> int:
             asked.append(kind)
             return super().cooldown(kind, batch_tokens)
 
-    engine = core(loaded("llama"), speculation=Speculation(None, None, Watched(8), lambda: 0.0, forced=ForcedDrafter()))
+    engine = core(
+        loaded("llama"), speculation=Speculation(None, None, RecordingDepth(8), lambda: 0.0, forced=ForcedDrafter())
+    )
     play(engine, [Job(ask("a", (5, 6), 8))])
     before = list(asked)
     play(engine, [Job(ask("b", (5, 6), 8)), Job(ask("c", (5, 6), 8, grammar=GRAMMAR))])

@@ -1,4 +1,4 @@
-"""A smaller model as a drafter: in one native call or token by token, it says what the model itself would say there."""
+"""The draft model: its drafts are the same in one native call and token by token."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ built("step")
 
 GREEDY = SamplingParams(temperature=0.0)
 WARM = SamplingParams(temperature=0.8)
-# A filter that no chain knows, and that keeps every token: with it, drafts are made token by token.
-SLOWLY = Xtc(probability=0.0)
+# A filter without an effect that the native draft loop does not support: drafts are computed token by token.
+NO_XTC = Xtc(probability=0.0)
 
 
-class Watched(ModelDrafter):
-    """Counts the requests that one native call made drafts for."""
+class CountingDrafter(ModelDrafter):
+    """Counts the drafts of the native draft loop."""
 
-    chained = 0
+    native_drafts = 0
 
     def _run_native_loop(
         self, requests: Sequence[DraftRequest], slots: Sequence[DraftSlot], missing: NextTokens
     ) -> dict[int, list[int]]:
         drafts = super()._run_native_loop(requests, slots, missing)
-        self.chained += len(drafts)
+        self.native_drafts += len(drafts)
         return drafts
 
 
@@ -47,131 +47,137 @@ def drafter(
     cells: int = 4 * CONTEXT,
     chunk: int = 64,
     draft_vocabulary: int | None = None,
-) -> Watched:
-    """A tiny model, by default one that runs natively."""
+) -> CountingDrafter:
+    """A drafter of a tiny model, by default one that runs natively."""
     runner = native("llama").runner if runner is None else runner
     cache = Cache([plan.spec for plan in runner.layers], slots=4, capacity=CONTEXT, cells=cells)
-    return Watched(cache, runner, vocabulary=VOCABULARY, chunk=chunk, draft_vocabulary=draft_vocabulary)
+    return CountingDrafter(cache, runner, vocabulary=VOCABULARY, chunk=chunk, draft_vocabulary=draft_vocabulary)
 
 
-def want(name: int, tokens: Sequence[int], limit: int = 5, params: SamplingParams = GREEDY) -> DraftRequest:
-    """A draft behind a text."""
+def draft_request(name: int, tokens: Sequence[int], limit: int = 5, params: SamplingParams = GREEDY) -> DraftRequest:
+    """The request for a draft after a text."""
     return DraftRequest(
         f"{name}", tokens, limit, SamplingContext(params, name, len(tokens), PenaltyHistory(params, (), VOCABULARY))
     )
 
 
 def text(slot: int, length: int) -> list[int]:
-    """Some text."""
+    """A text, by the number of its slot."""
     return [token(slot, at) for at in range(length)]
 
 
-def slowly(one: DraftRequest) -> DraftRequest:
-    """The same, token by token."""
-    return replace(one, draw=replace(one.draw, params=replace(one.draw.params, temperature=0.8, xtc=SLOWLY)))
+def without_loop(one: DraftRequest) -> DraftRequest:
+    """The same request, which the native draft loop does not support."""
+    return replace(one, draw=replace(one.draw, params=replace(one.draw.params, temperature=0.8, xtc=NO_XTC)))
 
 
-def known(some: Watched, tokens: Sequence[int]) -> int:
-    """Leading tokens that are remembered."""
+def cached_prefix(some: CountingDrafter, tokens: Sequence[int]) -> int:
+    """The leading tokens that the prefix tree has."""
     return some._cache.match_prefix(list(tokens)).length
 
 
 @pytest.mark.parametrize("accepted", [0, 2, 5])
 def test_rejected_draft_tokens_are_not_cached(accepted: int) -> None:
-    """A text ends inside a draft: of the draft only what became output serves others, and no cell holds the rest."""
+    """Of a draft in which the text ends, the prefix tree gets the accepted tokens; the other cells are free."""
     some, start = drafter(), text(1, 20)
-    (draft,) = some.propose([replace(want(0, start, 6), emitted=3)])
+    (draft,) = some.propose([replace(draft_request(0, start, 6), emitted=3)])
     output = [*start[-3:], *draft[:accepted], VOCABULARY - 1]
 
     some.forget("0", output)
 
-    assert 20 + accepted == known(some, [*start, *draft])
+    assert 20 + accepted == cached_prefix(some, [*start, *draft])
     assert 20 + accepted == some._cache.cells - some._cache.free_cells
 
 
-def test_of_a_sequence_that_loses_its_slot_the_text_is_remembered() -> None:
-    """Nobody knows what becomes of its latest draft."""
+def test_the_text_of_a_sequence_that_loses_its_slot_is_cached() -> None:
+    """Without its latest draft, which may be rejected."""
     some, texts = drafter(), [text(slot, 12) for slot in range(5)]
-    drafts = [some.propose([want(name, own)])[0] for name, own in enumerate(texts)]
+    drafts = [some.propose([draft_request(name, own)])[0] for name, own in enumerate(texts)]
 
-    assert 12 == known(some, [*texts[0], *drafts[0]])
+    assert 12 == cached_prefix(some, [*texts[0], *drafts[0]])
 
 
-def stands(some: Watched) -> bool:
-    """Whether every slot holds what its seat says it holds."""
-    seats = some._slots._by_sequence.values()
-    return all(some._cache.cached_length(seat.slot) == len(seat.tokens) for seat in seats)
+def is_consistent(some: CountingDrafter) -> bool:
+    """Whether the cached length of every slot equals the number of its tokens."""
+    slots = some._slots._by_sequence.values()
+    return all(some._cache.cached_length(slot.slot) == len(slot.tokens) for slot in slots)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 @pytest.mark.parametrize("params", [GREEDY, WARM])
-def test_drafts_are_what_somebody_new_would_draft(family: str, params: SamplingParams) -> None:
-    """Texts go on, with drafts that were right for a while: what is kept of a draft is as if it were read anew."""
+def test_drafts_equal_those_of_an_empty_cache(family: str, params: SamplingParams) -> None:
+    """Over several steps with partly accepted drafts."""
     runner, chance = native(family).runner, random.Random(1)
     kept, texts = drafter(runner, chunk=CONTEXT), [text(name, 20 + name) for name in range(4)]
     for _ in range(6):
-        wants = [want(name, own, chance.randint(1, 6), params) for name, own in enumerate(texts)]
-        drafts = kept.propose(wants)
-        assert drafts == drafter(runner, chunk=CONTEXT).propose(wants)
-        assert list(map(len, drafts)) == [one.limit for one in wants]
-        assert stands(kept)
+        requests = [draft_request(name, own, chance.randint(1, 6), params) for name, own in enumerate(texts)]
+        drafts = kept.propose(requests)
+        assert drafts == drafter(runner, chunk=CONTEXT).propose(requests)
+        assert list(map(len, drafts)) == [one.limit for one in requests]
+        assert is_consistent(kept)
         for own, draft in zip(texts, drafts, strict=True):
             own += [*draft[: chance.randint(0, len(draft))], chance.randrange(VOCABULARY)]
-    assert kept.chained == 24
+    assert kept.native_drafts == 24
 
 
-def test_one_native_call_or_many_say_the_same() -> None:
-    """In one batch too, where some drafts can be made at once and others cannot."""
-    wants = [want(name, text(name, 9 + 5 * name), name + 2, WARM) for name in range(4)]
-    mixed = [slowly(one) if name % 2 else one for name, one in enumerate(wants)]
+def test_the_native_loop_drafts_the_same_tokens() -> None:
+    """Also in a batch of requests with and without the native loop."""
+    requests = [draft_request(name, text(name, 9 + 5 * name), name + 2, WARM) for name in range(4)]
+    mixed = [without_loop(one) if name % 2 else one for name, one in enumerate(requests)]
     some = drafter(), drafter(), drafter(), drafter(native("llama").packed)
     drafts = [
-        one.propose(asked) for one, asked in zip(some, (wants, list(map(slowly, wants)), mixed, wants), strict=True)
+        one.propose(batch)
+        for one, batch in zip(some, (requests, list(map(without_loop, requests)), mixed, requests), strict=True)
     ]
 
-    assert [one.chained for one in some] == [4, 0, 2, 0]
+    assert [one.native_drafts for one in some] == [4, 0, 2, 0]
     assert drafts[0] == drafts[1] == drafts[2] == drafts[3]
-    assert all(map(stands, some))
-    assert [seat.tokens for seat in some[0]._slots._by_sequence.values()] == [
-        seat.tokens for seat in some[1]._slots._by_sequence.values()
+    assert all(map(is_consistent, some))
+    assert [slot.tokens for slot in some[0]._slots._by_sequence.values()] == [
+        slot.tokens for slot in some[1]._slots._by_sequence.values()
     ]
 
 
 def test_a_lagging_slot_gets_no_draft() -> None:
-    """Together they read no more than a chunk at a time; nothing is read twice."""
-    some, wants = drafter(chunk=30), [want(0, text(0, 20)), want(1, text(1, 50)), want(2, text(2, 7))]
-    lengths = [list(map(len, some.propose(wants))) for _ in range(4)]
+    """All requests together compute at most a chunk at a time, and no token twice."""
+    some, requests = (
+        drafter(chunk=30),
+        [draft_request(0, text(0, 20)), draft_request(1, text(1, 50)), draft_request(2, text(2, 7))],
+    )
+    lengths = [list(map(len, some.propose(requests))) for _ in range(4)]
 
     assert lengths == [[5, 0, 0], [5, 0, 0], [5, 5, 5], [5, 5, 5]]
-    assert [list(map(len, some.propose([want(3, text(3, 40))]))) for _ in range(2)] == [[0], [5]]
-    assert stands(some)
+    assert [list(map(len, some.propose([draft_request(3, text(3, 40))]))) for _ in range(2)] == [[0], [5]]
+    assert is_consistent(some)
 
 
-def test_without_room_for_all_drafts_there_are_some() -> None:
-    """A cache of few cells: as many tokens as they hold, and later texts are drafted for as ever."""
+def test_with_too_few_cells_drafts_are_shorter() -> None:
+    """As long as the cells allow; later texts get whole drafts."""
     some, own = drafter(cells=24), text(0, 21)
-    found = some.propose([want(0, own, 8)])
-    expected = drafter().propose([want(0, own, 8)])
+    found = some.propose([draft_request(0, own, 8)])
+    expected = drafter().propose([draft_request(0, own, 8)])
 
     assert found == [expected[0][:4]]
-    assert stands(some)
+    assert is_consistent(some)
     some.forget("0", ())
-    assert some.propose([want(1, own[:12], 5)]) == drafter().propose([want(1, own[:12], 5)])
+    assert some.propose([draft_request(1, own[:12], 5)]) == drafter().propose([draft_request(1, own[:12], 5)])
 
 
 def test_nothing_is_drafted_beyond_the_end_of_the_cache() -> None:
-    """Where the draft would not fit a slot."""
+    """A draft that does not fit the slot is not started."""
     some = drafter(chunk=CONTEXT)
 
-    assert list(map(len, some.propose([want(0, text(0, CONTEXT - 5)), want(1, text(1, CONTEXT - 4))]))) == [5, 0]
+    assert list(
+        map(len, some.propose([draft_request(0, text(0, CONTEXT - 5)), draft_request(1, text(1, CONTEXT - 4))]))
+    ) == [5, 0]
 
 
 def test_tokens_beyond_the_draft_vocabulary_are_not_proposed() -> None:
-    """Nor read as anything but its first token."""
+    """As input they count as token 0."""
     some, own = drafter(draft_vocabulary=40), text(0, 30)
-    wants = [want(0, own, 6, WARM), want(1, own, 6, GREEDY)]
-    drafts = some.propose(wants)
-    known = [one if one < 40 else 0 for one in own]
+    requests = [draft_request(0, own, 6, WARM), draft_request(1, own, 6, GREEDY)]
+    drafts = some.propose(requests)
+    inputs = [one if one < 40 else 0 for one in own]
 
     assert max(map(max, drafts)) < 40
-    assert drafts == drafter(draft_vocabulary=40).propose([replace(one, tokens=known) for one in wants])
+    assert drafts == drafter(draft_vocabulary=40).propose([replace(one, tokens=inputs) for one in requests])

@@ -1,4 +1,4 @@
-"""A model's own head as a drafter: it guesses what transformers guesses with it, and no guess changes a text."""
+"""MTP drafts: equal to those of transformers with the same layer, and without an effect on outputs."""
 
 from __future__ import annotations
 
@@ -44,29 +44,26 @@ def headed(tmp_path_factory: pytest.TempPathFactory) -> Headed:
 
 
 @dataclass
-class Spy:
-    """A drafter that writes down what it says to whom."""
+class RecordingDrafter:
+    """Records requests and drafts of a drafter."""
 
     drafter: MtpDrafter
-    said: list[tuple[DraftRequest, list[int], list[int]]] = field(default_factory=list)
+    recorded: list[tuple[DraftRequest, list[int], list[int]]] = field(default_factory=list)
 
     @property
     def kind(self) -> str:
-        """As it is."""
         return self.drafter.kind
 
-    def propose(self, wants: Sequence[DraftRequest]) -> list[list[int]]:
-        """Write it down; a want's tokens are lent."""
-        drafts = self.drafter.propose(wants)
-        self.said += [(want, list(want.tokens), draft) for want, draft in zip(wants, drafts, strict=True)]
+    def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
+        """The drafts; the tokens of a request are valid during the call only."""
+        drafts = self.drafter.propose(requests)
+        self.recorded += [(one, list(one.tokens), draft) for one, draft in zip(requests, drafts, strict=True)]
         return drafts
 
-    def forget(self, sequence_id: str, said: Sequence[int]) -> None:
-        """As it does."""
-        self.drafter.forget(sequence_id, said)
+    def forget(self, sequence_id: str, output: Sequence[int]) -> None:
+        self.drafter.forget(sequence_id, output)
 
     def flush(self, budget_bytes: int) -> bool:
-        """As it does."""
         return self.drafter.flush(budget_bytes)
 
 
@@ -78,42 +75,42 @@ def drafter(heads: MtpHead, *, slots: int = 4, pending: int = 256, cells: int | 
     return MtpDrafter(memory, heads.runner, heads.states, chunk=16, pending=pending)
 
 
-def engine(target: LoadedModel, head: MtpDrafter, spy: Spy | None = None, **settings: int) -> Core:
-    """An engine whose drafts are the head's."""
+def engine(target: LoadedModel, head: MtpDrafter, recorder: RecordingDrafter | None = None, **settings: int) -> Core:
+    """An engine with MTP drafts."""
     return core(
-        target, speculation=Speculation(None, spy or head, FixedDepth(DEPTH), lambda: 0.0, reader=head), **settings
+        target, speculation=Speculation(None, recorder or head, FixedDepth(DEPTH), lambda: 0.0, reader=head), **settings
     )
 
 
 def requests(count: int, tokens: int = 14, **fields: object) -> list[Request]:
-    """Prompts of different lengths, each drawn in another way; the first one greedily."""
-    ways = [SamplingParams(temperature=0.8 * (at > 0), seed=at) for at in range(count)]
+    """Requests of different lengths and sampling parameters; the first one is greedy."""
+    samplings = [SamplingParams(temperature=0.8 * (at > 0), seed=at) for at in range(count)]
     return [
-        ask(f"{at}", tuple(range(5 + 40 * at, 20 + 45 * at)), tokens, sampling=way, ignore_eos=True, **fields)
-        for at, way in enumerate(ways)
+        ask(f"{at}", tuple(range(5 + 40 * at, 20 + 45 * at)), tokens, sampling=sampling, ignore_eos=True, **fields)
+        for at, sampling in enumerate(samplings)
     ]
 
 
-def alone(target: LoadedModel, asked: Sequence[Request]) -> dict[str, list[int]]:
-    """What an engine without drafts says to each."""
-    return {one.id: play(core(target), [Job(one)])[one.id].tokens for one in asked}
+def alone(target: LoadedModel, submitted: Sequence[Request]) -> dict[str, list[int]]:
+    """The output of each request alone in an engine without drafts."""
+    return {one.id: play(core(target), [Job(one)])[one.id].tokens for one in submitted}
 
 
 def tokens(answers: dict[str, Answer]) -> dict[str, list[int]]:
-    """What was said."""
+    """The output tokens."""
     return {name: answer.tokens for name, answer in answers.items()}
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_head_that_agrees_is_right_and_a_random_one_does_no_harm(headed: Headed, kind: str) -> None:
-    """From weights in the published places: what the agreeing head says is said, what the random one says is not."""
+def test_drafts_of_an_agreeing_head_are_accepted(headed: Headed, kind: str) -> None:
+    """From weights under the published names; drafts of a random head are rejected, and the output is the same."""
     rates = []
     for agreeing in (True, False):
         target, heads = headed(kind, agreeing=agreeing)
-        asked = [*requests(2), ask("greedy", (9, 8, 7, 200), 14, ignore_eos=True)]
+        submitted = [*requests(2), ask("greedy", (9, 8, 7, 200), 14, ignore_eos=True)]
         run = engine(target, drafter(heads))
 
-        assert alone(target, asked) == tokens(play(run, [Job(one, at) for at, one in enumerate(asked)]))
+        assert alone(target, submitted) == tokens(play(run, [Job(one, at) for at, one in enumerate(submitted)]))
 
         (counts,) = run.stats().drafts
         assert "mtp" == counts.kind
@@ -126,66 +123,66 @@ def test_a_head_that_agrees_is_right_and_a_random_one_does_no_harm(headed: Heade
 @pytest.mark.parametrize("kind", LAYOUTS)
 @pytest.mark.parametrize("pending", [4, 256])
 def test_mtp_drafts_equal_transformers(headed: Headed, kind: str, pending: int) -> None:
-    """However prompts are cut and whether or not states wait: the same guesses as over each text anew."""
+    """With prompts in chunks and with pending hidden states."""
     target, heads = headed(kind)
-    spy = Spy(drafter(heads, pending=pending))
-    play(engine(target, spy.drafter, spy, chunk=7), [Job(one, at) for at, one in enumerate(requests(3, 8))])
+    recorder = RecordingDrafter(drafter(heads, pending=pending))
+    play(engine(target, recorder.drafter, recorder, chunk=7), [Job(one, at) for at, one in enumerate(requests(3, 8))])
 
-    greedy = [(text, draft) for want, text, draft in spy.said if want.draw.params.temperature == 0]
+    greedy = [(text, draft) for one, text, draft in recorder.recorded if one.draw.params.temperature == 0]
     assert len(greedy) > 4
-    # Where the text may end soon, less is drafted.
-    assert [(text, guessed(target, heads, text)[: len(draft)]) for text, draft in greedy] == greedy
+    # Near the output limit drafts are shorter.
+    assert [(text, reference_draft(target, heads, text)[: len(draft)]) for text, draft in greedy] == greedy
 
 
-def guessed(target: LoadedModel, heads: MtpHead, text: list[int]) -> list[int]:
-    """The head's greedy guesses at what follows a text, by transformers, without our cells."""
+def reference_draft(target: LoadedModel, heads: MtpHead, text: list[int]) -> list[int]:
+    """The greedy draft of the head after a text, by transformers alone."""
     layers = heads.runner._layer.layers
     states = target.model.get_decoder()(torch.tensor([text[:-1]]), use_cache=False).last_hidden_state
-    read, said = text[1:], []
+    read, drafted = text[1:], []
     for _ in range(DEPTH):
         positions = torch.arange(1, len(read) + 1)[None]
         made = layers.forward_layer(0, states, positions, MtpCache(), input_ids=torch.tensor([read]))
-        said.append(int(target.model.lm_head(made[0, -1]).argmax()))
-        read, states = [*read, said[-1]], torch.cat((states, made[:, -1:]), 1)
-    return said
+        drafted.append(int(target.model.lm_head(made[0, -1]).argmax()))
+        read, states = [*read, drafted[-1]], torch.cat((states, made[:, -1:]), 1)
+    return drafted
 
 
 EVENTS = ("shift", "preempt", "cancel")
 
 
 @pytest.mark.parametrize("event", EVENTS)
-def test_whatever_happens_the_text_stays(headed: Headed, event: str) -> None:
-    """Shifted, preempted or with one that leaves: every text is the same, and drafts go on being said."""
-    happens(headed, "deepseek_v3", event)
+def test_events_do_not_change_the_output(headed: Headed, event: str) -> None:
+    """Context shifts, preemption and a cancelled request; drafts are still accepted."""
+    check_event(headed, "deepseek_v3", event)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("event", EVENTS)
-def test_whatever_happens_the_text_stays_on_every_kind(headed: Headed, kind: str, event: str) -> None:
-    """The same for hybrids, and for all that the head may be made of."""
-    happens(headed, kind, event)
+def test_events_do_not_change_the_output_of_any_kind(headed: Headed, kind: str, event: str) -> None:
+    """Of hybrid models, and of all kinds of heads."""
+    check_event(headed, kind, event)
 
 
-def happens(headed: Headed, kind: str, event: str) -> None:
-    """Let it happen to some sequences that draft."""
+def check_event(headed: Headed, kind: str, event: str) -> None:
+    """Compare outputs with an event during drafts to outputs alone."""
     target, heads = headed(kind, agreeing=True)
     fields = {"overflow": "shift"} if event == "shift" else {}
-    asked = requests(3, 130, **fields) if event == "shift" else requests(5, 30)
+    submitted = requests(3, 130, **fields) if event == "shift" else requests(5, 30)
     cells = CONTEXT + 20 if event == "preempt" else None
     run = engine(target, drafter(heads, pending=16), slots=4, cells=cells)
-    jobs = [Job(one, at, 9 if event == "cancel" and at == 0 else None) for at, one in enumerate(asked)]
+    jobs = [Job(one, at, 9 if event == "cancel" and at == 0 else None) for at, one in enumerate(submitted)]
 
-    said, expected = tokens(play(run, jobs, most_steps=5000)), alone(target, asked)
+    outputs, expected = tokens(play(run, jobs, most_steps=5000)), alone(target, submitted)
 
-    assert {name: expected[name][: len(own)] for name, own in said.items()} == said
+    assert {name: expected[name][: len(own)] for name, own in outputs.items()} == outputs
     assert (run.stats().preemptions_total > 0) == (event == "preempt")
     (counts,) = run.stats().drafts
     assert sum(counts.accepted) > 30
 
 
-def test_a_text_that_the_head_did_not_see_is_followed_from_where_it_is_seen(headed: Headed) -> None:
-    """The model remembers a prompt that the head never read: it begins behind it, and its guesses are right."""
+def test_the_head_starts_behind_a_prefix_without_its_cells(headed: Headed) -> None:
+    """The model reuses a cached prompt that the head has not computed; the drafts after it are accepted."""
     target, heads = headed("deepseek_v3", agreeing=True)
     prompt = tuple(range(3, 63))
     unseen = ask("unseen", prompt, 4, ignore_eos=True, speculation=SpeculationParams("none"))
@@ -198,26 +195,26 @@ def test_a_text_that_the_head_did_not_see_is_followed_from_where_it_is_seen(head
     assert answer.end.usage.accepted_tokens > 10  # type: ignore[union-attr]
 
 
-def test_what_one_sequence_read_serves_the_next(headed: Headed) -> None:
-    """A prompt that was read before is recalled by model and head: the same guesses as if it were read anew."""
+def test_a_cached_prefix_of_the_head_gives_the_same_drafts(headed: Headed) -> None:
+    """Of a prompt that model and head have computed before."""
     target, heads = headed("deepseek_v3")
     prompt = tuple(range(3, 63))
-    spies = []
+    recorded = []
     for again in (False, True):
-        spy = Spy(drafter(heads, pending=8))
-        run = engine(target, spy.drafter, spy)
+        recorder = RecordingDrafter(drafter(heads, pending=8))
+        run = engine(target, recorder.drafter, recorder)
         if again:
             play(run, [Job(ask("before", prompt, 20, ignore_eos=True))])
-            spy.said.clear()
+            recorder.recorded.clear()
         play(run, [Job(ask("now", prompt, 20, ignore_eos=True))])
-        spies.append([(text, draft) for _, text, draft in spy.said if draft])
+        recorded.append([(text, draft) for _, text, draft in recorder.recorded if draft])
 
-    assert spies[1]
-    assert spies[1][-10:] == spies[0][-10:]
+    assert recorded[1]
+    assert recorded[1][-10:] == recorded[0][-10:]
 
 
 def settings(target: LoadedModel, **fields: object) -> EngineConfig:
-    """The settings of a model with nothing beside it."""
+    """The settings of a model without a draft model."""
     return EngineConfig(model=target.info.folder, context=CONTEXT, slots=2, dtype="float64", **fields)  # type: ignore[arg-type]
 
 
@@ -225,15 +222,14 @@ def settings(target: LoadedModel, **fields: object) -> EngineConfig:
     ("drafter", "kinds"), [("auto", ("lookup", "mtp")), ("mtp", ("mtp",)), ("lookup", ("lookup",))]
 )
 def test_a_head_drafts_where_there_is_one(headed: Headed, drafter: str, kinds: tuple[str, ...]) -> None:
-    """Unless another drafter is asked for; a draft model that is named goes before it."""
+    """Unless the settings name another drafter."""
     target, _ = headed("deepseek_v3")
     config = settings(target, drafter=drafter)
 
     assert kinds == make_speculation(config, target, load_draft(config, target, lambda phase: None), lambda: 0.0).kinds
 
 
-def test_a_draft_model_goes_before_a_head(headed: Headed, folder: Callable[[str], Path]) -> None:
-    """It was named, so it is wanted."""
+def test_a_draft_model_replaces_a_head(headed: Headed, folder: Callable[[str], Path]) -> None:
     target, _ = headed("deepseek_v3")
     config = settings(target, draft_model=str(folder("llama")))
 
@@ -242,8 +238,7 @@ def test_a_draft_model_goes_before_a_head(headed: Headed, folder: Callable[[str]
     assert ("lookup", "model") == speculation.kinds
 
 
-def test_a_head_that_is_missing_is_missed_only_where_it_was_asked_for(loaded: Callable[..., LoadedModel]) -> None:
-    """The files of this model have none."""
+def test_a_missing_head_is_an_error_if_the_settings_name_it(loaded: Callable[..., LoadedModel]) -> None:
     target = loaded("llama")
 
     assert load_draft(settings(target), target, lambda phase: None) is None
@@ -252,7 +247,7 @@ def test_a_head_that_is_missing_is_missed_only_where_it_was_asked_for(loaded: Ca
 
 
 def test_a_head_that_lacks_weights_drafts_nothing(tmp_path: Path) -> None:
-    """Asked for, it is refused with the reason; else the model goes without."""
+    """If the settings name it, the load fails with the reason; else there are no MTP drafts."""
     target = load_model(save_headed("qwen3_next", tmp_path, lambda weights: weights.__delitem__("mtp.fc.weight")))
 
     assert load_draft(settings(target), target, lambda phase: None) is None

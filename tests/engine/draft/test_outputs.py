@@ -1,4 +1,4 @@
-"""The search through a buffer against a search token by token."""
+"""The search in a token buffer, compared with a search token by token."""
 
 from __future__ import annotations
 
@@ -11,37 +11,37 @@ from hypothesis import strategies as some
 
 from engine.draft.outputs import LONGEST_SUFFIX, SEPARATOR, SHORTEST_SUFFIX, Match, TokenBuffer
 
-# As long as all places are compared, and none as long as what is looked for.
+# Short enough to compare all positions, and for matches below LONGEST_SUFFIX.
 texts = some.lists(some.integers(0, 2), min_size=1, max_size=30) | some.lists(some.integers(0, 9), max_size=30)
 
 
 def find(end: Sequence[int], source: Sequence[int], stop: int) -> Match:
-    """Where a buffer that was read in two pieces has the end of a text."""
+    """The match of the end of a text in a buffer that is extended once."""
     buffer = TokenBuffer(source[: len(source) // 2])
     buffer.extend(source[len(source) // 2 :])
     return buffer.find(np.array(end, dtype=np.int32), stop)
 
 
 def repeated(text: Sequence[int]) -> Match:
-    """Where the end of a text stands in it before."""
+    """The match of the end of a text earlier in the text."""
     return find(text, text, len(text) - 1)
 
 
 def occurs(part: Sequence[int], text: Sequence[int]) -> list[int]:
-    """Where a part ends in a text: positions of its last token."""
+    """The positions of the last token of each occurrence."""
     return [at - 1 for at in range(len(part), len(text) + 1) if list(text[at - len(part) : at]) == list(part)]
 
 
 def longest(text: Sequence[int], source: Sequence[int], times: int) -> int:
-    """The length of the longest suffix of a text that a source has so many times at least; 0 for a single token."""
+    """The length of the longest suffix of a text that a source has at least `times` times; 0 for a single token."""
     found = [length for length in range(len(text) + 1) if len(occurs(text[len(text) - length :], source)) >= times]
     return length if (length := max(found, default=0)) >= SHORTEST_SUFFIX else 0
 
 
 @given(texts)
 @settings(deadline=None, max_examples=150)
-def test_the_match_is_the_longest_suffix_that_was_there_before(text: list[int]) -> None:
-    """With all places where it stands but the end itself, latest first."""
+def test_the_match_is_the_longest_repeated_suffix(text: list[int]) -> None:
+    """With all its earlier positions, latest first."""
     match = repeated(text)
 
     assert longest(text, text, 2) == match.length
@@ -52,14 +52,14 @@ def test_the_match_is_the_longest_suffix_that_was_there_before(text: list[int]) 
 @given(texts, texts)
 @settings(deadline=None, max_examples=150)
 def test_the_end_of_another_text_is_matched(text: list[int], other: list[int]) -> None:
-    """The longest suffix of it that the buffer has, up to its last token."""
+    """Its longest suffix that occurs in the buffer."""
     assert longest(other, text, 1) == find(other, text, len(text)).length
 
 
 @given(texts)
 @settings(deadline=None, max_examples=150)
 def test_the_first_token_proposed_is_the_most_frequent_one(text: list[int]) -> None:
-    """Behind the longest match, by counting in the text; of equally frequent ones the most recent."""
+    """After the longest match; of equally frequent tokens the most recent one."""
     match = repeated(text)
     if match.length:
         followed = [text[place + 1] for place in match.positions]
@@ -69,8 +69,8 @@ def test_the_first_token_proposed_is_the_most_frequent_one(text: list[int]) -> N
         assert [likeliest] == TokenBuffer(text).continuation(match.positions, 1, 0.0)
 
 
-def test_what_is_looked_for_has_an_end() -> None:
-    """A repetition of any length counts as one of so many tokens."""
+def test_a_match_has_a_longest_length() -> None:
+    """A longer repetition counts as LONGEST_SUFFIX tokens."""
     text = [*range(100), *range(100)]
 
     assert Match(LONGEST_SUFFIX, (99,)) == repeated(text)
@@ -87,23 +87,23 @@ def test_a_continuation_ends_where_it_becomes_unlikely() -> None:
     assert [2, 5] == TokenBuffer(text).continuation((16, 11, 6, 1), 2, 0.25)
 
 
-def test_a_loop_goes_on_as_long_as_asked() -> None:
-    """Where the text ends, its own repetition continues: a loop of three is drafted for ten."""
+def test_a_loop_is_continued_to_the_limit() -> None:
+    """At the end of the text the continuation repeats itself: a loop of three tokens gives ten."""
     text = [1, 2, 3] * 4
 
     assert [1, 2, 3, 1, 2, 3, 1, 2, 3, 1] == TokenBuffer(text).continuation(repeated(text).positions, 10, 0.1)
 
 
 def test_a_separator_is_never_proposed() -> None:
-    """What ended a text ends a continuation, where it followed once and where it followed mostly."""
+    """It ends a continuation, also where it is the most frequent next token."""
     text = [1, 2, 3, SEPARATOR, 1, 2]
 
     assert [3] == TokenBuffer(text).continuation(repeated(text).positions, 10, 0.1)
     assert [] == TokenBuffer([1, 2, SEPARATOR, 1, 2, SEPARATOR, 1, 2, 4]).continuation((4, 1, 7), 10, 0.1)
 
 
-def test_nothing_is_found_where_too_little_was_said() -> None:
-    """A single token says nothing, and neither does an empty buffer."""
+def test_a_single_token_is_no_match() -> None:
+    """Nor is anything in an empty buffer."""
     for text in ([], [1], [1, 1], [1, 2, 3, 3], [3, 1, 2, 1]):
         assert Match() == repeated(text)
     assert Match() == find([1, 2], [], 0)

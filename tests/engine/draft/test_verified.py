@@ -1,4 +1,4 @@
-"""What is learnt of a draft: how many of its tokens were compared, and how many were right."""
+"""The outcome of a verified draft: its compared tokens, and its accepted ones."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from engine.schedule.draft import Draft
 
 
 @pytest.mark.parametrize(
-    ("said", "judged", "accepted"),
+    ("emitted", "compared", "accepted"),
     [
         ((9,), 1, 0),
         ((1, 9), 2, 1),
-        # All right, and one more token behind the draft.
+        # All are accepted, and one more token follows the draft.
         ((1, 2, 3, 4, 5), 4, 4),
-        # The second token ends the text: what was drafted behind it was compared with nothing.
+        # The second token ends the text: draft tokens after it are not compared.
         ((1, 2), 2, 2),
-        # A row without finite logits, behind the first token.
+        # The row after the first token has no finite logits.
         ((1,), 1, 1),
     ],
 )
-def test_draft_tokens_after_the_end_are_not_compared(said: tuple[int, ...], judged: int, accepted: int) -> None:
-    """A draft of four tokens, of which the text takes some, up to an end or a token of its own."""
+def test_draft_tokens_after_the_end_are_not_compared(emitted: tuple[int, ...], compared: int, accepted: int) -> None:
+    """Of a draft of four tokens the text has some, up to an end or to a different token."""
     depth, outcomes = FixedDepth(4), list[StepOutcome]()
     depth.observe = outcomes.append  # type: ignore[method-assign]
     speculation = Speculation(LookupDrafter(OutputStore(64)), None, depth, lambda: 0.0)
 
-    assert accepted == speculation.verified(Draft("lookup", (1, 2, 3, 4)), said)
+    assert accepted == speculation.verified(Draft("lookup", (1, 2, 3, 4)), emitted)
     speculation.stepped(5, 1.0)
-    assert [[("lookup", judged, accepted)]] == [outcome.verified for outcome in outcomes]
+    assert [[("lookup", compared, accepted)]] == [outcome.verified for outcome in outcomes]

@@ -1,9 +1,9 @@
-"""Worlds so small that all their noise can be enumerated: how likely each text is, to the last digit.
+"""A model with noise that can be enumerated: the exact probability of each text under a sampling rule.
 
-Noise matters only by the tokens that it lets win. Here a model has two rows of logits for each position, and the token
-before says which of them counts, so noise falls into classes by the winners of both rows. The probability of a class is
-known in closed form (`classes`). A rule runs on one noise of each class, for all positions together, and what it says
-is weighed with their product.
+Noise matters only by the tokens that win. The model has two rows of logits for each position, selected by the previous
+token, so noise falls into classes by the winners of both rows, with probabilities in closed form (`classes`). A rule
+runs on one noise of each class, for all positions together; its outcomes are weighted by the product of the
+probabilities.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ Text: TypeAlias = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class World:
-    """A model of texts, and all noise that there is.
+class EnumeratedModel:
+    """A model of short texts, and all classes of noise.
 
-    logits   [positions, 2, vocabulary]: the row that counts is that of the last token's parity
+    logits   [positions, 2, vocabulary]: the parity of the previous token selects the row
     noise    [noises, positions, vocabulary]: one of each class, for all positions together
-    weights  of each noise its probability
+    weights  probability of each noise
     """
 
     logits: Tensor
@@ -40,19 +40,19 @@ class World:
     weights: list[float]
 
     @classmethod
-    def random(cls, vocabulary: int, drafts: int) -> World:
-        """For texts that are as long as a draft and one token more."""
+    def random(cls, vocabulary: int, drafts: int) -> EnumeratedModel:
+        """A random model of texts with one token more than `drafts`."""
         logits = 1.5 * torch.randn(drafts + 1, 2, vocabulary, generator=torch.Generator().manual_seed(vocabulary))
-        # There is nothing before the first token, so its two rows are one.
+        # No token precedes the first one, so its two rows are equal.
         logits = torch.cat((logits[:1, :1].expand(1, 2, -1), logits[1:])).double()
         mixed = list(product(*(classes(first.exp(), second.exp()) for first, second in logits)))
         noise = torch.stack([torch.stack([noise for _, noise in places]) for places in mixed])
         return cls(logits, noise, [prod(chance for chance, _ in places) for places in mixed])
 
     @property
-    def silent(self) -> World:
-        """The same for rules that do not listen to noise: there is only one."""
-        return World(self.logits, self.noise[:1], [1.0])
+    def without_noise(self) -> EnumeratedModel:
+        """The same with a single noise, for rules that use none."""
+        return EnumeratedModel(self.logits, self.noise[:1], [1.0])
 
     @property
     def length(self) -> int:
@@ -60,28 +60,29 @@ class World:
         return len(self.logits)
 
     def row(self, text: Text) -> Tensor:
-        """The logits behind a text."""
+        """The logits after a text."""
         return self.logits[len(text), sum(text[-1:]) % 2]
 
     def other(self, text: Text) -> Tensor:
-        """The row that does not count."""
+        """The row that the text does not select."""
         return self.logits[len(text), 1 - sum(text[-1:]) % 2]
 
     def draw(self, seed: int, text: Text) -> SamplingContext:
-        """How the token behind a text is drawn, with the noise of a number."""
+        """How the token after a text is sampled, with noise number `seed`."""
         return SamplingContext(WARM, seed, len(text), PenaltyHistory(WARM, (), self.logits.shape[-1]))
 
     def probability(self, text: Text) -> float:
-        """That of a text, by the model alone."""
+        """The probability of a text by the model alone."""
         return prod(float(self.row(text[:at]).softmax(-1)[token]) for at, token in enumerate(text))
 
 
 def classes(first: Tensor, second: Tensor) -> list[tuple[float, Tensor]]:
-    """The probability of each pair of winners of two rows with these weights, and a noise for which they win.
+    """The probability of each pair of winners of two rows with the weights `first` and `second`, and a noise for it.
 
     With E = exp(-noise), which is exponential, the winner of a row with weights w has the least E / w. One token wins
-    both with the probability 1 / sum of max(first / first[a], second / second[a]). That `a` wins the first and `b` the
-    second is an integral over x = E[b] / E[a], in which the other tokens' parts are straight lines.
+    both with the probability 1 / sum of max(first / first[a], second / second[a]). For
+    two tokens, `a` in the first row and `b` in the second, it is an integral over x = E[b] / E[a] with piecewise linear
+    terms of the other tokens.
     """
     found = []
     tokens = range(len(first))
@@ -114,55 +115,55 @@ def _integral(ratios: Tensor, others: Tensor, a: int, b: int) -> float:
     return whole
 
 
-# For each trial what the rule says, and what else it may say, with its probability given the noise.
-Said: TypeAlias = list[list[tuple[float, list[int]]]]
-Rule: TypeAlias = Callable[[Tensor, Sequence[VerifyTokens]], Said]
-# What is drafted behind a text, given the noise's number.
+# For each sequence the possible outputs of the rule, with their probabilities given the noise.
+Outcomes: TypeAlias = list[list[tuple[float, list[int]]]]
+Rule: TypeAlias = Callable[[Tensor, Sequence[VerifyTokens]], Outcomes]
+# The draft after a text, by the number of the noise.
 Drafter: TypeAlias = Callable[[int, Text], Text]
 
 
-def enumerated(world: World, rule: Rule, drafter: Drafter) -> dict[Text, float]:
-    """How likely each text is, with drafts in every step."""
+def enumerated(model: EnumeratedModel, rule: Rule, drafter: Drafter) -> dict[Text, float]:
+    """The probability of each text, with drafts in every step."""
     found: dict[Text, float] = {}
-    going: list[tuple[float, int, Text]] = [(weight, seed, ()) for seed, weight in enumerate(world.weights)]
+    going: list[tuple[float, int, Text]] = [(weight, seed, ()) for seed, weight in enumerate(model.weights)]
     while going:
-        trials = [
-            VerifyTokens(drafter(seed, text), world.draw(seed, text), lambda token: False) for _, seed, text in going
+        sequences = [
+            VerifyTokens(drafter(seed, text), model.draw(seed, text), lambda token: False) for _, seed, text in going
         ]
         rows = [
-            world.row(text + trial.drafts[:count])
-            for (_, _, text), trial in zip(going, trials, strict=True)
-            for count in range(trial.logit_rows)
+            model.row(text + sequence.drafts[:count])
+            for (_, _, text), sequence in zip(going, sequences, strict=True)
+            for count in range(sequence.logit_rows)
         ]
-        steps, going = list(zip(going, rule(torch.stack(rows), trials), strict=True)), []
-        for (weight, seed, text), said in steps:
-            for chance, tokens in said:
+        steps, going = list(zip(going, rule(torch.stack(rows), sequences), strict=True)), []
+        for (weight, seed, text), outcomes in steps:
+            for chance, tokens in outcomes:
                 longer = (*text, *tokens)
-                if len(longer) < world.length:
+                if len(longer) < model.length:
                     going.append((weight * chance, seed, longer))
                 else:
                     found[longer] = found.get(longer, 0.0) + weight * chance
     return found
 
 
-def error(world: World, found: dict[Text, float]) -> float:
-    """How far the most wrong probability of a text is off."""
-    texts = product(range(world.logits.shape[-1]), repeat=world.length)
-    return max(abs(found.get(text, 0.0) - world.probability(text)) for text in texts)
+def error(model: EnumeratedModel, found: dict[Text, float]) -> float:
+    """The largest error of a text's probability."""
+    texts = product(range(model.logits.shape[-1]), repeat=model.length)
+    return max(abs(found.get(text, 0.0) - model.probability(text)) for text in texts)
 
 
 def fixed(drafts: Text) -> Drafter:
-    """Drafts that stand at their places whatever is said."""
+    """Drafts by position, for any text before."""
     return lambda seed, text: drafts[len(text) :]
 
 
-def coupled(world: World) -> Drafter:
-    """Drafts of the rows that do not count, with the noise of what is said."""
+def coupled(model: EnumeratedModel) -> Drafter:
+    """Drafts from the rows that the text does not select, with the noise of the emitted tokens."""
 
     def draft(seed: int, text: Text) -> Text:
         drafts: Text = ()
-        while len(text) + len(drafts) + 1 < world.length:
-            (token,) = sample_tokens(world.other(text + drafts)[None], [world.draw(seed, text + drafts)])
+        while len(text) + len(drafts) + 1 < model.length:
+            (token,) = sample_tokens(model.other(text + drafts)[None], [model.draw(seed, text + drafts)])
             assert token is not None, "all logits are finite"
             drafts += (token,)
         return drafts
@@ -170,6 +171,6 @@ def coupled(world: World) -> Drafter:
     return draft
 
 
-def every(world: World) -> list[Drafter]:
+def every(model: EnumeratedModel) -> list[Drafter]:
     """All drafts."""
-    return [fixed(drafts) for drafts in product(range(world.logits.shape[-1]), repeat=world.length - 1)]
+    return [fixed(drafts) for drafts in product(range(model.logits.shape[-1]), repeat=model.length - 1)]
