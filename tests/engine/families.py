@@ -95,11 +95,12 @@ def build(name: str, **own: Any) -> Family:
 
 
 def plant(model: Any) -> None:
-    """Randomise the scale of a dynamic mask (Doge), which is initialised to zeros: all positions would have equal
-    scores.
+    """Randomise weights of a selection that are initialised to zeros, so that scores are equal and the selection differs
+    from batch to batch: the scale of a dynamic mask (Doge), routers of experts (AFMoE).
     """
     for name, parameter in model.named_parameters():
-        if name.endswith("self_attn.A"):
+        is_zero_matrix = name.endswith(".weight") and parameter.dim() > 1 and not parameter.any()
+        if name.endswith("self_attn.A") or is_zero_matrix:
             torch.nn.init.normal_(parameter)
 
 
