@@ -95,7 +95,7 @@ def build(name: str, **own: Any) -> Family:
 
 
 def plant(model: Any) -> None:
-    """Randomise weights of a selection that are initialised to zeros, so that scores are equal and the selection differs
+    """Randomise weights of a selection that are initialised to zeros: scores would be equal, and the selection differ
     from batch to batch: the scale of a dynamic mask (Doge), routers of experts (AFMoE).
     """
     for name, parameter in model.named_parameters():
