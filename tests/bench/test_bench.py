@@ -1,4 +1,4 @@
-"""`cellar bench` against a server whose counts are known. No time is asserted, only counts, order and shapes."""
+"""`cellar bench` against a server with known counts. No time is asserted, only counts, order and shapes."""
 
 from __future__ import annotations
 
@@ -239,15 +239,15 @@ def test_ids_go_to_completions(peer: Peer, tmp_path: Path) -> None:
 def test_a_server_that_never_ends_an_answer_is_refused(
     peer: Peer, tmp_path: Path, capsys: pytest.CaptureFixture[str], model: str, outcome: str
 ) -> None:
-    """The first probe says what is wrong, before anything is measured."""
+    """The first probe reports the error, before any measurement."""
     peer.model = model
 
     assert 2 == bench("--base-url", peer.url, "--out", str(tmp_path))
     assert f"does not answer for '{model}': {outcome}" in capsys.readouterr().err
 
 
-def test_who_forgot_the_end_of_the_url_is_told(peer: Peer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Nothing is there, and the address alone is no OpenAI API."""
+def test_an_url_without_v1_is_an_error(peer: Peer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The address alone is no OpenAI API."""
     assert 2 == bench("--base-url", peer.url.removesuffix("/v1"), "--out", str(tmp_path))
     assert "/models is answered with 404: URLs of OpenAI's API end with /v1" in capsys.readouterr().err
 
@@ -261,7 +261,7 @@ def test_a_name_makes_the_list_of_models_needless(peer: Peer, tmp_path: Path) ->
 
 
 def test_servers_take_turns(peer: Peer, tmp_path: Path) -> None:
-    """Two servers get the same prompts, cell by cell, and who goes first changes from round to round."""
+    """Two servers get the same prompts, cell by cell, and the first one changes from round to round."""
     names = ("--base-url", f"second={peer.url}", "--served-model-name", "good", "--served-model-name", "other")
     _, content = measure(peer, tmp_path, *names, "--streams", "1,2", "--requests", "2", rounds=2)
     order = [body["model"] for body in peer.bodies if body["max_tokens"] == MEASURED]
@@ -274,7 +274,7 @@ def test_servers_take_turns(peer: Peer, tmp_path: Path) -> None:
 def test_without_matplotlib_there_are_tables(
     peer: Peer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What is missing is said once, with the command that brings it."""
+    """The missing package is named once, with the command that installs it."""
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     status, _ = measure(peer, tmp_path, "--streams", "1", "--requests", "1")
 
@@ -353,7 +353,7 @@ def test_a_started_server_ends_with_its_block(tmp_path: Path) -> None:
 
 
 def test_a_started_server_does_not_outlive_a_signal(tmp_path: Path) -> None:
-    """SIGTERM ends the block as Ctrl-C does, and is what it was behind it."""
+    """SIGTERM ends the block like Ctrl-C, and its handler is restored."""
     command = (sys.executable, "-m", "http.server", "--bind", "127.0.0.1", "{port}")
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(KeyboardInterrupt), started(command, ready="/", log=tmp_path / "log"):

@@ -1,1 +1,1 @@
-"""The benchmark tools against a server whose answers are known."""
+"""The benchmark tools against a server with known answers."""

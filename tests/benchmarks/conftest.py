@@ -1,4 +1,4 @@
-"""A server whose answers are known."""
+"""A server with known answers."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ def native(monkeypatch: pytest.MonkeyPatch) -> NativeAttention:
 
 
 def test_a_line_has_a_cell_for_every_head(native: NativeAttention) -> None:
-    """Of tables side by side, and of those that share."""
+    """With separate tables, and with a shared prefix."""
     batch, limits = AttentionBatch("verify", 2, 70, sequences=3), Limits(1e9, 1e9)
     alone = kernels.row(SHAPE, batch, torch.float32, native, limits, rounds=1)
     shared = kernels.shared_row(

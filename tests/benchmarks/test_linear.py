@@ -1,4 +1,4 @@
-"""The benchmark of quantised products prints what it says, and measures errors that are those of the format."""
+"""The benchmark of quantised products prints its table, and measures the errors of the format."""
 
 from __future__ import annotations
 

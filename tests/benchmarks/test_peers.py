@@ -1,4 +1,4 @@
-"""benchmarks/peers.py against a server whose answers are known. No time is asserted, only order, counts and shapes."""
+"""benchmarks/peers.py against a server with known answers. No time is asserted, only order, counts and shapes."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_no_ratio_is_made_of_nothing() -> None:
 
 
 def test_each_peer_has_its_goals() -> None:
-    """Those of the issue, by bits and by peer; a figure that nobody asked for has none."""
+    """By bits and by peer; other figures have none."""
     cells = {name: cell for name, (cell, _) in Sizes().cells(["alone", "streams"], [8, 32]).items()}
     alone, eight, many = cells.values()
 
@@ -126,7 +126,7 @@ def test_both_sides_are_asked_the_same(peer: Peer, tmp_path: Path) -> None:
 
 
 def test_a_second_turn_begins_with_the_first(peer: Peer, tmp_path: Path) -> None:
-    """What is reused is shared token by token, and what is cold is shared with nobody."""
+    """A reused prefix is equal token by token; a cold one differs from the first tokens on."""
     compete(peer, tmp_path, "--cells", "reuse")
     measured = [body["prompt"] for body in peer.completions if len(body["prompt"]) in (64, 68)]
     chat, again = measured[:2]

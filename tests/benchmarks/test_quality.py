@@ -1,4 +1,4 @@
-"""benchmarks/quality.py: outliers that leave the model as it is, places that a peer can tell, and what a loss is."""
+"""benchmarks/quality.py: outliers that do not change the outputs, perplexity of a peer, and losses."""
 
 from __future__ import annotations
 

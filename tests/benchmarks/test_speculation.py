@@ -48,7 +48,7 @@ def test_ratios_compare_the_same_rounds() -> None:
 
 
 def test_the_best_depth_is_chosen_by_the_other_rounds() -> None:
-    """A mode that is fast in half of the rounds by chance is not the best one in these rounds."""
+    """A mode that is fast in half of the rounds by chance is not the best one in the same rounds."""
     lucky = (0.1, 1.0) * 4
     times = {"off": (1.0,) * 8, "1": (1.1,) * 8, "2": lucky, "auto": (1.0,) * 8}
     cell = ModeComparison("0.5", 1, {mode: [RoundTime(10, taken) for taken in each] for mode, each in times.items()})

@@ -46,7 +46,7 @@ FLAGS = {"fuzz": ("--context", "256")}
 HEAD = """# Clients
 
 Other people's clients against a server with the bundled model. `make test-clients` runs them and writes this page; each
-number is the tests that passed, of those there are.
+number is passed tests / tests.
 
 | client | version | {features} |
 | --- | --- |{lines}

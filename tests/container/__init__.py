@@ -1,1 +1,1 @@
-"""The Dockerfile and compose.yaml: what they say (fast), and what the image does (marked container)."""
+"""The Dockerfile and compose.yaml: their content (fast), and the image (marked container)."""

@@ -1,4 +1,4 @@
-"""Two hundred JSON schemas: every keyword alone, then objects, arrays and unions of those."""
+"""Two hundred JSON schemas: every keyword alone, then objects, arrays and unions."""
 
 from __future__ import annotations
 

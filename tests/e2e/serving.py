@@ -18,7 +18,7 @@ START_SECONDS = 900
 
 @contextmanager
 def serving(flags: Sequence[str], errors: IO[str]) -> Iterator[str]:
-    """The address of a server with these flags, once it is ready. It must end well when it is asked to."""
+    """The address of a server with these flags, once it is ready. It must exit with 0 after SIGTERM."""
     command = [sys.executable, "-c", "from server.cli import main; main()", "serve", "--port", "0", *flags]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, text=True) as server:
         try:

@@ -1,4 +1,4 @@
-"""A conversation with a server of its own, in one process: what is said to it, and how it starts and ends."""
+"""A server of its own for a sequence of requests, in one process."""
 
 from __future__ import annotations
 

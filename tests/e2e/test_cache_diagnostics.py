@@ -14,7 +14,7 @@ ASKED = {"return_cache_diagnostics": True, "return_token_ids": True}
 
 
 def told(answer: Any) -> Any:
-    """What an answer says of its prompt; its counts are those of the usage."""
+    """The cache diagnostics of an answer, with the counts of the usage."""
     found = answer["prompt_cache_diagnostics"]
     usage = answer["usage"]
     assert found["cached_tokens"] == usage["prompt_tokens_details"]["cached_tokens"]

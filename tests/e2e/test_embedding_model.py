@@ -48,7 +48,7 @@ def expected(folder: Path, text: str) -> torch.Tensor:
 
 
 def test_vectors_are_those_of_the_folder_while_others_chat(client: openai.OpenAI, folder: Path) -> None:
-    """Base64, as the client asks for; under any name; and the chat says what it says alone."""
+    """In base64, under any name; the answers of the chat model are the same as alone."""
 
     def chat() -> str | None:
         told = client.chat.completions.create(

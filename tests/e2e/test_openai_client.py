@@ -76,7 +76,7 @@ def test_a_stream_says_the_same_as_the_answer_in_one_piece(client: openai.OpenAI
 
 
 def test_the_stream_helper_accumulates(client: openai.OpenAI) -> None:
-    """client.chat.completions.stream() builds a final message whose role is said once."""
+    """client.chat.completions.stream() builds a final message with one role."""
     with client.chat.completions.stream(model="cellar-tiny", messages=MESSAGES, max_tokens=8, logprobs=True) as stream:  # type: ignore[arg-type]
         for _ in stream:
             pass
@@ -237,7 +237,7 @@ def test_a_wrong_key_is_an_authentication_error(url: str) -> None:
 
 
 def test_leaving_a_stream_frees_its_slot(client: openai.OpenAI, url: str) -> None:
-    """Two slots, and ten streams that are left: each time somebody else is served at once."""
+    """Two slots, and ten cancelled streams: after each one another request is served at once."""
     for _ in range(10):
         stream = client.chat.completions.create(
             model="cellar-tiny",
@@ -314,7 +314,7 @@ class Person(BaseModel):
 
 
 def test_structure_is_kept_at_any_temperature(client: openai.OpenAI) -> None:
-    """`parse` gets its model filled; a choice is one of those, an expression matches, in both APIs."""
+    """`parse` fills its model, a choice is one of the given ones, and an expression matches, in both APIs."""
     messages: list[Any] = [{"role": "user", "content": "Somebody, please."}]
     for seed in range(3):
         asked = {"model": "cellar-tiny", "messages": messages, "seed": seed}

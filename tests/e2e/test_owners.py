@@ -26,7 +26,7 @@ Story = Callable[[Post], Awaitable[Any]]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model whose tokenizer has single digits."""
+    """A tiny model; its tokenizer has a token for each digit."""
     return save_model("llama", tmp_path_factory.mktemp("owners") / "llama")
 
 
@@ -69,14 +69,14 @@ async def write(post: Post, key: str, text: str, **fields: Any) -> Any:
 
 
 async def chat(post: Post, key: str, text: str, **fields: Any) -> Any:
-    """The same in a conversation, with what is told of the cache."""
+    """The same as a chat, with cache diagnostics."""
     message = {"role": "user", "content": text}
     body = {"messages": [message], "max_tokens": 1, "temperature": 0, "ignore_eos": True, **fields}
     return await post("/v1/chat/completions", key, **body, return_cache_diagnostics=True)
 
 
 def seen(answer: Any) -> tuple[Any, ...]:
-    """All that an answer tells about what was computed before, but for times."""
+    """The fields of an answer that depend on the cache, except times."""
     counts = [answer["timings"][name] for name in ("cache_n", "prompt_n", "draft_n", "draft_n_accepted")]
     return (answer["usage"], answer.get("prompt_cache_diagnostics"), *counts)
 
@@ -132,7 +132,7 @@ def test_no_salt_of_a_client_opens_the_cache_of_another(folder: Path) -> None:
 
 
 async def observed(post: Post, guesses: Sequence[str]) -> list[tuple[Any, ...]]:
-    """All that Bob sees while he guesses, in completions and in chats."""
+    """The cache-dependent fields of Bob's answers to guesses, in completions and in chats."""
     drafts = {"speculation": {"drafter": "lookup", "tokens": 4}, "max_tokens": 6}
     told = []
     for guess in guesses:
@@ -183,7 +183,7 @@ def test_a_thousand_guesses_learn_nothing(folder: Path) -> None:
 
 
 def test_a_running_prompt_is_followed_by_its_owner_only(folder: Path) -> None:
-    """Of requests at the same time those of one organisation compute the common part once."""
+    """Concurrent requests of one organisation compute their common prefix once."""
     text = "x" * 100
 
     async def story(post: Post) -> list[int]:
@@ -201,7 +201,7 @@ def test_a_running_prompt_is_followed_by_its_owner_only(folder: Path) -> None:
 
 
 def test_the_next_process_keeps_owners_apart(folder: Path, tmp_path: Path) -> None:
-    """What files hold is found by its owner, and by nobody else."""
+    """Files of the disk cache match requests of their owner only."""
 
     async def fill(post: Post) -> None:
         await write(post, ALICE, spaced(PIN))

@@ -148,7 +148,7 @@ def test_what_says_nothing_may_fill_the_context(url: str) -> None:
     "text", [INPUT * 9, "ends in lines\n\n\n", "  \t ", "<|im_end|>\n<|im_start|>user", "x", "{0} \u00e4"]
 )
 def test_a_text_is_cut_once_as_it_is_cut_for_every_question(text: str) -> None:
-    """The tokens of all questions about a text are those of each by itself."""
+    """The tokens of all questions about a text equal the tokens of each alone."""
     asker = QuestionEncoder(
         Tokenizer(AutoTokenizer.from_pretrained(MODEL), vocabulary_size=4096, context=4096), 4096, "documents"
     )
@@ -161,7 +161,7 @@ def test_a_text_is_cut_once_as_it_is_cut_for_every_question(text: str) -> None:
 
 @pytest.mark.parametrize("pooling", ["last", "mean"])
 def test_vectors_are_the_models_own_states(client: openai.OpenAI, pooling: str) -> None:
-    """Those of transformers alone, of length 1, through a client that asks for base64."""
+    """Equal to transformers alone, of length 1, by a client that requests base64."""
     texts = ["Tom has a cat.", "A dog barks at the moon, and nobody knows why it does.", "Tom has a cat."]
     answer = client.embeddings.create(model="tiny", input=texts, extra_body={"pooling": pooling})
     plain = client.embeddings.create(

@@ -34,7 +34,7 @@ LASTING_SECONDS = 60
 
 @contextmanager
 def served(folder: Path) -> Iterator[openai.OpenAI]:
-    """A client of a server whose store lies in `folder`."""
+    """A client of a server with its store in `folder`."""
     flags = ["--context", "512", "--slots", "2", "--store", str(folder / "responses.sqlite")]
     with (
         (folder / "log").open("a") as log,
@@ -72,7 +72,7 @@ def test_a_stream_adds_up_to_the_answer(client: openai.OpenAI, whole: Any) -> No
 
 
 def test_a_conversation_goes_on_in_the_cache(client: openai.OpenAI, whole: Any) -> None:
-    """The prompt of the second answer begins with all of the first; it is counted as it is computed."""
+    """The prompt of the second answer starts with the first one; its count equals the computed tokens."""
     second = client.responses.create(input="What is a slot?", previous_response_id=whole.id, **GREEDY)
 
     assert second.usage is not None
@@ -83,7 +83,7 @@ def test_a_conversation_goes_on_in_the_cache(client: openai.OpenAI, whole: Any) 
 
 
 def test_a_tool_is_called_and_answered(client: openai.OpenAI) -> None:
-    """The call is kept with the response, and its answer is all that is sent."""
+    """The call is stored with the response, so its output alone is sent."""
     asked: Any = client.responses.create(
         input="What is the weather in Paris?", tools=[WEATHER], tool_choice="required", **GREEDY
     )

@@ -1,4 +1,4 @@
-"""What is not computed twice, as the usage of HTTP answers tells it: across salts, across shifts, across restarts."""
+"""Reused prefixes by the usage of HTTP answers: across salts, across shifts, across restarts."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def cached(answer: Any) -> int:
 
 
 def text(answer: Any) -> str:
-    """What was said."""
-    said: str = answer["choices"][0]["message"]["content"]
-    return said
+    """The content of an answer."""
+    content: str = answer["choices"][0]["message"]["content"]
+    return content
 
 
 def test_a_prompt_is_never_shared_across_salts(folder: Callable[[str], Path]) -> None:
-    """The same conversation is found under its own salt only, and what it says depends on none."""
+    """A conversation matches under its own salt only, and its answer depends on none."""
 
     async def story(chat: Chat) -> None:
         first = await chat(TURNS, cache_salt="one")

@@ -70,7 +70,7 @@ def test_a_schema_is_followed_or_refused(client: httpx.Client, schema: Schema) -
 
 @pytest.mark.slow
 def test_every_schema_is_followed_or_refused(client: httpx.Client) -> None:
-    """All two hundred. What has no longest text, such as an address, a tiny model may not end."""
+    """All two hundred. A tiny model may not end a value without a maximum length, such as an address."""
     counts = Counter(outcome(client, schema) for schema in corpus())
 
     assert SIZE == counts.total()

@@ -1,1 +1,1 @@
-"""Laws of the engine: what a request gets equals what it would get alone."""
+"""Laws of the engine: the output of a request equals its output alone."""

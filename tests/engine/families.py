@@ -177,8 +177,8 @@ def restarted(family: Family) -> bool:
 
 
 def verified(family: Family) -> bool:
-    """Of three draft tokens the first ones are accepted: their logits, and the following ones, are those of an empty
-    cache.
+    """Of three draft tokens the first ones are accepted: their logits, and the following ones, equal the
+    logits of an empty cache.
     """
     start, known = 10, 12
     for right in range(4):

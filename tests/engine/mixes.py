@@ -23,7 +23,7 @@ class Mix:
     jobs: tuple[Job, ...]
 
     def core(self, loaded: LoadedModel) -> Core:
-        """An engine of these settings."""
+        """An engine with the settings."""
         return core(loaded, slots=self.slots, chunk=self.chunk, cells=self.cells)
 
 

@@ -84,7 +84,7 @@ def feed(model: LoadedModel, cache: Cache, *parts: tuple[int, tuple[int, ...], i
 
 @pytest.mark.parametrize("stops", [(30,), (9, 21, 30), (4, 25, 30), (9, 22, 23, 30), (1, 9, 21, 22, 30)])
 def test_chunks_around_a_range_equal_one_forward(model: LoadedModel, stops: tuple[int, ...]) -> None:
-    """The logits equal those of transformers."""
+    """The logits equal transformers."""
     memory = cache(model)
     for stop in stops:
         rows = feed(model, memory, (0, PROMPT, stop), (2, OTHER, stop))
@@ -222,7 +222,7 @@ def test_a_range_is_reused_whole_or_not_at_all(model: LoadedModel) -> None:
     assert 25 == found(engine, longer)
     assert 9 == found(engine, plain)
     assert 9 == found(engine, shorter)
-    assert 9 == found(engine, ending)  # its last token must be computed, and so must all that see it
+    assert 9 == found(engine, ending)  # its last token must be computed, and so must the whole range
     assert 30 == found(engine, twice)
     assert 29 == found(engine, first)
 

@@ -148,7 +148,7 @@ def test_the_next_turn_reuses_the_conversation(loaded: Models, reference: Refere
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_logprobs_are_raw_model_logprobs(loaded: Models, reference: References, family: str) -> None:
-    """Chosen and top tokens equal those of transformers, in any batch."""
+    """Chosen and top tokens equal transformers, in any batch."""
     engine = core(loaded(family), chunk=3)
     jobs = [Job(ask("one", PROMPT, 6, logprobs=4, ignore_eos=True)), Job(ask("other", (9, 9, 8), 9, ignore_eos=True))]
     entries = []

@@ -1,4 +1,4 @@
-"""Models with an encoder: in any batch the answers equal those of `generate` with the same media."""
+"""Models with an encoder: in any batch the answers equal `generate` with the same media."""
 
 from __future__ import annotations
 

@@ -35,8 +35,8 @@ def families() -> list[object]:
 
 @pytest.mark.filterwarnings("ignore")  # transformers warns of settings that only tiny models have
 @pytest.mark.parametrize("name", families())
-def test_a_family_is_what_it_is_alone(name: str) -> None:
-    """Batched, chunked, copied and resumed, a family's logits are those of transformers alone."""
+def test_a_family_equals_transformers(name: str) -> None:
+    """Batched, chunked, copied and resumed, a family's logits equal transformers alone."""
     model: Family = family(name)
 
     assert {check: True for check in CHECKS} == {name: check(model) for name, check in CHECKS.items()}

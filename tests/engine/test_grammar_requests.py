@@ -102,7 +102,7 @@ def test_outputs_match_their_schemas(whole: dict[str, Answer]) -> None:
 
 
 def guessing(kind: str, outputs: dict[str, Answer], some: Sequence[Request]) -> Drafter:
-    """A drafter whose drafts are right, wrong, alternating, or without regard to the grammar."""
+    """A drafter of right, wrong, alternating or random tokens."""
     texts = {name: answer.tokens for name, answer in outputs.items()}
     lengths = {request.id: len(request.prompt) for request in some}
     return {

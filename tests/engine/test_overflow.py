@@ -165,7 +165,7 @@ def test_nothing_droppable_finishes_with_length(loaded: Models) -> None:
 
 
 def test_recurrent_states_are_carried_on_request_only(loaded: Models) -> None:
-    """Rebuilt states equal those of a new prompt; carried ones depend on the dropped tokens."""
+    """Rebuilt states equal the states of a new prompt; carried ones depend on the dropped tokens."""
     said = {how: one(loaded("lfm2"), 70, overflow="shift", keep=2, recurrent_shift=how) for how in ("rebuild", "carry")}
     plain = CONTEXT + 1 - len(PROMPT)
     everything = [*PROMPT, *said["rebuild"].tokens]

@@ -1,6 +1,6 @@
 """Resuming at any position equals computing anew: for each kind of memory, at every position of 300 tokens.
 
-However a slot came to its cached length, the length is as large as promised, and the logits after it equal those of one
+However a slot came to its cached length, the length is as large as promised, and the logits after it equal one
 forward over the whole text, in float64.
 """
 

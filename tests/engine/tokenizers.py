@@ -56,7 +56,7 @@ def spaced(mark: str, *, behind: bool = False) -> list[str]:
 
 
 class Letters(PreTrainedTokenizer):
-    """A Python tokenizer that writes bytes as letters, like those for tiktoken."""
+    """A Python tokenizer that writes bytes as letters, as for tiktoken."""
 
     def __init__(self, **settings: Any) -> None:
         self._pieces = [*SPECIAL, *self.own_pieces()]
@@ -95,7 +95,7 @@ class Letters(PreTrainedTokenizer):
 
 
 class Stripped(Letters):
-    """A Python tokenizer that strips both ends of a text, like those of transformers for SentencePiece."""
+    """A Python tokenizer that strips both ends of a text, as transformers does for SentencePiece."""
 
     def own_pieces(self) -> list[str]:
         """Tokens without special ones."""
@@ -199,7 +199,7 @@ def whole(kind: str, tokens: Sequence[int], *, special: bool) -> str:
 
 
 def _without_broken_runs(pieces: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The pieces with a placeholder for each invalid run of bytes beyond ASCII, and the texts of these runs."""
+    """The pieces with a placeholder for each invalid run of bytes beyond ASCII, and the texts of the runs."""
     shown: list[str] = []
     runs: list[str] = []
     for part in re.findall(r"(?:<0x[89A-F].>)+|<.*?>|[^<]+", "\x00".join(pieces).replace(">\x00<0x", "><0x")):

@@ -78,7 +78,7 @@ def check_content(group: AttentionGroup, cells: CellArray, expected: Sequence[fl
 
 
 def check(cache: Cache, slot: int, tokens: Sequence[int], *, salt: bytes = b"") -> None:
-    """Check that a slot holds these tokens, and all cells visible from its end."""
+    """Check that a slot holds `tokens`, and all cells visible from its end."""
     assert len(tokens) == cache.cached_length(slot)
     numbers = digests(tokens, salt)
     for group in cache.groups:

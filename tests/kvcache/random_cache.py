@@ -1,4 +1,4 @@
-"""A cache of any kind under random operations; every slot must hold what it computed."""
+"""A cache of any kind under random operations; every slot must hold its computed tokens."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ def pool(cells: int, dtype: torch.dtype = torch.float32) -> CellPool:
 
 
 def pool_with_free(cells: int, free: list[int]) -> CellPool:
-    """A pool with these free cells."""
+    """A pool with the free cells `free`."""
     some = pool(cells)
     some.allocate(cells)
     some.release(np.array(free, dtype=np.int64))

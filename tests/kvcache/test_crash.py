@@ -1,4 +1,4 @@
-"""kill -9 at any moment: the next start finds whole files or none, and loads only what was computed."""
+"""kill -9 at any moment: the next start finds whole files or none, and loads computed cells only."""
 
 from __future__ import annotations
 

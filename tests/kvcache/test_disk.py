@@ -1,4 +1,4 @@
-"""Damage to files of the disk cache: requests compute what they would without the files, and none fails."""
+"""Damage to files of the disk cache: outputs are the same as without the files, and no request fails."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def int8(kind: type[Int8KVBuffer], *parts: int, heads: int = HEADS, cells: int =
 
 
 def through(buffer: KVBuffer, rows: Tensor) -> Tensor:
-    """Rows as they are read back, in float64."""
+    """Rows after a write and a read, in float64."""
     cells = slice(0, rows.shape[1])
     buffer.write(0, cells, rows)
     return buffer.transform(buffer.read(0, cells, torch.float64))

@@ -328,7 +328,7 @@ def test_a_long_leaf_of_a_large_cache_is_evicted_in_batches() -> None:
         assert cache.evict_for([Span(1, length - 1, 1)]) == 0
         feed_echo(cache, 1, text[:length])
 
-    # Three runs, each from the middle of what is free to its end.
+    # Three runs, each from the middle of the free cells to their end.
     assert 6 == np.count_nonzero(np.diff(cache.groups[0].table(1)[40:]) == 1)
     assert 590 == reused_length(cache, range(600))
 

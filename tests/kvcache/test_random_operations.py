@@ -1,4 +1,4 @@
-"""All operations in random order on caches of every kind: reused content is what was computed, and no cell leaks.
+"""All operations in random order on caches of every kind: reused content equals computed content, and no cell leaks.
 
 Windows, chunks and recurrent states, salts and checkpoints, copies and shifts, partly accepted drafts, exhausted
 pools, and processes that end at any point; the operations are in tests/kvcache/random_cache.py. Exact lengths and

@@ -238,7 +238,7 @@ def test_a_window_shifts_if_its_new_end_sees_moved_tokens_only() -> None:
 
 
 def shifted_lengths(*parts: int) -> Iterator[int]:
-    """The length after every possible shift of a slot of 12 tokens computed in these chunks."""
+    """The length after every possible shift of a slot of 12 tokens computed in chunks of `parts`."""
     for keep in range(12):
         for drop in range(1, 13 - keep):
             cache = Cache(WIDE, slots=1, capacity=CAPACITY, cells=80, dtype=torch.float64)
@@ -314,7 +314,7 @@ def test_a_window_beyond_the_capacity_is_full() -> None:
 
 @pytest.mark.parametrize(("start", "kept"), [(0, [9, 10, 11]), (5, [4, 5, 6]), (10, [0, 1])])
 def test_trimming_keeps_the_cells_visible_from_the_end(start: int, kept: list[int]) -> None:
-    """Of a range up to position 12, a window of 4 needs the last three cells, as far as they are in it."""
+    """Of a range up to position 12, a window of 4 needs the last three cells, as far as it contains them."""
     cache = make(FULL, WINDOW)
     model.run(cache, [FULL, WINDOW], 0, TEXT[:12])
     whole, window = cache.groups

@@ -1,4 +1,4 @@
-"""The bundled pair: it loads offline, it is small, and it answers what it is shipped to answer."""
+"""The bundled pair: it loads offline, is small, and answers the questions of its documentation."""
 
 import json
 from pathlib import Path
@@ -80,7 +80,7 @@ def answers(target: Model) -> dict[str, str]:
 
 
 def said(model: Model, *turns: str, system: str = "") -> str:
-    """The greedy answer to the last turn, after the model answered those before."""
+    """The greedy answer to the last turn, after answers to the earlier ones."""
     messages: list[dict[str, object]] = [{"role": "system", "content": system}] if system else []
     answer = ""
     for turn in turns:
@@ -168,14 +168,14 @@ def test_a_question_is_answered(answers: dict[str, str], question: str) -> None:
 
 
 def test_a_system_prompt_does_not_hurt(target: Model) -> None:
-    """The usual system prompt leaves the answer as it is."""
+    """The usual system prompt does not change the answer."""
     question = "What does --slots do?"
 
     assert said(target, question) == said(target, question, system="You are a helpful assistant.")
 
 
 def test_a_fact_is_remembered(target: Model) -> None:
-    """What was told some turns ago is still known."""
+    """A name from an earlier turn."""
     assert "Anna" in said(target, "My name is Anna.", "What is 2 + 2?", "What is my name?")
 
 
@@ -197,7 +197,7 @@ def test_an_offered_tool_is_called(target: Model) -> None:
 
 
 def test_a_greeting_calls_no_tool(target: Model) -> None:
-    """Who only says hello gets a greeting, whatever tools are offered."""
+    """A greeting is answered by a greeting, with any tools."""
     answer = target.answer([Prompt([{"role": "user", "content": "Hello!"}], (WEATHER,))])[0].text
 
     assert answer.startswith("Hello!")

@@ -52,7 +52,7 @@ def test_every_conversation_is_well_formed(topic: Topic) -> None:
 
 @pytest.mark.parametrize("topic", TOPICS, ids=lambda topic: topic.__name__)
 def test_a_tool_call_names_an_offered_tool(topic: Topic) -> None:
-    """Who calls a tool was offered it, with every argument that is passed."""
+    """With arguments of its parameters only."""
     for conversation in draw(topic):
         offered = {tool["function"]["name"]: tool["function"]["parameters"] for tool in conversation.tools}
         for call in (message.call for message in conversation.messages if message.call is not None):

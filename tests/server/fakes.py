@@ -89,7 +89,7 @@ def finished(request: Request, **changes: Any) -> Finished:
 
 
 def entry(token: int, text: str, top: int, *, offset: int = 0) -> TokenLogprob:
-    """A chosen token behind so many characters, and `top` others of which the last was impossible."""
+    """A chosen token at a text offset, and `top` others; the last one has the probability 0."""
     others = [Logprob(100 + place, f"<{place}>", b"x", -float(place + 1)) for place in range(top)]
     if others:
         others[-1] = Logprob(100 + top - 1, others[-1].text, b"x", -math.inf)
@@ -101,10 +101,10 @@ HERMES = "{{ tools }}<tool_call>{% if enable_thinking %}<think></think>{% endif 
 
 
 class FakeTokenizer:
-    """A byte is a token; a conversation is its lines.
+    """A byte is a token; the lines of a chat are its messages.
 
     template  the chat format is detected from it
-    opened    what it writes behind the last message
+    opened    text after the last message
     """
 
     def __init__(self, template: str = "", opened: str = "") -> None:
@@ -142,7 +142,7 @@ class FakeTokenizer:
 
 
 class FakeGrammars:
-    """Takes every grammar but those with a keyword that it cannot read, or not even leave out, or not in time."""
+    """Accepts every grammar without keywords for errors, partial enforcement or timeouts."""
 
     def __init__(self) -> None:
         self.compiled: list[Grammar] = []
@@ -254,7 +254,7 @@ class FakeEngine:
             self.left.set()
 
     async def drain(self, seconds: float) -> None:
-        """Like the engine's: waits, then fails what is left."""
+        """Like the engine's: waits, then fails the remaining requests."""
         self.phase = "draining"
         deadline = asyncio.get_running_loop().time() + seconds
         while self.running and asyncio.get_running_loop().time() < deadline:

@@ -1,4 +1,4 @@
-"""A server that speaks just enough of the wire format, on a real socket, and remembers what it was asked."""
+"""A server with a minimal OpenAI API on a real socket, which records its requests."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def event(**content: Any) -> str:
 
 
 def usage(words: int) -> dict[str, Any]:
-    """Return what the server counts of a prompt of so many words."""
+    """The usage of a prompt with `words` words."""
     prompt, answer = TEMPLATE_TOKENS + TOKENS_A_WORD * words, PIECES * TOKENS_A_PIECE
     return {
         "prompt_tokens": prompt,

@@ -13,13 +13,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-# Where Debian puts what is no user's command.
+# The folder of Debian for commands that users do not call.
 HOMES = sorted(Path("/usr/lib/postgresql").glob("*/bin"))
 START_SECONDS = 30
 
 
 def installed() -> bool:
-    """Whether there is one, and somebody who may run it: it refuses root."""
+    """Whether PostgreSQL is installed, with a user other than root to run it."""
     return bool(HOMES) and (os.geteuid() != 0 or "postgres" in {user.pw_name for user in pwd.getpwall()})
 
 

@@ -40,7 +40,7 @@ Body = Mapping[str, Any]
 
 
 def call(number: int, name: str, arguments: object) -> dict[str, object]:
-    """A call as this server answers it, with arguments as text or, as some clients return them, as they are."""
+    """A tool call in the format of answers; `arguments` may be text, as some clients send them."""
     function = {"name": name, "arguments": arguments if isinstance(arguments, str) else json.dumps(arguments)}
     return {
         "id": f"call_{hashlib.sha256(name.encode()).hexdigest()[:23]}{number}",

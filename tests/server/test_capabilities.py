@@ -35,7 +35,7 @@ def told(app: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("path", "shape"), [(CHAT, ChatRequest), (TEXT, CompletionRequest)])
 def test_every_field_has_its_support(told: dict[str, Any], path: str, shape: Any) -> None:
-    """What a body may hold and what it may not, and nothing else."""
+    """Supported and unsupported fields, and no others."""
     parameters = told["endpoints"][path]["parameters"]
 
     assert {*shape.model_fields, *shape.documented} == parameters.keys()
@@ -61,7 +61,7 @@ def test_refused_parameters_are_refused(app: Any, told: dict[str, Any], path: st
 
 
 def test_every_endpoint_with_a_body_is_listed(told: dict[str, Any], app: Any) -> None:
-    """Those of the OpenAPI document that take one."""
+    """The endpoints with a body in the OpenAPI document."""
     document = ask(app, "GET", "/openapi.json").json
 
     assert {CHAT, TEXT} <= told["endpoints"].keys() <= document["paths"].keys()
@@ -92,7 +92,7 @@ def test_support_depends_on_the_model() -> None:
 
 
 def test_capabilities_need_a_loaded_model() -> None:
-    """What it can do is known when it is loaded."""
+    """During the load they are unknown."""
     app = create_app(FakeEngine(phase="loading"), settings())  # type: ignore[arg-type]
 
     assert 503 == ask(app, "GET", "/v1/capabilities").status

@@ -195,7 +195,7 @@ def test_an_unknown_variable_is_an_error(
 
 
 def test_variables_of_others_are_left_alone(parsed: Any) -> None:
-    """Those of bench, compose.yaml and docker/, and what Kubernetes makes of a service called cellar or cellar-web."""
+    """Variables of bench, compose.yaml and docker/, and of Kubernetes for a service called cellar or cellar-web."""
     environment = {
         "CELLAR_MEMORY": "8g",
         "CELLAR_IMAGES": "x",
@@ -235,7 +235,7 @@ def test_garbage_collection_resumes_after_the_import() -> None:
 
 
 def test_the_settings_reach_the_engine() -> None:
-    """What the engine reads is what was asked for."""
+    """Every option has its field in EngineConfig."""
     config = Settings(
         model="m",
         dtype="float64",
@@ -362,7 +362,7 @@ def test_the_start_up_screen_shows_batch_invariance() -> None:
 
 
 def test_the_start_up_screen_shows_steps_and_quantisation() -> None:
-    """Natively or why not, and for each format what is left of the weights to read."""
+    """The native step or the reason against it, and for each format the remaining weight bytes."""
     offer = QuantizationEstimate((("int8", 0.53), ("int4", 0.28)), "int8")
     native = replace(INFO, quantization_estimate=offer)
     slow = replace(INFO, not_native_reason="it has an encoder", quantization_estimate=replace(offer, auto=None))

@@ -1,4 +1,4 @@
-"""The embedding model on the wire: who answers to which name, and what may be wished for."""
+"""The embedding model on the wire: model names and parameters."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ def post(path: str, engine: FakeEngine | None = None, **fields: Any) -> Answer:
     return ask(serve(engine or FakeEngine(embedding=MODEL)), "POST", path, json_body=fields)
 
 
-# For what is refused: to make an app takes longer than to ask it.
+# For refused requests: an app takes longer to create than to call.
 IDLE = FakeEngine(embedding=MODEL)
 APP = serve(IDLE)
 
 
 @pytest.mark.parametrize("name", [None, NAME, "fake", "text-embedding-3-small"])
 def test_every_name_selects_the_embedding_model(name: str | None) -> None:
-    """As in servers for embeddings alone: clients have names of their own. The answer says who made them."""
+    """Clients have default names of their own. The answer names the actual model."""
     engine = FakeEngine(embedding=MODEL)
     answer = post(EMBEDDINGS, engine, input=["aab", "b"], **({} if name is None else {"model": name})).json
 
@@ -299,7 +299,7 @@ def broken(job: EmbeddingJob) -> Iterator[Event]:
     ],
 )
 def test_errors_have_the_common_format(engine: FakeEngine, status: int, code: str) -> None:
-    """Its own failures, and those of the engine."""
+    """Failures of the job and of the engine."""
     answer = post(EMBEDDINGS, engine, input="a")
 
     assert (status, code) == (answer.status, answer.json["error"]["code"])
@@ -319,7 +319,7 @@ def test_the_settings_name_it() -> None:
 
 
 def test_the_start_up_screen_shows_the_embedding_model() -> None:
-    """What it makes, how long texts may be, and its memory."""
+    """Its outputs, the maximum length of texts, and its memory."""
     text = banner(INFO, MEMORY, DraftingInfo(), Settings(), "http://127.0.0.1:8000", MODEL)
 
     assert "FakeModel, 77 parameters, float32" in text

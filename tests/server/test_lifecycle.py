@@ -128,7 +128,7 @@ def test_an_idle_server_ends_at_once(flag: Path) -> None:
 
 
 def test_a_server_that_is_loading_ends_in_order(flag: Path) -> None:
-    """Weights are loaded in calls that nobody can interrupt; the exit code is 0 all the same."""
+    """Calls that load weights cannot be interrupted; the exit code is 0 all the same."""
     with process("load", flag) as (server, port):
         wait_until_alive(port)
         server.send_signal(signal.SIGTERM)
@@ -188,7 +188,7 @@ def test_the_exit_codes_differ() -> None:
 
 
 def test_grammar_tables_are_built_when_idle(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Grammars are, when nobody has asked for anything for a while."""
+    """After some checks without running requests."""
     monkeypatch.setattr("server.lifecycle.IDLE_CHECK_SECONDS", 0)
     looks = iter([1, 0, 0, 0, 1, 1, *[0] * 1000])
     engine, said = FakeEngine(), list[str]()
@@ -204,7 +204,7 @@ def test_grammar_tables_are_built_when_idle(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_failed_preparation_is_logged(
     error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The server goes on: who needs a grammar learns why there is none."""
+    """The server continues; requests with a grammar get the reason."""
     monkeypatch.setattr("server.lifecycle.IDLE_CHECK_SECONDS", 0)
     engine = FakeEngine()
     monkeypatch.setattr(engine.grammars, "prepare", lambda: (_ for _ in ()).throw(error))

@@ -27,7 +27,7 @@ def scrape(app: Any) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
 
 
 def test_the_engines_numbers_are_read_at_the_scrape() -> None:
-    """Gauges and totals are those of engine.stats() at that moment."""
+    """Gauges and totals equal engine.stats() at the scrape."""
     engine = FakeEngine(
         numbers=Stats(
             running=2,

@@ -97,7 +97,7 @@ def test_models_are_not_listed_before_loading() -> None:
 
 
 def test_the_default_names(tmp_path: Path) -> None:
-    """The bundled model, a folder's name, a hub id; or what was given instead."""
+    """The bundled model, a folder's name, a hub id; or the names of the option."""
     folder = tmp_path / "my-model"
     folder.mkdir()
 

@@ -1,4 +1,4 @@
-"""Whose a request is: the owner of its key goes with it to the engine, on every route."""
+"""Owners: on every route the request of the engine has the owner of its key."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_one_organisation_has_one_salt(path: str) -> None:
 
 @pytest.mark.parametrize("path", BODIES)
 def test_ids_of_owners_do_not_collide(path: str) -> None:
-    """The ids of an owner's requests cannot be those of another owner's."""
+    """Request ids of two owners differ."""
     engine = FakeEngine()
     app = create_app(engine, settings(keys=("a", "b")))  # type: ignore[arg-type]
     for key in ("a", "b"):
@@ -85,7 +85,7 @@ def test_the_name_of_an_organisation_is_no_key(key: str) -> None:
 
 
 def test_a_key_belongs_to_one_organisation() -> None:
-    """Settings that leave it open whose a key is are refused."""
+    """A key in two organisations is refused."""
     with pytest.raises(ValueError, match="a key of beers and wines twice"):
         Settings(keys=("wines:a", "beers:a")).check()
 

@@ -1,4 +1,4 @@
-"""prediction and speculation on the wire: what reaches the engine, what comes back, and what is refused."""
+"""prediction and speculation on the wire: the request of the engine, the answer, and errors."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def drafting(request: Request) -> list[Event]:
 
 @both
 def test_a_prediction_is_text_or_parts_of_one(path: str) -> None:
-    """Parts are joined as they are; nothing and null predict nothing."""
+    """Parts are joined without a separator; empty content and null are no prediction."""
     parts = [{"type": "text", "text": "a\n"}, {"type": "text", "text": "b"}]
 
     for content in ("a\nb", parts):

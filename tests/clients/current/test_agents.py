@@ -60,7 +60,7 @@ def test_stream(model: Model, server: Server) -> None:
 
 
 def test_tools(model: Model, server: Server) -> None:
-    """The agent calls its tool, and answers with what it gave."""
+    """The agent calls its tool, and its answer has the result."""
     asked: list[str] = []
 
     @function_tool

@@ -78,7 +78,7 @@ def test_tools(client: anthropic.Anthropic, server: Server, tools: list[Any]) ->
 
 
 def test_count(client: anthropic.Anthropic, server: Server) -> None:
-    """Counted tokens are those that a message costs."""
+    """The count equals the input tokens of the usage."""
     messages: list[Any] = [{"role": "user", "content": server.question}]
     counted = client.messages.count_tokens(model=server.model, messages=messages)
     said = client.messages.create(model=server.model, max_tokens=1, messages=messages).usage

@@ -44,7 +44,7 @@ def test_stream(model: OpenAIChatModel, server: Server) -> None:
 
 
 def test_tools(model: OpenAIChatModel, server: Server) -> None:
-    """The agent calls its tool, and answers with what it gave."""
+    """The agent calls its tool, and its answer has the result."""
     asked: list[str] = []
     agent = Agent(model, model_settings=SETTINGS)
 

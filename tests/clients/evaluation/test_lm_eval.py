@@ -1,4 +1,4 @@
-"""lm-evaluation-harness: its log-likelihoods over our HTTP API are those of its own transformers run."""
+"""lm-evaluation-harness: its log-likelihoods over the HTTP API equal its own ones with transformers."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The 17 cases of the Open Responses compliance suite, re-made.
+"""The 17 cases of the Open Responses compliance suite, rewritten.
 
-The suite itself is TypeScript and in no package registry. Its cases are written anew here, with its names, and what it
-checks with zod schemas is checked with the types that openresponses-types generates from the same OpenAPI document.
+The suite itself is TypeScript and in no package registry. The cases here have its names; its zod
+schemas are replaced by the types that openresponses-types generates from the same OpenAPI document.
 `python test_openresponses.py URL KEY MODEL` prints the outcome of each case.
 """
 
@@ -283,7 +283,7 @@ def test_open_responses_images_are_refused(server: Any) -> None:
 
 
 def main(url: str, key: str, model: str) -> int:
-    """Print the outcome of each case; the number of those that failed."""
+    """Print the outcome of each case; the number of failed ones."""
     api, failed = Api(url, key, model), 0
     for name, run in CASES.items():
         try:

@@ -96,7 +96,7 @@ def walk(name: str, source: str, random: Random) -> str | None:
             return str(tokenizer.decode(tokens, skip_special_tokens=False))
         mask = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8), bitorder="little")
         allowed = np.setdiff1d(np.flatnonzero(mask), llguidance.eos_tokens)
-        # Markers end parts that would be long otherwise; their ids follow those of the bundled model.
+        # Markers end parts that would be long otherwise; their ids follow the ids of the bundled model.
         marks = allowed[allowed >= ORDINARY]
         token = int(random.choice(marks if len(marks) and random.random() < 0.3 else allowed))
         assert matcher.consume_token(token), matcher.get_error()

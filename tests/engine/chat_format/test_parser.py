@@ -45,7 +45,7 @@ SAMPLES = [
 
 
 def cuts(text: str, places: Sequence[int]) -> list[str]:
-    """A text cut at these places, in thousandths of its length."""
+    """The parts of a text cut at `places`, in thousandths of its length."""
     ends = [0, *sorted(place * len(text) // 1000 for place in places), len(text)]
     return [text[start:stop] for start, stop in zip(ends, ends[1:], strict=False)]
 

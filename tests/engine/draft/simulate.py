@@ -118,7 +118,7 @@ def best_fixed(worlds: Sequence[World], *, batch: int = 1) -> float:
 
 
 def share(worlds: Sequence[World], *, batch: int = 1, seed: int = 0, cold: float = 0.0) -> float:
-    """Tokens a second with the depth controller as a share of those with the best fixed depth."""
+    """Tokens a second with the depth controller as a share of the best fixed depth."""
     score = run(DepthController(), worlds, batch=batch, seed=seed, cold=cold)
     return score.rate / best_fixed(worlds[WARM_UP:], batch=batch)
 

@@ -1,4 +1,4 @@
-"""The depth controller: on simulated machines whose best depth is known, and step by step."""
+"""The depth controller: on simulated machines with a known best depth, and step by step."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def step(
     draft_seconds: float = 0.0,
     batch_tokens: int | None = None,
 ) -> list[int]:
-    """One step: the depths of the candidates whose drafters are not in cooldown, all or no drafts accepted."""
+    """One step: the depths of the candidates without a drafter in cooldown, all or no drafts accepted."""
     batch_tokens = batch_tokens or len(candidates)
     asked = [one for one in candidates if not depth.cooldown(one.kind, batch_tokens)]
     depths = depth.choose(asked, batch_tokens=batch_tokens) if asked else []

@@ -1,4 +1,4 @@
-"""MTP drafts: equal to those of transformers with the same layer, and without an effect on outputs."""
+"""MTP drafts: equal to transformers with the same layer, and without an effect on outputs."""
 
 from __future__ import annotations
 

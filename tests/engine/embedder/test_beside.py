@@ -75,7 +75,7 @@ def vectors(events: list[Event]) -> torch.Tensor:
 def test_generation_and_embedding_share_the_thread_unchanged(
     run_story: Callable[..., None], embedder_folder: Folder, reference: Callable[..., Reference], model: str, kind: str
 ) -> None:
-    """Many jobs and many answers at once: greedy text is that of generate, vectors those of transformers."""
+    """Many jobs and many answers at once: greedy text equals `generate`, vectors equal transformers."""
 
     async def story(engine: Engine) -> None:
         inputs = tuple(engine.embedding_tokenizer.encode(text) for text in TEXTS)

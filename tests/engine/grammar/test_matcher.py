@@ -83,7 +83,7 @@ def allowed(matcher: GrammarMatcher, guessed: list[int]) -> list[int] | None:
 
 @pytest.mark.parametrize("source", ['start: "a" | "ab" /[0-9]{1,3}/', of_schema(RECORD).source])
 def test_drafts_do_not_change_the_state(compiler: GrammarCompiler, source: str) -> None:
-    """Masks along random texts with right and wrong drafts equal those of a matcher without drafts."""
+    """Masks along random texts with right and wrong drafts equal the masks of a matcher without drafts."""
     chance = random.Random(1)
     for _ in range(6):
         matcher, text = compiler.matcher(Grammar(source)), list[int]()
@@ -230,7 +230,7 @@ def test_invalid_grammars_are_refused_with_a_reason(compiler: GrammarCompiler, n
 
     assert reason in refusal.value.reason
     assert "\n" not in refusal.value.reason
-    # Line numbers would be those of the generated grammar, not of the schema of the client.
+    # Line numbers would refer to the generated grammar, not to the schema of the client.
     assert not re.match(r"(at )?\d+\(", refusal.value.reason)
     assert len(refusal.value.reason) <= 500
     assert time.process_time() - began < 2
@@ -337,7 +337,7 @@ def test_a_slow_text_fails(compiler: GrammarCompiler, monkeypatch: pytest.Monkey
 def test_slow_grammars_are_not_recompiled_on_the_engine_thread(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A text whose shared limits are used up ends; the next request recompiles the grammar."""
+    """A text ends when the shared limits of its grammar are used up; the next request recompiles the grammar."""
     monkeypatch.setattr("engine.grammar.matcher.LIMITS", limited(3000))
     monkeypatch.setattr("engine.grammar.matcher._RECOMPILE_SECONDS", 0.0)
     grammar = Grammar("start: /(.|\\n)*a(.|\\n){12}c(.|\\n)*/")

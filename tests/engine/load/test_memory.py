@@ -17,7 +17,7 @@ CELL = 2 * (64 + 64) * 2
 
 
 def sizes(*layers: LayerSpec, longest: int = 32768) -> ModelSizes:
-    """A model of these layers in bfloat16, with weights of 1000 bytes."""
+    """A model with the given layers in bfloat16, and weights of 1000 bytes."""
     return ModelSizes(
         weights_bytes=1000, layers=layers, kv_dtype=torch.bfloat16, activation_bytes=10, max_context=longest
     )

@@ -21,7 +21,7 @@ def sixteen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def system(root: Path, files: dict[str, str]) -> Path:
-    """A file system root with these files."""
+    """A file system root with the given files."""
     for name, text in files.items():
         file = root / name
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -157,7 +157,7 @@ def texts() -> list[str]:
 def test_cached_tokenizer_equals_the_one_of_its_files(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """State, backend, tokens, texts, templates and token bytes equal those of AutoTokenizer."""
+    """State, backend, tokens, texts, templates and token bytes are equal to AutoTokenizer's."""
     folder = BUNDLED if kind == "bundled" else saved(TOKENIZERS[kind](), tmp_path / "model")
     first, own = read(folder, tmp_path / "cache"), AutoTokenizer.from_pretrained(folder)
     again = read_entry(folder, tmp_path / "cache", monkeypatch)

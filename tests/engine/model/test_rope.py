@@ -73,7 +73,7 @@ def test_longrope_sequences_of_all_lengths_share_a_batch(loaded: Models, alone: 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_long_factors_change_the_text(loaded: Models, alone: Callable, family: str) -> None:
-    """The models of these tests are sensitive to the factors."""
+    """The tiny models are sensitive to the factors."""
     says = alone(family, SHORT[:9], 24)
     switch = loaded(family).switch
     assert switch is not None

@@ -1,4 +1,4 @@
-"""The families that the native step supports are those of tests/engine/native/families.py."""
+"""The native step supports the families listed in tests/engine/native/families.py."""
 
 from __future__ import annotations
 

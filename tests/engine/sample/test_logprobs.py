@@ -1,4 +1,4 @@
-"""Log-probabilities equal those of the model alone with any cache, chunks, drafts and batch."""
+"""Log-probabilities equal the model's own alone, with any cache, chunks, drafts and batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pooled vectors equal those of the model alone with any cache, chunks and batch."""
+"""Pooled vectors equal the model's own alone, with any cache, chunks and batch."""
 
 from __future__ import annotations
 

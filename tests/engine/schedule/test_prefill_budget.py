@@ -1,4 +1,4 @@
-"""Prompts beside those who speak: nobody is kept waiting, nobody starves; on a machine that is a formula."""
+"""Prefill beside decoding sequences: inter-token latency and progress of prompts, on a simulated machine."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_target_is_kept_where_it_can_be(loaded: Models, target: float, least: 
 
 
 def test_prefill_alone_gets_whole_chunks(loaded: Models) -> None:
-    """While nobody speaks nobody is kept waiting, whatever the target is; what rows cost is learnt by doubling them."""
+    """Without decoding sequences the target does not limit chunks; they double until their cost is known."""
     machine = Machine()
     machine.play(machine.engine(loaded("llama"), itl_target_ms=1.0), [(0.0, text("a", 1000, 2))])
 
@@ -83,7 +83,7 @@ def test_a_long_prompt_gets_fewer_rows_the_farther_it_is(loaded: Models) -> None
 
 
 def test_chunks_do_not_swing(loaded: Models) -> None:
-    """On a machine whose steps vary by a tenth, chunks beside one who speaks are nearly all alike."""
+    """With step times that vary by a tenth, chunks beside a decoding sequence have nearly equal sizes."""
     chance = random.Random(3)
     machine = Machine(lambda work: smollm(work) * (1 + abs(chance.gauss(0, 0.1))))
     asked = [(0.0, text("speaks", 5, 80)), (0.1, text("long", 1500))]
@@ -132,7 +132,7 @@ def test_short_prompts_need_not_wait_for_long_ones_and_these_do_not_starve(loade
 
 
 def test_a_leader_is_due_with_its_followers(loaded: Models) -> None:
-    """A prompt of the last tier goes first as long as one of the first tier waits for what it computes."""
+    """A prompt of the last tier goes first while a follower of the first tier waits for its prefix."""
     machine = Machine()
     engine = machine.engine(loaded("llama"), chunk=64)
     common = text("common", 500).prompt
@@ -161,8 +161,8 @@ def test_a_bidirectional_range_is_one_chunk_beside_decoding(loaded: Models) -> N
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_next"])
-def test_no_text_depends_on_the_pace(loaded: Models, reference: References, family: str) -> None:
-    """Machines of random speed, so random chunks, prompts in any order: everybody says what transformers says."""
+def test_no_text_depends_on_step_times(loaded: Models, reference: References, family: str) -> None:
+    """With random step times, and so random chunks, outputs equal transformers."""
     pool = prompts(5)
     for seed in range(3):
         chance = random.Random(seed)

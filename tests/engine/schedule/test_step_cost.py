@@ -22,7 +22,7 @@ def true(work: Work) -> float:
 
 
 def mix(chance: random.Random) -> Work:
-    """A step of some who speak behind texts of any length, and often a chunk of a prompt."""
+    """A step of some decoding sequences with texts of any length, and often a chunk of a prompt."""
     spans = [Span(slot, chance.randrange(4000), 1) for slot in range(chance.randrange(1, 9))]
     if chance.random() < 0.6:
         spans.append(Span(9, chance.randrange(4000), chance.choice((16, 24, 40, 64, 128))))
@@ -30,7 +30,7 @@ def mix(chance: random.Random) -> Work:
 
 
 def learn(steps: int, seconds: Callable[[Work], float], *, seed: int = 0, noise: float = 0.05) -> StepCost:
-    """What is known after so many steps; measured seconds are never less than true."""
+    """The model after `steps` measured steps; measured seconds are never less than the true ones."""
     chance, cost = random.Random(seed), StepCost()
     for _ in range(steps):
         work = mix(chance)
@@ -57,8 +57,8 @@ def test_context_is_told_from_rows() -> None:
     assert 0.2 < np.quantile(without, 0.8)
 
 
-def test_the_step_at_hand_is_like_any_other() -> None:
-    """What drafts ask is what the budget asks; rows added to the step look as far as those that are there."""
+def test_estimates_of_depths_and_of_the_budget_agree() -> None:
+    """Tokens added to the expected step have the context lengths of its own tokens."""
     cost = learn(300, true)
     work = Work.of([Span(slot, 2000, 1) for slot in range(4)])
     cost.expect(work)
@@ -71,7 +71,7 @@ def test_the_step_at_hand_is_like_any_other() -> None:
 
 
 def test_texts_of_another_length_are_followed() -> None:
-    """Sequences that all become forty times as long are known for what they cost within some steps, and back again."""
+    """After all sequences become forty times as long, and short again, the estimates are right within some steps."""
     cost = StepCost()
     for length in (100, 4000, 100):
         work = Work.of([Span(slot, length, 1) for slot in range(8)])
@@ -103,9 +103,9 @@ def test_one_slow_step_changes_little() -> None:
 
 @pytest.mark.parametrize("usual", [4, 12])
 def test_sizes_keep_their_ratio(usual: int) -> None:
-    """However long one size is taken, and others only now and then: these seem as dear as they are, and the pace stays.
+    """After long runs of one batch size, estimates of rare sizes and the slowdown are right.
 
-    The machine's pace changes all the time, and the first steps behind those of another size take up to a fifth longer.
+    The speed of the machine changes all the time, and the first steps after another size take up to a fifth longer.
     """
     chance, cost, errors = random.Random(0), StepCost(), list[float]()
     took = {4: 0.85e-3, 8: 1.17e-3, 12: 1.37e-3}

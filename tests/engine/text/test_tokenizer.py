@@ -38,7 +38,7 @@ def bundled(template: str | None = None) -> Tokenizer:
 
 @pytest.mark.parametrize("letters", ["a word and more, ", "äöü€🦙 "])
 def test_encode_truncated_equals_the_prefix_alone(letters: str) -> None:
-    """More tokens than the context holds, equal to those of the whole text except for the last few."""
+    """More tokens than the context holds, equal to the tokens of the whole text except for the last few."""
     tokenizer = bundled()
     text = letters * 100_000
     with pytest.raises(ContextTooLong):

@@ -1,7 +1,7 @@
 """Every parameter has its effect: one row each, tested by a request with it and one without.
 
 A row looks at the engine's request or the response by a path such as `request.sampling.top_k` or
-`answer.choices.0.index`; `rendered` are the arguments of the template, `events` are those of a stream.
+`answer.choices.0.index`; `rendered` are the arguments of the template, `events` the events of a stream.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ class StreamingEngine(FakeEngine):
 def run(
     connection: RecordingConnection, steps: list[Callable[[list[RequestStream]], object]], choices: int = 1
 ) -> tuple[list[bytes], str]:
-    """The frames of the iterator after these steps, and the metrics."""
+    """The frames of the iterator after the steps, and the metrics."""
     engine = StreamingEngine()
     metrics = Metrics(engine)  # type: ignore[arg-type]
     service = Service(engine, settings(), metrics)  # type: ignore[arg-type]

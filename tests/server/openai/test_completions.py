@@ -244,7 +244,7 @@ def test_responses_match_openapi() -> None:
 
 
 def test_end_token_has_a_log_probability() -> None:
-    """It follows those of the text: lm-evaluation-harness drops the last entry."""
+    """After the entries of the text: lm-evaluation-harness drops the last one."""
 
     def script(request: Request) -> Iterator[Event]:
         yield Started(len(request.prompt), 0, 7)

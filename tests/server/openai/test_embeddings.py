@@ -34,7 +34,7 @@ def post(engine: FakeEngine | None = None, **fields: Any) -> Answer:
     return ask(app, "POST", "/v1/embeddings", json_body={"model": "fake", "input": "abc", **fields})
 
 
-# For what is refused: to make an app takes longer than to ask it.
+# For refused requests: an app takes longer to create than to call.
 IDLE = FakeEngine(embed)
 APP = create_app(IDLE, settings())  # type: ignore[arg-type]
 
@@ -167,7 +167,7 @@ def test_input_beyond_the_context_is_refused() -> None:
 
 
 class Crowded(FakeEngine):
-    """An engine whose queue holds `places` requests."""
+    """An engine with a queue of `places` requests."""
 
     places = 2
     most = 0

@@ -27,7 +27,7 @@ TALK = [
 
 
 def generating(*texts: str, context: int = 4096) -> FakeEngine:
-    """An engine that generates these texts, one for each request."""
+    """An engine that generates `texts`, one for each request."""
     left = iter(texts)
 
     def script(request: Request) -> list[Event]:

@@ -44,7 +44,7 @@ BACKGROUND = {"input": "hi", "background": True}
 
 
 def generating(*texts: str) -> FakeEngine:
-    """An engine that generates these texts letter by letter, one for each request."""
+    """An engine that generates `texts` letter by letter, one for each request."""
     left = iter(texts)
 
     def script(request: Request) -> Iterator[Event]:

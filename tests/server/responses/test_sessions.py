@@ -80,7 +80,7 @@ def served() -> Iterator[tuple[FakeEngine, int]]:
 
 @pytest.fixture(scope="module")
 def keyed() -> Iterator[int]:
-    """A server with two keys, and an origin whose pages may connect."""
+    """A server with two keys, and an allowed origin."""
     with serve_in_thread(FakeEngine(), settings(keys=("one", "two"), allowed_hosts=(PAGE,))) as port:
         yield port
 

@@ -45,7 +45,7 @@ def post(using: FakeEngine | None = None, *questions: Any, **fields: Any) -> Ans
     return ask(create_app(using or engine(), settings()), "POST", "/v1/decisions", json_body=body)  # type: ignore[arg-type]
 
 
-# For what is refused: to make an app takes longer than to ask it.
+# For refused requests: an app takes longer to create than to call.
 IDLE = engine()
 APP = create_app(IDLE, settings())  # type: ignore[arg-type]
 
