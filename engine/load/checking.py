@@ -103,7 +103,8 @@ class ModelChecks:
             return RunnerSelection(runner, f"--dtype {config.dtype} is computed by torch")
         if config.kernels == "torch" or config.device != "cpu":
             return RunnerSelection(runner, "C++ kernels are not used")
-        return select(self._model, runner, self._traits, context=context, checked=checked)
+        file = None if self._file is None else self._file.decoder_file
+        return select(self._model, runner, self._traits, context=context, checked=checked, file=file)
 
     def _is_batch_invariant(self, runner: ModelRunner, bits: Bits | None, passed: Outcome | None) -> bool:
         """See ModelInfo. Quantised models are made batch invariant, as they amplify rounding; the result is checked."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from engine.kernels.cpu import build
 from engine.kernels.cpu.attention import FORMATS
 from engine.kernels.cpu.build import LibraryUnavailable
 from engine.kernels.packing import PackedMatrix
+from engine.load.decoder_file import DecoderFile, Decoders
 from engine.load.selftest import ModelTraits, logit_difference
 from engine.model import rope
 from engine.model.margins import within
@@ -42,7 +44,13 @@ class RunnerSelection:
 
 
 def select(
-    model: Any, runner: ModelRunner, traits: ModelTraits, *, context: int, checked: bool = False
+    model: Any,
+    runner: ModelRunner,
+    traits: ModelTraits,
+    *,
+    context: int,
+    checked: bool = False,
+    file: Path | None = None,
 ) -> RunnerSelection:
     """Select the runner of a model in CPU memory: the native step if it can replace `runner`.
 
@@ -51,11 +59,17 @@ def select(
     traits   the traits that `runner` was found with
     context  positions of the model
     checked  whether an earlier start compared the logits of both
+    file     of the decoder that an earlier start detected; None: it is detected at every start
     """
     try:
         runner = _require_packed(runner, traits)
-        with Float32Mode(model):
-            decoder, long_decoder = _decoders(model, runner, vocabulary=traits.vocabulary, context=context)
+        stored = None if file is None else DecoderFile(file, model)
+        decoders = stored.read() if stored is not None and checked else None
+        if decoders is None:
+            decoders = _decoders(model, runner, vocabulary=traits.vocabulary, context=context)
+            if stored is not None:
+                stored.write(decoders)
+        decoder, long_decoder = decoders
         library = _library()
         move_weights(model)
         make = partial(NativeRunner, runner, decoder, library, long_decoder=long_decoder)
@@ -105,19 +119,18 @@ def _require_packed(runner: ModelRunner, traits: ModelTraits) -> PackedRunner:
     return runner
 
 
-def _decoders(
-    model: Any, runner: PackedRunner, *, vocabulary: int, context: int
-) -> tuple[DecoderSpec, DecoderSpec | None]:
+def _decoders(model: Any, runner: PackedRunner, *, vocabulary: int, context: int) -> Decoders:
     """The decoder, and the decoder with the rotation beyond the original length if the context has such positions.
 
     Raises UnsupportedArchitecture.
     """
     original = context if runner.switch is None else runner.switch.original_length
-    decoder = find_decoder(model, runner.layers, vocabulary=vocabulary, context=min(context, original))
-    if runner.switch is None:
-        return decoder, None
-    with rope.use_long_factors():
-        return decoder, find_decoder(model, runner.long_factor_layers, vocabulary=vocabulary, context=context)
+    with Float32Mode(model):
+        decoder = find_decoder(model, runner.layers, vocabulary=vocabulary, context=min(context, original))
+        if runner.switch is None:
+            return decoder, None
+        with rope.use_long_factors():
+            return decoder, find_decoder(model, runner.long_factor_layers, vocabulary=vocabulary, context=context)
 
 
 def _tolerance(decoder: DecoderSpec) -> float:
