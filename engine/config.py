@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 from engine.types.request import MAX_DRAFT_TOKENS, DrafterChoice, MlaMode, Overflow
@@ -46,6 +47,7 @@ class EngineConfig:
     dtype              of weights and activations; "auto": the fastest on this machine
     kv_dtype           of keys and values in the cache; "auto": `dtype`
     quantize           of linear layers and experts at load, on a CPU; "auto": int8 or int4 where that is faster
+    calibration        text file for the choice of formats and codes of int4 weights; None: a built-in text
     context            tokens of a sequence; None: the limit of the model and of the memory
     slots              concurrent sequences; None: up to 8, within the memory
     cells              tokens in the shared KV cache; None: slots x context, so that no sequence waits for cells
@@ -75,6 +77,7 @@ class EngineConfig:
     dtype: Dtype = "auto"
     kv_dtype: KvDtype = "auto"
     quantize: Quantize = "none"
+    calibration: str | None = None
     context: int | None = None
     slots: int | None = None
     cells: int | None = None
@@ -115,12 +118,23 @@ class EngineConfig:
                 raise ConfigError(name, f"must be 0 or more, not {value}")
         if self.quantize in ("int8", "int4") and self.device != "cpu":
             raise ConfigError("quantize", f"{self.quantize} is for the device cpu, not {self.device}")
+        self._check_calibration()
         self._check_drafts()
 
     @property
     def itl_target_seconds(self) -> float | None:
         """`itl_target_ms` in seconds."""
         return None if self.itl_target_ms is None else self.itl_target_ms / 1000
+
+    def _check_calibration(self) -> None:
+        if self.calibration is None:
+            return
+        try:
+            text = Path(self.calibration).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise ConfigError("calibration", f"{self.calibration} cannot be read as UTF-8 text: {error}") from error
+        if not text.strip():
+            raise ConfigError("calibration", f"{self.calibration} is empty")
 
     def _check_drafts(self) -> None:
         if self.draft_tokens is not None and not 0 <= self.draft_tokens <= MAX_DRAFT_TOKENS:

@@ -97,6 +97,14 @@ class Settings:
             "where it is faster."
         ),
     ] = "none"
+    calibration: Annotated[
+        str | None,
+        Parameter(
+            help="Text file for the choice of formats and codes of int4 weights; the first 256 tokens of each quarter "
+            "are used. It should be typical of the use.",
+            show_default="a built-in text",
+        ),
+    ] = None
     context: Annotated[
         int | None,
         Parameter(
@@ -324,6 +332,7 @@ class Settings:
             dtype=self.dtype,
             kv_dtype=self.kv_dtype,
             quantize=self.quantize,
+            calibration=self.calibration or None,
             context=self.context,
             slots=self.slots,
             overflow=self.overflow,

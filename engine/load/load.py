@@ -46,6 +46,7 @@ from engine.load.checkpoint import (
 from engine.load.construction import construct
 from engine.load.gguf_model import read_file_type, read_gguf_config, read_gguf_model
 from engine.load.memory import ModelSizes, available_bytes, max_fitting_context, plan_memory
+from engine.load.selftest import default_attention
 from engine.load.tokenizer_cache import read_tokenizer
 from engine.model import hooks, recurrence, rope
 from engine.model.encoder import Encoder, has_encoder
@@ -53,6 +54,7 @@ from engine.model.layers import CachedLayer
 from engine.model.margins import Margin, recording
 from engine.model.model_runner import ModelRunner
 from engine.model.rope import RopeSwitch
+from engine.quantize.calibration import CalibrationText, calibrate, read_text
 from engine.quantize.plan import QuantizationPlan
 from engine.quantize.quantize import bits_for, bytes_of, estimate, quantize
 from engine.quantize.store import WeightStore
@@ -144,7 +146,13 @@ def _load(config: EngineConfig, on_phase: Callable[[str], None], reserved_bytes:
     on_phase("self-test" if checks.earlier is None else "checked before")
     checks.find_runner(name)
     on_phase("native step" if config.quantize == "none" else "quantize")
-    bits = _quantize(config, model, checks.quantization_plan(), f"{digest} {dtype}", available)
+    plan = checks.quantization_plan()
+    bits = None if plan is None else bits_for(config.quantize, plan, available)
+    int4_key = ""
+    if plan is not None and bits is not None:
+        store = _quantize(config, model, plan, (f"{digest} {dtype}", bits), reading)
+        # The formats of int4 weights depend on the calibration text, and cells on them.
+        int4_key = store.key if bits == 4 else ""
     selection, invariant = checks.select(bits, context=config.context or max_context(text_config))
     compute_dtype = torch.float32 if selection.reason is None else dtype
     sizes = _sizes(model, selection.runner.layers, compute_dtype, kv_dtype)
@@ -184,23 +192,30 @@ def _load(config: EngineConfig, on_phase: Callable[[str], None], reserved_bytes:
         grammars=grammars,
         encoder=encoder,
     )
-    return replace(loaded, identity=_identity(folder, loaded))
+    return replace(loaded, identity=_identity(folder, loaded, int4_key))
 
 
 def _quantize(
-    config: EngineConfig, model: Any, plan: QuantizationPlan | None, identity: str, available: int
-) -> Bits | None:
-    """Quantise the surveyed layers: the bits of their weights, or None if the settings exclude quantisation."""
-    bits = None if plan is None else bits_for(config.quantize, plan, available)
-    if plan is None or bits is None:
-        return None
+    config: EngineConfig,
+    model: Any,
+    plan: QuantizationPlan,
+    weights: tuple[str, Bits],
+    tokenizer: Future[Tokenizer],
+) -> WeightStore:
+    """Quantise the layers of the plan.
+
+    weights  identity of the original weights, and bits of the quantised ones
+    """
+    identity, bits = weights
     prepare = linear.prepare if config.kernels == "torch" else dispatch.best_linear()
+    text = CalibrationText(read_text(config.calibration), lambda part: tokenizer.result().encode(part))
+    store = WeightStore(identity if bits == 8 else f"{identity} {text.digest}", bits)
     try:
-        quantize(model, plan, WeightStore(identity, bits), prepare)
+        quantize(model, plan, store, prepare, lambda: calibrate(model, plan, text, default_attention(model)))
     except ValueError as error:
         raise ModelUnsupported(config.model or BUNDLED_NAME, f"its weights cannot be quantised: {error}") from error
     _release_files(model)
-    return bits
+    return store
 
 
 def _release_files(model: Any) -> None:
@@ -333,11 +348,13 @@ def _encoder(name: str, model: Any, *, budget_bytes: int) -> Encoder | None:
         raise ModelUnsupported(name, f"its encoder cannot run ({type(error).__name__}: {error})") from error
 
 
-def _identity(folder: Path, loaded: LoadedModel) -> str:
+def _identity(folder: Path, loaded: LoadedModel, int4_key: str) -> str:
     """A digest of the dependencies of cells and states besides tokens: a disk cache of another identity is not read."""
     settings = configuration_bytes(folder)
     info, specs = loaded.info, [astuple(layer.spec) for layer in loaded.layers]
     parts: tuple[object, ...] = (info.fingerprint, settings, info.dtype, loaded.kv_dtype, specs)
+    if int4_key:
+        parts = (*parts, int4_key)
     if loaded.runner.switch is not None:
         # Earlier versions rotated all sequences by the long factors.
         parts = (*parts, astuple(loaded.runner.switch))

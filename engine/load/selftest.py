@@ -91,7 +91,7 @@ def find_runner(name: str, model: Any, traits: ModelTraits) -> ModelRunner:
     the runner.
     """
     try:
-        model.set_attn_implementation(_default_attention(model))
+        model.set_attn_implementation(default_attention(model))
         batches = _CheckBatches(model, traits, [_test_sequence(model, traits, number) for number in range(2)])
         expected = batches.expected_logits()
     except Exception as error:
@@ -199,7 +199,7 @@ def _packed_runner(model: Any, traits: ModelTraits, layers: Sequence[CachedLayer
 
 
 def _sequential_runner(model: Any, traits: ModelTraits) -> SequentialRunner:
-    model.set_attn_implementation(_default_attention(model))
+    model.set_attn_implementation(default_attention(model))
     return SequentialRunner(model, traits.switch)
 
 
@@ -220,7 +220,7 @@ def _check(expected: list[Tensor], runner: ModelRunner, batches: _CheckBatches) 
             raise
         attention = model.config._attn_implementation
         with Float32Mode(model):
-            model.set_attn_implementation(_default_attention(model))
+            model.set_attn_implementation(default_attention(model))
             expected = batches.expected_logits()
             model.set_attn_implementation(attention)
             _compare(expected, batches.batched_logits(runner, torch.float32), torch.float32)
@@ -245,7 +245,8 @@ def _error(expected: Tensor, actual: Tensor) -> float:
     return float((error / deviation).max())
 
 
-def _default_attention(model: Any) -> str:
+def default_attention(model: Any) -> str:
+    """The attention implementation of the unmodified model."""
     return "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
 
 

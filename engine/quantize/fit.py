@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.kernels.formats import GROUP, LAYOUTS, SUPERBLOCK, WeightFormat
+from engine.kernels.packing import BLOCK, PackedMatrix, PackedStorage
 from engine.kernels.row_major import RowMajorWeights
 
 # Rounds of codes and scales; the error falls by less than 1 % after them.
@@ -21,6 +22,8 @@ _ROUNDS = 3
 # Columns within which errors are compensated, and the added share of a column's own second moment: few inputs give a
 # noisy estimate of correlations.
 _FEEDBACK_COLUMNS, _DAMPING = 1024, 0.5
+# Weights quantised at once: long vectors, little memory.
+_WEIGHTS_AT_ONCE = 2**20
 # The smallest importance of a column, relative to the mean.
 _LEAST_IMPORTANCE = 1e-4
 # The largest scale and minimum of a group; signed ones of a half group.
@@ -33,7 +36,7 @@ _LARGEST_FLOAT16 = torch.finfo(torch.float16).max
 class ColumnStatistics:
     """Statistics of the inputs of a matrix.
 
-    importance  mean square of each column, float32 [columns], positive, 1 on average
+    importance  relative mean square of each column, float32 [columns], positive
     feedback    for each run of _FEEDBACK_COLUMNS columns the upper Cholesky factor of the inverse of their damped
                 second moments; empty: errors are not compensated
     """
@@ -42,30 +45,48 @@ class ColumnStatistics:
     feedback: tuple[Tensor, ...] = ()
 
 
-def no_statistics(columns: int) -> ColumnStatistics:
-    """Equal importance."""
-    return ColumnStatistics(torch.ones(columns))
+def without_feedback(importance: Tensor) -> ColumnStatistics:
+    """Statistics with an importance [columns] only."""
+    return ColumnStatistics(importance)
+
+
+def column_importance(inputs: Tensor) -> Tensor:
+    """The mean square of each column of inputs [rows, columns], relative to the mean of all."""
+    moments = inputs.float().square().mean(0)
+    return (moments / moments.mean().clamp_min(_TINY)).clamp_min(_LEAST_IMPORTANCE)
 
 
 def column_statistics(inputs: Tensor) -> ColumnStatistics:
-    """The statistics of some inputs [rows, columns]."""
-    rows = inputs.float()
-    moments = rows.square().mean(0)
-    importance = moments / moments.mean().clamp_min(_TINY)
-    importance = importance.clamp_min(_LEAST_IMPORTANCE)
+    """The statistics of inputs [rows, columns]."""
+    importance = column_importance(inputs)
     # Columns of unit variance have a well conditioned matrix of second moments.
     deviations = importance.sqrt()
-    scaled = rows / moments.mean().clamp_min(_TINY).sqrt() / deviations
-    parts = zip(scaled.split(_FEEDBACK_COLUMNS, 1), deviations.split(_FEEDBACK_COLUMNS), strict=True)
+    rows = inputs.float() / deviations
+    parts = zip(rows.split(_FEEDBACK_COLUMNS, 1), deviations.split(_FEEDBACK_COLUMNS), strict=True)
     return ColumnStatistics(importance, tuple(_feedback(*part) for part in parts))
 
 
 def _feedback(rows: Tensor, deviations: Tensor) -> Tensor:
     """The Cholesky factor of the inverse second moments of columns that were divided by their deviations."""
     moments = rows.T @ rows / len(rows)
-    moments.diagonal().fill_(1 + _DAMPING)
+    moments.diagonal().mul_(1 + _DAMPING).clamp_min_(_DAMPING)
     factor = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(moments)), upper=True)
     return factor / deviations
+
+
+def pack_fitted(
+    weight: Tensor, format: WeightFormat, statistics: ColumnStatistics, storage: PackedStorage | None = None
+) -> PackedMatrix:
+    """Quantise a matrix [outputs, columns]; see `fit`.
+
+    storage  memory for the result; None: its own
+    """
+    shape = (*weight.shape, format)
+    packed = (storage or PackedStorage([shape])).allocate(*shape)
+    outputs_at_once = BLOCK * max(_WEIGHTS_AT_ONCE // (BLOCK * weight.shape[1]), 1)
+    for first in range(0, packed.outputs, outputs_at_once):
+        packed.write(first, fit(weight[first : first + outputs_at_once], format, statistics))
+    return packed
 
 
 def fit(weight: Tensor, format: WeightFormat, statistics: ColumnStatistics) -> RowMajorWeights:

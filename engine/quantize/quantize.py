@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from rich.console import Console
 from rich.progress import Progress
@@ -16,10 +16,13 @@ from engine.kernels.dispatch import best_linear
 from engine.kernels.formats import LAYOUTS
 from engine.kernels.linear import PrepareMatrices
 from engine.kernels.packing import PackedMatrix, PackedStorage
-from engine.kernels.rounding import FORMATS, Bits, pack_floats
+from engine.kernels.rounding import Bits
+from engine.quantize.calibration import LayerStatistics
 from engine.quantize.experts import QuantizedExperts
+from engine.quantize.formats import MAX_AVERAGE_BITS
 from engine.quantize.layers import QuantizedLinear, SharedInputGroup
 from engine.quantize.plan import LinearLayer, QuantizationPlan, replace_modules
+from engine.quantize.quantizer import Quantizer, describe_formats, matrix_name, planned_matrices
 from engine.quantize.stacks import ExpertStack, experts_of
 from engine.quantize.store import WeightStore
 from engine.types.status import QuantizationEstimate
@@ -53,7 +56,8 @@ def estimate(model: nn.Module, available_bytes: int) -> QuantizationEstimate | N
         return None
     read_bytes = sum([parameter.nbytes for parameter in parameters])
     auto = _auto_bits(weights, available_bytes)
-    reads = tuple((own, weights * LAYOUTS[own].weight_bits / 8 / read_bytes) for own in FORMATS.values())
+    bits = (("int8", LAYOUTS["int8"].weight_bits), ("int4", MAX_AVERAGE_BITS))
+    reads = tuple((name, weights * own / 8 / read_bytes) for name, own in bits)
     return QuantizationEstimate(reads, None if auto is None else f"int{auto}")
 
 
@@ -63,13 +67,21 @@ def _auto_bits(weights: int, available_bytes: int) -> Bits | None:
     return 8 if weights < _AUTO_INT8_SHARE * available_bytes else 4
 
 
-def quantize(model: nn.Module, plan: QuantizationPlan, store: WeightStore, prepare: PrepareMatrices) -> None:
+def quantize(
+    model: nn.Module,
+    plan: QuantizationPlan,
+    store: WeightStore,
+    prepare: PrepareMatrices,
+    calibrate: Callable[[], Mapping[str, LayerStatistics]] = dict,
+) -> None:
     """Replace the layers and experts of the plan; the original weights are freed one by one.
 
     Quantised weights are read from the store, or computed with a progress bar on a terminal and then stored.
+
+    calibrate  called for new weights of 4 bits: statistics by the name of a layer, or of a module with experts
     """
     replacements: dict[nn.Module, nn.Module] = {}
-    with _QuantizedMatrices(store, plan) as matrices:
+    with _QuantizedMatrices(store, plan, calibrate) as matrices:
         for group in plan.groups:
             replacements |= _quantized_linears(
                 group, [matrices.quantize(layer.name, layer.weight) for layer in group], prepare
@@ -79,6 +91,7 @@ def quantize(model: nn.Module, plan: QuantizationPlan, store: WeightStore, prepa
             replacements[experts.module] = QuantizedExperts(experts, up, down, prepare)
     replace_modules(model, replacements)
     matrices.save()
+    log.info("int%d: %s", store.bits, describe_formats(matrices.packed))
     _log_summary(model, plan, store.bits)
 
 
@@ -92,12 +105,15 @@ def bytes_of(model: nn.Module) -> int:
 class _QuantizedMatrices:
     """The quantised matrices of a model by name, stored or new; shows a progress bar while it is open."""
 
-    def __init__(self, store: WeightStore, plan: QuantizationPlan) -> None:
-        shapes = dict(_shapes(plan))
+    def __init__(
+        self, store: WeightStore, plan: QuantizationPlan, calibrate: Callable[[], Mapping[str, LayerStatistics]]
+    ) -> None:
+        shapes = {each.name: (each.weight.shape[0], each.weight.shape[1]) for each in planned_matrices(plan)}
         self._store, self._stored = store, store.read(shapes)
-        self._packed = dict[str, PackedMatrix]()
-        new = [(*shape, FORMATS[store.bits]) for shape in shapes.values() if self._stored is None]
-        self._storage = PackedStorage(new)
+        self.packed = dict[str, PackedMatrix]()
+        if self._stored is None:
+            self._quantizer = Quantizer(store.bits, plan, {} if store.bits == 8 else calibrate())
+            self._storage = PackedStorage((*shape, self._quantizer.formats[name]) for name, shape in shapes.items())
         console = Console(stderr=True)
         self._bar = Progress(console=console, transient=True, disable=not console.is_terminal)
         description = f"quantize to int{store.bits}" if self._stored is None else "read quantized weights"
@@ -112,36 +128,22 @@ class _QuantizedMatrices:
 
     def quantize(self, name: str, weight: Tensor) -> PackedMatrix:
         """The quantised matrix `name` with original weights [outputs, columns]."""
-        matrix = pack_floats(weight, self._store.bits, self._storage) if self._stored is None else self._stored[name]
-        self._packed[name] = matrix
+        if self._stored is None:
+            self.packed[name] = self._quantizer.quantize(name, weight, self._storage)
+        else:
+            self.packed[name] = self._stored[name]
         self._bar.advance(self._task, weight.numel())
-        return matrix
+        return self.packed[name]
 
     def save(self) -> None:
         """Store new matrices."""
         if self._stored is None:
-            self._store.write(self._packed)
-
-
-def _shapes(plan: QuantizationPlan) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Names, outputs and columns of all matrices."""
-    for layer in plan.layers:
-        yield layer.name, (layer.weight.shape[0], layer.weight.shape[1])
-    for name, experts in plan.experts.items():
-        for stack in (experts.up, experts.down):
-            count, outputs, columns = stack.weight.shape
-            yield from ((_matrix_name(name, stack, number), (outputs, columns)) for number in range(count))
-
-
-def _matrix_name(experts: str, stack: ExpertStack, number: int) -> str:
-    return f"{experts}.{stack.parameter}.{number}"
+            self._store.write(self.packed)
 
 
 def _quantize_stack(matrices: _QuantizedMatrices, name: str, stack: ExpertStack) -> list[PackedMatrix]:
     """The matrices of all experts; the original parameter is freed."""
-    packed = [
-        matrices.quantize(_matrix_name(name, stack, number), weight) for number, weight in enumerate(stack.weight)
-    ]
+    packed = [matrices.quantize(matrix_name(name, stack, number), weight) for number, weight in enumerate(stack.weight)]
     stack.module.register_parameter(stack.parameter, None)
     return packed
 

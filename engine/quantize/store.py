@@ -7,6 +7,7 @@ atomically. A file that cannot be read or does not fit is ignored.
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import os
 from collections.abc import Mapping
@@ -17,13 +18,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from engine.kernels.cache_folder import cache_folder, mark_used, scratch_folder, trim
+from engine.kernels.formats import LAYOUTS, WeightFormat
 from engine.kernels.packing import PackedMatrix, PackedStorage
-from engine.kernels.rounding import FORMATS, Bits
+from engine.kernels.rounding import Bits
 
 log = logging.getLogger("cellar.engine")
 
-# Version of the order of codes and the choice of scales (engine/kernels/rounding.py); part of the file name.
-FORMAT = 1
+# Version of the order of codes and the choice of scales and formats (engine/kernels/rounding.py, fit.py, formats.py);
+# part of the file name.
+FORMAT = 2
 # Smaller models are quantised as fast as a file is read.
 MIN_BYTES = 64 * 2**20
 
@@ -33,8 +36,8 @@ class WeightStore:
 
     def __init__(self, identity: str, bits: Bits, folder: Path | None = None) -> None:
         """`identity` is that of the original weights; the default `folder` is the user's cache folder."""
-        key = hashlib.sha256(repr((FORMAT, identity, bits)).encode()).hexdigest()
-        self.bits, self._name, self._folder = bits, f"int{bits}-{key[:32]}.safetensors", folder
+        self.key = hashlib.sha256(repr((FORMAT, identity, bits)).encode()).hexdigest()[:32]
+        self.bits, self._name, self._folder = bits, f"int{bits}-{self.key}.safetensors", folder
 
     @property
     def file(self) -> Path:
@@ -45,13 +48,14 @@ class WeightStore:
         """The layers of the given shapes (outputs, columns) by name; None unless all are stored."""
         try:
             mark_used(self.file)
-            matrices = {name: (*shape, FORMATS[self.bits]) for name, shape in shapes.items()}
-            buffer = PackedStorage(matrices.values())
             with safe_open(self.file, framework="pt") as content:
+                formats = _formats(content)
+                matrices = {name: (*shape, formats[name]) for name, shape in shapes.items()}
+                buffer = PackedStorage(matrices.values())
                 return {name: _read(content, name, buffer.allocate(*shape)) for name, shape in matrices.items()}
         except FileNotFoundError:
             return None
-        except (OSError, SafetensorError, RuntimeError) as error:
+        except (OSError, SafetensorError, RuntimeError, KeyError, ValueError) as error:
             log.warning("%s is not read (%s)", self._name, error)
             return None
 
@@ -66,13 +70,22 @@ class WeightStore:
             self.file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with scratch_folder(self.file.parent) as folder:
                 scratch = folder / self.file.name
-                save_file(tensors, scratch)
+                formats = {name: packed.format for name, packed in layers.items()}
+                save_file(tensors, scratch, metadata={"formats": json.dumps(formats)})
                 os.replace(scratch, self.file)
         except (OSError, SafetensorError) as error:
             log.warning("the quantised weights are not stored for the next start: %s", error)
             return
         mark_used(self.file)
         trim()
+
+
+def _formats(content: safe_open) -> dict[str, WeightFormat]:
+    """The weight format of each matrix. Raises KeyError or ValueError for a file without valid formats."""
+    formats = json.loads((content.metadata() or {})["formats"])
+    if not isinstance(formats, dict) or not set(formats.values()) <= set(LAYOUTS):
+        raise ValueError("unknown weight formats")
+    return formats
 
 
 def _read(content: safe_open, name: str, packed: PackedMatrix) -> PackedMatrix:
