@@ -40,7 +40,7 @@ class TensorPlan:
     def size(self) -> int:
         """Bytes in the file."""
         elements, block_bytes = GGML_QUANT_SIZES[self.kind]
-        return int(np.prod(self.shape)) // elements * block_bytes
+        return int(np.prod(self.shape) // elements * block_bytes)
 
 
 def plan_tensors(tensors: Iterable[tuple[str, Tensor]], weight_type: WeightType) -> list[TensorPlan]:

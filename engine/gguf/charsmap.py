@@ -62,4 +62,5 @@ def _character_starts(text: bytes, key: str) -> NDArray[np.bool_]:
         text.decode()
     except UnicodeDecodeError as error:
         raise GgufError(f"its metadata {key} has replacements that are not UTF-8") from error
-    return (np.frombuffer(text, np.uint8) & 0xC0) != 0x80
+    starts: NDArray[np.bool_] = (np.frombuffer(text, np.uint8) & 0xC0) != 0x80
+    return starts
