@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 # Singular values below this share of the largest are noise: calls of one depth and batch size give one cost only.
-_NOISE = 1e-4
+_NOISE = 1e-7
+# The unit of the cost of a call: small, so that calls of one depth are attributed to their levels and tokens.
+_CALL = 0.1
 
 
 class DraftCost:
@@ -25,7 +27,7 @@ class DraftCost:
         """Measure a call of `depth` levels, in a step with `batch_tokens` without drafts."""
         if seconds <= 0:
             return
-        features = np.array([1.0, depth, depth * batch_tokens]) / seconds
+        features = np.array([_CALL, depth, depth * batch_tokens]) / seconds
         self._products = self._memory * self._products + np.outer(features, features)
         self._sums = self._memory * self._sums + features
         self._costs = []
@@ -33,7 +35,7 @@ class DraftCost:
     def seconds(self, depth: int, batch_tokens: int) -> float:
         """The expected seconds of a call; 0 before any was measured."""
         call, level, token = self._costs = self._costs or self._solved()
-        return call + depth * (level + batch_tokens * token)
+        return _CALL * call + depth * (level + batch_tokens * token)
 
     def _solved(self) -> list[float]:
         """The costs with the smallest error of which none is negative."""
