@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from engine.kernels.cpu import build
 from engine.kernels.cpu.attention import FORMATS
 from engine.kernels.cpu.build import LibraryUnavailable
 from engine.kernels.packing import PackedMatrix
@@ -26,8 +25,11 @@ from engine.native.decoder import DecoderSpec, UnsupportedArchitecture
 from engine.native.detection import find_decoder, linears
 from engine.native.float32_mode import Float32Mode
 from engine.native.runner import NativeRunner
-from engine.native.step_library import StepLibrary
+from engine.native.step_library import step_library
 from engine.native.weight_layout import move_weights
+
+# Loaded once.
+_library = cache(step_library)
 
 log = logging.getLogger("cellar.engine")
 
@@ -144,16 +146,3 @@ def _tolerance(decoder: DecoderSpec) -> float:
     if not any(isinstance(linear.weight, PackedMatrix) for linear in linears(decoder)):
         return 1e-3
     return 0.25 if any(mlp.experts is not None for _, mlp in decoder.layers) else 0.1
-
-
-@cache
-def _library() -> StepLibrary:
-    """The library of the native step. Raises LibraryUnavailable."""
-    variants = build.variants("step")
-    if not variants:
-        raise LibraryUnavailable("it needs AVX2 or AVX-512, which this processor lacks")
-    file = build.library("step", variants[0])
-    try:
-        return StepLibrary(file)
-    except OSError as error:
-        raise LibraryUnavailable(f"the library cannot be loaded: {error}") from error

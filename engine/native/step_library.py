@@ -7,10 +7,14 @@ from ctypes import POINTER, Structure, byref, c_double, c_float, c_int64, c_uint
 from pathlib import Path
 from typing import TypeAlias
 
+from engine.kernels.cpu import build
 from engine.kernels.cpu.attention import KVBufferFields, SegmentFields
 from engine.kernels.cpu.layout import Mirrors, check_layout, struct_of
+from engine.kernels.cpu.linear import load_library
 
 MAX_PROJECTIONS = 6
+# The variants of the linear kernel with the instruction sets of those of the step.
+_PRODUCTS = {"bfloat16": "vnni", "vnni": "vnni", "avx2": "avx2"}
 _NO_MEMORY, _BAD_CELL, _BAD_TOKEN = 1, 2, 3
 
 
@@ -263,12 +267,17 @@ MIRRORS: Mirrors = {
 
 
 class StepLibrary:
-    """The functions of one library file, which engine/kernels/cpu/build.py provides."""
+    """The functions of one library file; products of quantised weights are those of the linear kernel."""
 
-    def __init__(self, file: Path) -> None:
-        """Raises OSError if the file cannot be loaded, LayoutMismatch (an OSError) if it has other structures."""
-        library = ctypes.CDLL(str(file))
+    def __init__(self, file: Path, products: Path) -> None:
+        """Raises OSError if a file cannot be loaded, LayoutMismatch (an OSError) if it has other structures.
+
+        products  library of the linear kernel for the same instruction set
+        """
+        library, self._products = ctypes.CDLL(str(file)), load_library(products)
         check_layout(library, MIRRORS)
+        library.cellar_set_products.argtypes, library.cellar_set_products.restype = [c_void_p], None
+        library.cellar_set_products(ctypes.cast(self._products.cellar_multiply_blocks, c_void_p))
         self._step, self._draft_loop = library.cellar_step, library.cellar_draft_loop
         self._sample = library.cellar_sample
         self._step.argtypes, self._step.restype = [POINTER(StepFields)], c_int64
@@ -289,6 +298,19 @@ class StepLibrary:
         """Sample a token for each row of logits. Raises MemoryError."""
         if outcome := self._sample(byref(call)):
             raise _error(outcome)
+
+
+def step_library(variant: str | None = None) -> StepLibrary:
+    """The library of a variant, by default the fastest. May build it, in seconds. Raises LibraryUnavailable."""
+    variants = build.variants("step")
+    if not variants:
+        raise build.LibraryUnavailable("it needs AVX2 or AVX-512, which this processor lacks")
+    variant = variant or variants[0]
+    files = build.library("step", variant), build.library("linear", _PRODUCTS[variant])
+    try:
+        return StepLibrary(*files)
+    except OSError as error:
+        raise build.LibraryUnavailable(f"the library cannot be loaded: {error}") from error
 
 
 def _error(outcome: int) -> Exception:

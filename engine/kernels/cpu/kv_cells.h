@@ -5,7 +5,7 @@
 #include <math.h>
 
 #include "attention.h"
-#include "quantised_matrices.h"
+#include "quantised_rows.h"
 #include "vector.h"
 
 namespace {

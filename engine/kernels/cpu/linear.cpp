@@ -47,6 +47,11 @@ extern "C" __attribute__((visibility("default"))) int64_t cellar_multiply(const 
     return product->format == BFLOAT16 ? multiply<bfloat16>(*product) : multiply<float>(*product);
 }
 
+extern "C" __attribute__((visibility("default"))) void cellar_multiply_blocks(const void *matrix, int64_t first_block,
+                                                                              const void *rows, int64_t first, int64_t last) {
+    multiply_blocks(*(const QuantisedMatrix *)matrix, first_block, *(const QuantisedRows *)rows, {first, last});
+}
+
 #if LANES >= 8
 
 namespace {

@@ -49,6 +49,12 @@ struct LinearCall {
 
 extern "C" int64_t cellar_multiply(const LinearCall *product);
 
+// Some blocks of a matrix times quantised rows: the products of the native step, in which they are not compiled again.
+// `first_block` is a multiple of the blocks of a unit of work; matrix and rows are a QuantisedMatrix and QuantisedRows
+// (quantised_rows.h), rows [first, last) a RowRange.
+typedef void MultiplyBlocks(const void *matrix, int64_t first_block, const void *rows, int64_t first, int64_t last);
+extern "C" void cellar_multiply_blocks(const void *matrix, int64_t first_block, const void *rows, int64_t first, int64_t last);
+
 // Products of float32 rows and weights that are not quantised: output[batch][row][output] = rows[batch][row] .
 // weights[batch][output]. Strides are in elements; columns are contiguous.
 struct PlainLinearCall {

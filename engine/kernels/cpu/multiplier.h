@@ -6,6 +6,9 @@
 
 namespace {
 
+// `cellar_multiply_blocks` of the linear kernel, for the same instruction set.
+MultiplyBlocks *multiply_blocks;
+
 // Outputs of a unit of work: whole blocks of quantised weights.
 constexpr int64_t SHARE = 32;
 
@@ -171,7 +174,7 @@ class Multiplier {
         if (matrix.kind == WEIGHTS_BFLOAT16) return plain(from, matrix.columns, (const bfloat16 *)matrix.weights);
         const QuantisedMatrix own = {(const uint8_t *)matrix.weights, matrix.scales, matrix.kind, matrix.outputs, to};
         for (int64_t block = first / OUTPUTS; block < ::ceil_div(last, OUTPUTS); block += BLOCKS_AT_ONCE)
-            multiply_blocks(own, block, quantised, range);
+            multiply_blocks(&own, block, &quantised, range.first, range.last);
     }
 
     char *codes = nullptr;

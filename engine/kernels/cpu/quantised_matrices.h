@@ -2,7 +2,7 @@
 //
 // Few rows are multiplied by one block of outputs at a time, all rows at once. Many rows are computed in tiles, which are
 // multiplied by several blocks at once, as many as there are registers for sums. All tiles of a range of rows are multiplied by
-// the same blocks, which stay in the cache like the rows. For that most formats are unpacked once (unpacked_blocks.h).
+// the same blocks, which stay in the cache like the rows. Most formats are unpacked once (unpacked_blocks.h).
 //
 // The sums of a group are integers, and groups are added up in order: a row has the same bits for any batch, any tile and any
 // number of threads.
@@ -25,26 +25,11 @@ constexpr int64_t FIRST_AHEAD = 16384, SECOND_AHEAD = 1024;
 template <int ROWS, int BLOCKS>
 constexpr bool PREFETCHES_TWICE = ROWS > 2 && BLOCKS == 1;
 
-// Rows [first, last) of a call, in whole tiles but for the last one of the call.
-struct RowRange {
-    int64_t first, last;
-};
-
 // Codes that a tile prefetches: `lines` cache lines with each group.
 struct Prefetch {
     const uint8_t *start;
     int64_t lines;
 };
-
-inline void write_row(float *to, const float *from, int64_t count) { memcpy(to, from, count * sizeof(float)); }
-
-// Round to nearest even; NaN stays NaN.
-inline void write_row(bfloat16 *to, const float *from, int64_t count) {
-    for (int64_t at = 0; at < count; ++at) {
-        const uint32_t bits = read<uint32_t>(from + at), rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-        to[at].bits = (uint16_t)((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded);
-    }
-}
 
 // The line of a group that is prefetched with a word: nibbles with every second one, planes of high bits with the others.
 template <int BITS>
@@ -235,7 +220,7 @@ void multiply_some(const QuantisedMatrix &matrix, int64_t block, const Quantised
     multiply_tiles<FORMAT, BLOCKS, MOST>(matrix, block, blocks, rows, range, blocks.codes + BLOCKS * bytes, LINES);
 }
 
-// The same for BLOCKS_AT_ONCE blocks, unpacked once; false without memory for that.
+// BLOCKS_AT_ONCE blocks, unpacked once, times a range of rows; false without memory for that.
 template <WeightFormat FORMAT>
 bool multiply_unpacked(const QuantisedMatrix &matrix, int64_t block, const QuantisedRows &rows, RowRange range) {
     constexpr WeightFormat TO = unpacked_format(FORMAT);
@@ -261,11 +246,10 @@ void multiply_blocks(const QuantisedMatrix &matrix, int64_t first, const Quantis
     constexpr int MOST = ROWS_ALONE > ROWS_PER_TILE ? ROWS_ALONE : ROWS_PER_TILE;
     const int64_t last = lesser(first + BLOCKS_AT_ONCE, ceil_div(matrix.outputs, OUTPUTS));
     if (rows.rows > ROWS_ALONE && last - first == BLOCKS_AT_ONCE) {
-        if constexpr (is_unpacked_for_rows(FORMAT)) {
-            if (multiply_unpacked<FORMAT>(matrix, first, rows, range)) return;
-        } else {
-            return multiply_some<FORMAT, BLOCKS_AT_ONCE, ROWS_PER_TILE>(matrix, first, rows, range);
-        }
+        if constexpr (has_tiles_of_blocks(FORMAT))
+            if (ceil_div(range.last - range.first, rows.tile) < min_unpacked_tiles(FORMAT))
+                return multiply_some<FORMAT, BLOCKS_AT_ONCE, ROWS_PER_TILE>(matrix, first, rows, range);
+        if (multiply_unpacked<FORMAT>(matrix, first, rows, range)) return;
     }
     for (int64_t block = first; block < last; ++block) multiply_some<FORMAT, 1, MOST>(matrix, block, rows, range);
 }

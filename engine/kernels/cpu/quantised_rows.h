@@ -76,6 +76,21 @@ struct QuantisedRows {
     static constexpr int64_t GROUP_SIZE = GROUP + (int64_t)(sizeof(float) + sizeof(int32_t));
 };
 
+// Rows [first, last) of a call, in whole tiles but for the last one of the call.
+struct RowRange {
+    int64_t first, last;
+};
+
+inline void write_row(float *to, const float *from, int64_t count) { memcpy(to, from, count * sizeof(float)); }
+
+// Round to nearest even; NaN stays NaN.
+inline void write_row(bfloat16 *to, const float *from, int64_t count) {
+    for (int64_t at = 0; at < count; ++at) {
+        const uint32_t bits = read<uint32_t>(from + at), rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+        to[at].bits = (uint16_t)((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded);
+    }
+}
+
 typedef int8_t Codes __attribute__((vector_size(LANES)));
 
 // Fold LANES vectors to one: lane i is the reduction of vector i by `join`. Overwrites the vectors.

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "plain_matrices.h"
-#include "quantised_matrices.h"
+#include "quantised_rows.h"
 
 namespace {
 

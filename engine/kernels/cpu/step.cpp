@@ -353,6 +353,10 @@ DraftLoopRunner::RunStep step_function(const Step &step) {
 
 }  // namespace
 
+extern "C" __attribute__((visibility("default"))) void cellar_set_products(MultiplyBlocks *products) {
+    multiply_blocks = products;
+}
+
 extern "C" __attribute__((visibility("default"))) int64_t cellar_step(const Step *step) {
     const Outcome outcome = check(*step, step->tokens, step->rows);
     return outcome == DONE ? step_function(*step)(*step) : outcome;

@@ -12,6 +12,7 @@
 #pragma once
 
 #include "attention.h"
+#include "linear.h"
 
 enum NormKind : int64_t { NO_NORM, ROOT_MEAN_SQUARE, LAYER_NORM };
 enum Activation : int64_t { SILU, GELU, GELU_TANH, RELU, RELU_SQUARED };
@@ -174,6 +175,9 @@ struct Step {
     int64_t rounds_to_bfloat16;         // rows may be rounded to bfloat16 for products with bfloat16 weights, keys and values
     int64_t threads;
 };
+
+// Sets the products of quantised weights, for all later calls (linear.h).
+extern "C" void cellar_set_products(MultiplyBlocks *products);
 
 extern "C" int64_t cellar_step(const Step *step);
 

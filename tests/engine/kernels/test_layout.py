@@ -58,7 +58,7 @@ def test_a_wrong_mirror_is_refused(
     monkeypatch.setattr(step_library, "MIRRORS", {**MIRRORS, name: change(MIRRORS[name])})
 
     with pytest.raises(layout.LayoutMismatch, match=message):
-        StepLibrary(step_file)
+        StepLibrary(step_file, build.library("linear"))
 
 
 def test_a_missing_or_unknown_mirror_is_refused(step_file: Path) -> None:

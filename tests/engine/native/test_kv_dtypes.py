@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
-from engine.kernels.cpu import build
 from engine.native.runner import NativeRunner
-from engine.native.step_library import StepLibrary
+from engine.native.step_library import StepLibrary, step_library
 from kvcache.cache import Cache
 from kvcache.kv_buffer import Int8KVBuffer
 from kvcache.spec import Span
@@ -84,7 +83,7 @@ def stored_buffers(model: TinyModel, library: StepLibrary) -> list[Int8KVBuffer]
 @pytest.mark.parametrize("variant", SOME)
 def test_int8_codes_equal_the_modules(variant: str) -> None:
     """Of the first layer, where keys differ by rounding only."""
-    keys, values, own_keys, own_values = stored_buffers(native("qwen3"), StepLibrary(build.library("step", variant)))
+    keys, values, own_keys, own_values = stored_buffers(native("qwen3"), step_library(variant))
 
     for expected, actual in ((keys, own_keys), (values, own_values)):
         torch.testing.assert_close(actual.scales[0], expected.scales[0], rtol=1e-5, atol=0)

@@ -12,7 +12,7 @@ from engine.native.decoder import DecoderSpec
 from engine.native.detection import find_decoder
 from engine.native.float32_mode import Float32Mode
 from engine.native.runner import NativeRunner
-from engine.native.step_library import StepLibrary
+from engine.native.step_library import step_library
 from kvcache.cache import Cache
 from kvcache.spec import Span
 from tests.engine.native.decoders import CONTEXT, Steps, TinyModel, Weights, model_of_config, native, tiny_model, token
@@ -54,7 +54,7 @@ def decoder_of(model: TinyModel) -> DecoderSpec:
 
 def unrounded(model: TinyModel) -> NativeRunner:
     """A native runner that rounds no row to bfloat16."""
-    library = StepLibrary(build.library("step", build.variants("step")[0]))
+    library = step_library()
     return NativeRunner(model.packed, decoder_of(model), library, rounds_to_bfloat16=False)
 
 
@@ -211,7 +211,7 @@ SOME = [pytest.param(name, marks=[pytest.mark.slow] if at else []) for at, name 
 def test_rows_are_rounded_for_bfloat16_products(variant: str) -> None:
     """Only where the processor multiplies bfloat16 pairs; sums are float32."""
     model = native("llama", 16)
-    runner = NativeRunner(model.packed, decoder_of(model), StepLibrary(build.library("step", variant)))
+    runner = NativeRunner(model.packed, decoder_of(model), step_library(variant))
     logits, states = model.states(runner, MIXED)
     rows = states.bfloat16().float() if variant == "bfloat16" else states
     expected = rows @ model.model.get_output_embeddings().weight.float().T
