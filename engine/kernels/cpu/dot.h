@@ -33,8 +33,6 @@ inline int32_t word(const int8_t *from) {
 #if defined(__AVX512VNNI__)
 
 constexpr int ROWS_ALONE = 8, ROWS_PER_TILE = 6, BLOCKS_AT_ONCE = 2;
-// Whether values of 8 bits are multiplied as fast as those of fewer bits.
-constexpr bool HAS_BYTE_PRODUCTS = true;
 
 typedef __m512i Words;
 typedef __m512i Sums;
@@ -101,7 +99,6 @@ inline Totals byte_scales(const int8_t *scales) {
 #elif defined(__AVX2__)
 
 constexpr int ROWS_ALONE = 8, ROWS_PER_TILE = 4, BLOCKS_AT_ONCE = 1;
-constexpr bool HAS_BYTE_PRODUCTS = false;
 
 struct Words { __m256i half[2]; };
 struct Sums { __m256i half[2]; };
@@ -216,7 +213,6 @@ inline Totals byte_scales(const int8_t *scales) {
 #else
 
 constexpr int ROWS_ALONE = 3, ROWS_PER_TILE = 3, BLOCKS_AT_ONCE = 1;
-constexpr bool HAS_BYTE_PRODUCTS = true;
 
 struct Words { uint8_t code[64]; };
 struct Sums { int32_t output[16]; };

@@ -22,10 +22,8 @@ enum WeightFormat : int64_t {
     WEIGHTS_IQ4_XS,
     WEIGHTS_MXFP4,
     // Unpacked blocks, within a product only (unpacked_blocks.h).
-    UNPACKED_BYTES,
-    UNPACKED_CODES,
+    UNPACKED_GROUPS,
     UNPACKED_MINIMUMS,
-    UNPACKED_HALF_BYTES,
-    UNPACKED_HALF_CODES,
+    UNPACKED_HALVES,
 };
 enum Outcome : int64_t { DONE, NO_MEMORY, BAD_CELL, BAD_TOKEN };

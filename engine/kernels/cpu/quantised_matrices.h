@@ -246,10 +246,11 @@ void multiply_blocks(const QuantisedMatrix &matrix, int64_t first, const Quantis
     constexpr int MOST = ROWS_ALONE > ROWS_PER_TILE ? ROWS_ALONE : ROWS_PER_TILE;
     const int64_t last = lesser(first + BLOCKS_AT_ONCE, ceil_div(matrix.outputs, OUTPUTS));
     if (rows.rows > ROWS_ALONE && last - first == BLOCKS_AT_ONCE) {
+        const bool unpacks = ceil_div(range.last - range.first, rows.tile) >= min_unpacked_tiles(FORMAT);
+        if constexpr (min_unpacked_tiles(FORMAT) < INT64_MAX)
+            if (unpacks && multiply_unpacked<FORMAT>(matrix, first, rows, range)) return;
         if constexpr (has_tiles_of_blocks(FORMAT))
-            if (ceil_div(range.last - range.first, rows.tile) < min_unpacked_tiles(FORMAT))
-                return multiply_some<FORMAT, BLOCKS_AT_ONCE, ROWS_PER_TILE>(matrix, first, rows, range);
-        if (multiply_unpacked<FORMAT>(matrix, first, rows, range)) return;
+            return multiply_some<FORMAT, BLOCKS_AT_ONCE, ROWS_PER_TILE>(matrix, first, rows, range);
     }
     for (int64_t block = first; block < last; ++block) multiply_some<FORMAT, 1, MOST>(matrix, block, rows, range);
 }

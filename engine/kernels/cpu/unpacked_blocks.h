@@ -1,5 +1,6 @@
 // Blocks of a quantised matrix unpacked for many rows: a byte for each value and float32 scales. Each tile of rows reads them
-// again, so they are unpacked once.
+// again, so they are unpacked once; only where a tile multiplies several blocks and bytes are multiplied as fast as codes of
+// fewer bits (measured with AVX2: no faster).
 #pragma once
 
 #include "memory.h"
@@ -7,19 +8,21 @@
 
 namespace {
 
-// The format of unpacked blocks. Where the processor multiplies unsigned bytes without overflow, all values are bytes.
+// The format of unpacked blocks.
 constexpr WeightFormat unpacked_format(WeightFormat format) {
     const WeightLayout own = layout_of(format);
-    if (own.has_minimums()) return UNPACKED_MINIMUMS;
-    const bool are_bytes = own.value_bits == 8 || HAS_BYTE_PRODUCTS;
-    if (own.has_halves()) return are_bytes ? UNPACKED_HALF_BYTES : UNPACKED_HALF_CODES;
-    return are_bytes ? UNPACKED_BYTES : UNPACKED_CODES;
+    return own.has_minimums() ? UNPACKED_MINIMUMS : own.has_halves() ? UNPACKED_HALVES : UNPACKED_GROUPS;
 }
 
-// Whether tiles read several blocks of a format without unpacking them first. It saves the time to unpack them for few tiles
-// (measured: int4 14 % with 2, none with 3), and with 8 bits 8 % for any number.
+// Tiles of rows from which on unpacking takes less time (measured: with 2 tiles 10 to 20 % more, with 32 rows 12 % less; with
+// 8 bits 8 % more for any number).
+constexpr int64_t min_unpacked_tiles(WeightFormat format) {
+    if (BLOCKS_AT_ONCE == 1 || format == WEIGHTS_INT8) return INT64_MAX;
+    return format == WEIGHTS_INT4 ? 4 : 3;
+}
+
+// Whether a tile multiplies several blocks that are not unpacked. The others multiply one.
 constexpr bool has_tiles_of_blocks(WeightFormat format) { return format == WEIGHTS_INT8 || format == WEIGHTS_INT4; }
-constexpr int64_t min_unpacked_tiles(WeightFormat format) { return format == WEIGHTS_INT8 ? INT64_MAX : 4; }
 
 // Memory of a thread for unpacked blocks.
 class UnpackedMemory {

@@ -40,7 +40,6 @@ struct WeightLayout {
     }
     // Half groups have scales of their own.
     constexpr bool has_halves() const { return scales == SUPERBLOCK_HALVES || scales == UNPACKED_HALF_SCALES; }
-    constexpr bool is_unpacked() const { return scales >= UNPACKED_SCALES; }
     // Bytes of a group of a block, without scales.
     constexpr int64_t group_bytes() const { return GROUP * OUTPUTS * bits / 8; }
     // Groups of a record of scales, and its bytes.
@@ -78,11 +77,9 @@ constexpr WeightLayout layout_of(WeightFormat format) {
         case WEIGHTS_IQ4_NL: return {4, 8, 128, FLOAT16_SCALES, IQ4_LOOKUP};
         case WEIGHTS_IQ4_XS: return {4, 8, 128, SUPERBLOCK_HALVES, IQ4_LOOKUP};
         case WEIGHTS_MXFP4: return {4, 8, 128, BFLOAT16_SCALES, MXFP4_LOOKUP};
-        case UNPACKED_BYTES: return {8, 8, 128, UNPACKED_SCALES, NO_LOOKUP};
-        case UNPACKED_CODES: return {8, 6, 32, UNPACKED_SCALES, NO_LOOKUP};
-        case UNPACKED_MINIMUMS: return {8, 5, 0, UNPACKED_MINIMUM_SCALES, NO_LOOKUP};
-        case UNPACKED_HALF_BYTES: return {8, 8, 128, UNPACKED_HALF_SCALES, NO_LOOKUP};
-        case UNPACKED_HALF_CODES: return {8, 6, 32, UNPACKED_HALF_SCALES, NO_LOOKUP};
+        case UNPACKED_GROUPS: return {8, 8, 128, UNPACKED_SCALES, NO_LOOKUP};
+        case UNPACKED_MINIMUMS: return {8, 8, 0, UNPACKED_MINIMUM_SCALES, NO_LOOKUP};
+        case UNPACKED_HALVES: return {8, 8, 128, UNPACKED_HALF_SCALES, NO_LOOKUP};
         default: return {};
     }
 }
