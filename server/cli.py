@@ -73,7 +73,8 @@ def make_app() -> App:
     )
     app.command(serve)
     app.command(bench)
-    app.command(convert)
+    # Its arguments are no settings: none comes from the environment.
+    app.command(convert, config=())
     return app
 
 
@@ -144,18 +145,21 @@ def convert(
     target: Path,
     *,
     weights: Annotated[Literal["f32", "f16", "bf16", "q8_0"] | None, Parameter(name="--type")] = None,
+    pre_tokenizer: str | None = None,
     force: bool = False,
 ) -> None:
-    """Convert a model from safetensors to a GGUF file. The exit code is 1 if that is impossible.
+    """Convert a model from safetensors to a GGUF file, or back. The exit code is 1 if that is impossible.
 
     Parameters
     ----------
     source
-        A folder, or a hub id such as Qwen/Qwen3-0.6B.
+        A folder, a GGUF file, or a model of the hub.
     target
-        The file, with the suffix .gguf.
+        A file that ends in .gguf, or a folder for safetensors, config.json and the tokenizer.
     weights
-        The number format of the matrices. Default: as in the source.
+        The number format of the matrices; q8_0 only in GGUF. Default: as in the source, bf16 for quantised ones.
+    pre_tokenizer
+        The name of the pre-tokenizer in the GGUF file, if none has the same effect: texts may get other tokens.
     force
         Replace an existing target.
     """
@@ -166,7 +170,7 @@ def convert(
     except ValueError as error:
         _print_line(f"cellar: {error}")
         sys.exit(EXIT_USAGE)
-    sys.exit(run_conversion(source, target, weights=weights, force=force))
+    sys.exit(run_conversion(source, target, weights=weights, pre_tokenizer=pre_tokenizer, force=force))
 
 
 def _warn_of_exposed_keys(settings: Settings) -> None:

@@ -12,7 +12,12 @@ EXIT_IMPOSSIBLE = 1
 
 
 def run_conversion(
-    source: str, target: Path, *, weights: Literal["f32", "f16", "bf16", "q8_0"] | None, force: bool
+    source: str,
+    target: Path,
+    *,
+    weights: Literal["f32", "f16", "bf16", "q8_0"] | None,
+    pre_tokenizer: str | None,
+    force: bool,
 ) -> int:
     """Convert a model; returns the exit code."""
     # transformers' import takes seconds.
@@ -27,6 +32,7 @@ def run_conversion(
             source=source,
             target=target,
             weight_type=weights,
+            pre_tokenizer=pre_tokenizer,
             overwrite=force,
             on_phase=lambda phase: progress.update(task, description=phase),
             on_progress=lambda written, total: progress.update(task, completed=written, total=total),
@@ -37,5 +43,6 @@ def run_conversion(
             progress.stop()
             console.print(f"cellar: {error}", markup=False)
             return EXIT_IMPOSSIBLE
-    console.print(f"{target}: {target.stat().st_size / 2**20:,.0f} MiB", markup=False)
+    files = target.iterdir() if target.is_dir() else [target]
+    console.print(f"{target}: {sum(file.stat().st_size for file in files) / 2**20:,.0f} MiB", markup=False)
     return 0

@@ -74,6 +74,16 @@ _YARN = {
     "rope.scaling.yarn_beta_fast": "beta_fast",
     "rope.scaling.yarn_beta_slow": "beta_slow",
 }
+# Settings that have one value in an architecture.
+_GELU: dict[str, object] = {"hidden_activation": "gelu_pytorch_tanh", "hidden_act": "gelu_pytorch_tanh"}
+_REQUIRED: dict[str, dict[str, object]] = {
+    "gemma2": _GELU,
+    "gemma3_text": _GELU,
+    "qwen3_moe": {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
+    "lfm2": {"conv_bias": False},
+    "deepseek_v2": {"rope_interleave": True},
+    "deepseek_v3": {"rope_interleave": True},
+}
 # Keys with a float, also where a configuration has a whole number.
 _float_key = re.compile(r"(scale|epsilon|freq_base(_swa)?|factor|softcapping|beta_(fast|slow)|multiplier)$")
 # llama.cpp stores a tenth of DeepSeek's exponent.
@@ -94,6 +104,7 @@ def architecture(config: Any) -> MODEL_ARCH:
 def hyper_parameters(config: Any) -> dict[str, Value]:
     """The metadata of a model's configuration, with the architecture's prefix. Raises Inexpressible."""
     prefix = MODEL_ARCH_NAMES[architecture(config)]
+    _require(config, _REQUIRED.get(config.model_type, {}))
     values = _taken(config, _COMMON)
     experts = next((count for name in _EXPERT_COUNTS if (count := getattr(config, name, None))), None)
     if experts is not None:
@@ -186,6 +197,14 @@ def _windows(config: Any) -> Iterator[tuple[str, Value]]:
         yield "context_length", min(int(window), int(config.max_position_embeddings))
 
 
+def _require(config: Any, expected: dict[str, object]) -> None:
+    """Raise Inexpressible for a setting that GGUF lacks because it has one value in the architecture."""
+    for name, value in ({"hidden_act": "silu"} | expected).items():
+        own = getattr(config, name, value)
+        if own != value:
+            raise Inexpressible(f"{name} must be {value!r} in GGUF, not {own!r}")
+
+
 def _gemma(config: Any) -> dict[str, Value]:
     if config.query_pre_attn_scalar != head_size(config) and config.num_hidden_layers not in (46, 62):
         # The 27B models of Gemma 2 and 3, recognised by their layers, have another scale.
@@ -209,8 +228,6 @@ def _smollm(config: Any) -> dict[str, Value]:
 
 
 def _lfm(config: Any) -> dict[str, Value]:
-    if config.conv_bias:
-        raise Inexpressible("convolutions with a bias (conv_bias) are not written")
     heads, width = config.num_key_value_heads, config.intermediate_size
     if config.block_auto_adjust_ff_dim:
         width = int((config.block_ffn_dim_multiplier or 1) * int(2 * width / 3))

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from transformers.utils.logging import disable_progress_bar
+
 from engine.config import BUNDLED_NAME
 from engine.convert.architectures import Inexpressible
 from engine.convert.from_gguf import write_folder
@@ -15,18 +17,20 @@ from engine.convert.to_gguf import plan_file
 from engine.errors import ModelInconvertible
 from engine.kernels.cache_folder import scratch_folder
 from engine.load.checkpoint import READ_ERRORS, error_line, resolve
+from engine.load.file_kind import GGUF_FILE, file_kind
 
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
     """A conversion, and the callbacks of its progress.
 
-    source       a folder, a GGUF file, or a model of the hub; None: the bundled model
-    target       a file that ends in .gguf, or a folder
-    weight_type  of the written matrices; None: as in the source
-    overwrite    whether an existing target is replaced
-    on_phase     called with each phase
-    on_progress  called with the written and all bytes of weights
+    source         a folder, a GGUF file, or a model of the hub; None: the bundled model
+    target         a file that ends in .gguf, or a folder
+    weight_type    of the written matrices; None: as in the source
+    overwrite      whether an existing target is replaced
+    on_phase       called with each phase
+    on_progress    called with the written and all bytes of weights
+    pre_tokenizer  its name in a GGUF file; None: the one with the same effect
     """
 
     source: str | None
@@ -35,6 +39,7 @@ class Conversion:
     overwrite: bool
     on_phase: Callable[[str], None]
     on_progress: OnProgress
+    pre_tokenizer: str | None = None
 
     @property
     def to_gguf(self) -> bool:
@@ -53,8 +58,9 @@ def convert(conversion: Conversion) -> None:
         raise conversion.refuse(f"{target} exists; --force replaces it")
     if target.exists() and target.is_dir() == conversion.to_gguf:
         raise conversion.refuse(f"{target} is {'a folder' if target.is_dir() else 'a file that does not end in .gguf'}")
+    disable_progress_bar()
     conversion.on_phase("resolve")
-    source = resolve(conversion.source)
+    source = _resolve(conversion.source)
     if source.is_file() == conversion.to_gguf:
         reason = "both are GGUF" if source.is_file() else "a GGUF file ends in .gguf"
         raise conversion.refuse(f"its target {target} has the format of the source: {reason}")
@@ -69,6 +75,12 @@ def convert(conversion: Conversion) -> None:
         raise conversion.refuse(error_line(error)) from error
 
 
+def _resolve(source: str | None) -> Path:
+    """The folder of a checkpoint, or a GGUF file."""
+    path = Path(source or "").expanduser()
+    return path if path.is_file() and file_kind(path) == GGUF_FILE else resolve(source)
+
+
 def _replace(target: Path, scratch: Path) -> None:
     """Move the finished target from `scratch` to its place; an old folder is removed with `scratch`."""
     if target.is_dir():
@@ -77,7 +89,7 @@ def _replace(target: Path, scratch: Path) -> None:
 
 
 def _to_gguf(conversion: Conversion, folder: Path, path: Path) -> None:
-    file = plan_file(folder, conversion.weight_type, conversion.on_phase)
+    file = plan_file(folder, conversion.weight_type, conversion.pre_tokenizer, conversion.on_phase)
     _check_space(conversion, path, file.size)
     conversion.on_phase(f"write {file.weight_type}")
     file.write(path, conversion.on_progress)

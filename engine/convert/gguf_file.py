@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +41,7 @@ class TensorPlan:
     def size(self) -> int:
         """Bytes in the file."""
         elements, block_bytes = GGML_QUANT_SIZES[self.kind]
-        return int(np.prod(self.shape) // elements * block_bytes)
+        return math.prod(self.shape) // int(elements) * int(block_bytes)
 
 
 def plan_tensors(tensors: Iterable[tuple[str, Tensor]], weight_type: WeightType) -> list[TensorPlan]:

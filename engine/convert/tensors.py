@@ -68,10 +68,10 @@ def _gpt_oss_parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 def _latent_parts(name: str, tensor: Tensor, config: Any) -> Iterator[tuple[str, Tensor]]:
     """The key part is transposed, to be absorbed into the queries."""
-    sizes = [config.qk_nope_head_dim, config.v_head_dim]
-    key, value = torch.split(tensor.view(-1, sum(sizes), tensor.shape[1]), sizes, 1)
-    yield name.replace("kv_b_proj", "k_b_proj"), key.transpose(1, 2)
-    yield name.replace("kv_b_proj", "v_b_proj"), value
+    width = config.qk_nope_head_dim
+    heads = tensor.view(-1, width + config.v_head_dim, tensor.shape[1])
+    yield name.replace("kv_b_proj", "k_b_proj"), heads[:, :width].transpose(1, 2)
+    yield name.replace("kv_b_proj", "v_b_proj"), heads[:, width:]
 
 
 def _layout(name: str, tensor: Tensor, config: Any, kind: MODEL_ARCH) -> Tensor:

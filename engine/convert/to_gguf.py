@@ -16,6 +16,7 @@ from engine.convert.architectures import Inexpressible, Value, architecture, hyp
 from engine.convert.gguf_file import OnProgress, TensorPlan, WeightType, file_type, plan_tensors, write_gguf
 from engine.convert.tensors import gguf_tensors
 from engine.convert.vocabulary import tokenizer_metadata
+from engine.gguf.pre_tokenizers import PRE_TOKENIZERS
 from engine.load.checkpoint import missing_weights_reason, weight_files
 from engine.load.tokenizer_cache import read_tokenizer
 
@@ -46,14 +47,18 @@ class PlannedFile:
         write_gguf(path, self.metadata, self.tensors, gguf_tensors(self.parameters, self.config), on_progress)
 
 
-def plan_file(folder: Path, weight_type: WeightType | None, on_phase: Callable[[str], None]) -> PlannedFile:
+def plan_file(
+    folder: Path, weight_type: WeightType | None, pre_tokenizer: str | None, on_phase: Callable[[str], None]
+) -> PlannedFile:
     """Read a checkpoint for a GGUF file. Raises Inexpressible and the errors of transformers."""
+    if pre_tokenizer is not None and pre_tokenizer not in PRE_TOKENIZERS:
+        raise Inexpressible(f"the pre-tokenizer {pre_tokenizer} is none of {', '.join(PRE_TOKENIZERS)}")
     if not weight_files(folder):
         raise Inexpressible(missing_weights_reason(folder))
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     metadata = hyper_parameters(config)
     on_phase("tokenizer")
-    metadata |= tokenizer_metadata(read_tokenizer(folder), config)
+    metadata |= tokenizer_metadata(read_tokenizer(folder), config, pre_tokenizer)
     on_phase("weights")
     model = _read_model(folder, config)
     weights = weight_type or _STORED_TYPES.get(model.dtype, "f32")

@@ -26,8 +26,11 @@ _CHECK_TEXT = (
 _byte = re.compile(r"<0x[0-9A-F]{2}>")
 
 
-def tokenizer_metadata(tokenizer: Any, config: Any) -> dict[str, Value]:
-    """The metadata of a tokenizer for the first `vocab_size` tokens. Raises Inexpressible."""
+def tokenizer_metadata(tokenizer: Any, config: Any, pre_tokenizer: str | None = None) -> dict[str, Value]:
+    """The metadata of a tokenizer for the first `vocab_size` tokens. Raises Inexpressible.
+
+    pre_tokenizer  its name in GGUF; None: the one with the same effect
+    """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise Inexpressible(f"the tokenizer {type(tokenizer).__name__} has no tokenizer.json")
@@ -41,7 +44,11 @@ def tokenizer_metadata(tokenizer: Any, config: Any) -> dict[str, Value]:
         values |= {"model": "llama", "pre": "default", "scores": _scores(tokens, model)}
         values["add_space_prefix"] = _adds_space(content)
     elif "ByteLevel" in json.dumps([content["pre_tokenizer"], content["decoder"]]):
-        values |= {"model": "gpt2", "pre": _pre_tokenizer(backend, model), "merges": _merges(tokens, model)}
+        values |= {
+            "model": "gpt2",
+            "pre": pre_tokenizer or _pre_tokenizer(backend, model),
+            "merges": _merges(tokens, model),
+        }
     else:
         raise Inexpressible("its BPE tokenizer has neither bytes as letters nor byte fallback")
     values |= _special_tokens(tokenizer, config)
@@ -106,7 +113,7 @@ def _pre_tokenizer(backend: Any, model: dict[str, Any]) -> str:
         same_merges = known.ignore_merges == bool(model.get("ignore_merges"))
         if known.byte_level and same_merges and splits == _words(_build(known)):
             return name
-    raise Inexpressible("its pre-tokenizer is unknown in GGUF: no known one splits a text in this way")
+    raise Inexpressible("no pre-tokenizer of GGUF splits text in its way; --pre-tokenizer names one that is close")
 
 
 def _words(pre_tokenizer: Any) -> list[str]:

@@ -19,7 +19,7 @@ _MAX_SPLIT_COST = 2**30
 
 
 def parse_merges(lines: Sequence[str], ids: Mapping[str, int], key: str) -> list[Merge]:
-    """The merges of a file, each a pair with one space between. Raises GgufError for a part that is no token."""
+    """The merges of a file, each a pair with one space between, but those that make no token. Raises GgufError."""
     merges = dict[Merge, None]()
     for number, line in enumerate(lines):
         # A space at the start is part of the left token.
@@ -27,10 +27,10 @@ def parse_merges(lines: Sequence[str], ids: Mapping[str, int], key: str) -> list
         left, right = line[:space], line[space + 1 :]
         if space < 0 or not right:
             raise GgufError(f"its metadata {key} has at {number} no pair of tokens: {line!r}")
-        if left not in ids or right not in ids or left + right not in ids:
-            raise GgufError(f"its metadata {key} has at {number} a pair of text that is no token: {line!r}")
-        # Of equal pairs the first one counts.
-        merges.setdefault((left, right))
+        # Files without merges have a pair that makes no token, as the list must not be empty. Of equal pairs the first
+        # one counts.
+        if left in ids and right in ids and left + right in ids:
+            merges.setdefault((left, right))
     return list(merges)
 
 

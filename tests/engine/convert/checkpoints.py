@@ -43,7 +43,7 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {}),
-    "qwen3_moe": ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}),
+    "qwen3_moe": ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}),
     "gemma2": ("gemma2", {}),
     "gemma3": ("gemma3_text", {"num_hidden_layers": 7}),
     "phi3": ("phi3", {"sliding_window": None}),

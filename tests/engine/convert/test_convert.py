@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engine.convert.convert import convert
 from engine.convert.gguf_file import WeightType
+from engine.convert.tensors import interleaved
 from engine.errors import ModelInconvertible, ModelMissing
 from tests.engine.convert.checkpoints import CHECKPOINTS, TEMPLATE, conversion, save_checkpoint, save_model
 
@@ -48,6 +49,12 @@ def test_checkpoint_is_unchanged_after_gguf(name: str, tmp_path: Path) -> None:
     assert [TEMPLATE] * 2 == [one.chat_template for one in tokenizers]
 
 
+def test_halves_of_a_head_are_interleaved() -> None:
+    rows = torch.arange(8.0).unsqueeze(1)
+
+    assert [0, 2, 1, 3, 4, 6, 5, 7] == interleaved(rows, 4).flatten().tolist()
+
+
 @pytest.mark.parametrize("weight_type", ["f32", "f16", "bf16", "q8_0"])
 def test_matrices_have_the_weight_type_and_vectors_float32(
     checkpoint: Path, tmp_path: Path, weight_type: WeightType
@@ -59,7 +66,7 @@ def test_matrices_have_the_weight_type_and_vectors_float32(
     assert all(kinds[len(tensor.shape)] == tensor.tensor_type for tensor in tensors.values())
     weights = AutoModelForCausalLM.from_pretrained(checkpoint).state_dict()["model.layers.1.mlp.down_proj.weight"]
     written = tensors["blk.1.ffn_down.weight"]
-    error = torch.from_numpy(dequantize(written.data, written.tensor_type)) - weights
+    error = torch.tensor(dequantize(written.data, written.tensor_type)) - weights
     assert float(error.abs().max()) <= {"f32": 0.0, "f16": 1e-3, "bf16": 4e-3, "q8_0": 1e-2}[weight_type]
 
 
@@ -149,7 +156,9 @@ def test_missing_source_is_refused(tmp_path: Path) -> None:
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "type dynamic"),
         ("gemma2", {"query_pre_attn_scalar": 7}, "query_pre_attn_scalar=7"),
         ("smollm3", {"no_rope_layers": [0, 1, 1]}, "no_rope_layers"),
-        ("lfm2", {"conv_bias": True}, "conv_bias"),
+        ("lfm2", {"conv_bias": True}, "conv_bias must be False in GGUF, not True"),
+        ("llama", {"hidden_act": "gelu"}, "hidden_act must be 'silu'"),
+        ("qwen3_moe", {"norm_topk_prob": False}, "norm_topk_prob must be True"),
     ],
 )
 def test_inexpressible_setting_is_refused_by_name(

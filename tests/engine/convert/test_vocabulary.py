@@ -97,5 +97,7 @@ def test_tokenizer_without_a_form_in_gguf_is_refused(model: Any, reason: str) ->
 
 
 def test_unknown_pre_tokenizer_is_refused() -> None:
-    with pytest.raises(Inexpressible, match="pre-tokenizer is unknown"):
+    with pytest.raises(Inexpressible, match="--pre-tokenizer"):
         metadata(byte_level("[aeiou]"))
+    config = LlamaConfig(vocab_size=SIZE, eos_token_id=None)
+    assert "gpt-2" == tokenizer_metadata(byte_level("[aeiou]"), config, "gpt-2")["tokenizer.ggml.pre"]
