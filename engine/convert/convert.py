@@ -16,8 +16,7 @@ from engine.convert.gguf_file import OnProgress, WeightType
 from engine.convert.to_gguf import plan_file
 from engine.errors import ModelInconvertible
 from engine.kernels.cache_folder import scratch_folder
-from engine.load.checkpoint import READ_ERRORS, error_line, resolve
-from engine.load.file_kind import GGUF_FILE, file_kind
+from engine.load.checkpoint import READ_ERRORS, error_line, is_gguf, resolve
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +59,9 @@ def convert(conversion: Conversion) -> None:
         raise conversion.refuse(f"{target} is {'a folder' if target.is_dir() else 'a file that does not end in .gguf'}")
     disable_progress_bar()
     conversion.on_phase("resolve")
-    source = _resolve(conversion.source)
-    if source.is_file() == conversion.to_gguf:
-        reason = "both are GGUF" if source.is_file() else "a GGUF file ends in .gguf"
+    source = resolve(conversion.source)
+    if is_gguf(source) == conversion.to_gguf:
+        reason = "both are GGUF" if conversion.to_gguf else "a GGUF file ends in .gguf"
         raise conversion.refuse(f"its target {target} has the format of the source: {reason}")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -73,12 +72,6 @@ def convert(conversion: Conversion) -> None:
         raise conversion.refuse(str(error)) from error
     except READ_ERRORS as error:
         raise conversion.refuse(error_line(error)) from error
-
-
-def _resolve(source: str | None) -> Path:
-    """The folder of a checkpoint, or a GGUF file."""
-    path = Path(source or "").expanduser()
-    return path if path.is_file() and file_kind(path) == GGUF_FILE else resolve(source)
 
 
 def _replace(target: Path, scratch: Path) -> None:
