@@ -115,7 +115,7 @@ def test_prompts_share_what_they_should() -> None:
     assert words.unshared(107, "a") == words.unshared(107, "a") != words.unshared(107, "b")
 
 
-def test_two_counts_tell_the_length_of_a_prompt() -> None:
+def test_two_counts_give_the_length_of_a_prompt() -> None:
     """The line through two counted prompts gives the tokens of the template and of a word."""
     assert TokenRatio(template_tokens=7.0, word=2.0) == fit_ratio((40, 87), (160, 327))
 
@@ -165,8 +165,8 @@ def test_a_second_turn_has_the_answer_of_the_first(peer: Peer, tmp_path: Path) -
     assert ("assistant", "two tokens" * 5) == (turns[0][1]["role"], turns[0][1]["content"])
 
 
-def test_the_file_says_where_it_was_measured(peer: Peer, tmp_path: Path) -> None:
-    """Processor, version, servers and options are in it; the key is sent, and is not."""
+def test_the_file_has_environment_and_options(peer: Peer, tmp_path: Path) -> None:
+    """Processor, version, servers and options, without the API key."""
     _, content = measure(peer, tmp_path, "--streams", "1", "--requests", "1", "--api-key", "very-secret-key")
 
     assert {"cpu", "cores", "threads", "usable_threads", "load_average", "cellar"} <= content["environment"].keys()
@@ -362,7 +362,7 @@ def test_a_started_server_does_not_outlive_a_signal(tmp_path: Path) -> None:
     assert before == signal.getsignal(signal.SIGTERM)
 
 
-def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:
+def test_a_failed_start_has_its_reason(tmp_path: Path) -> None:
     """The end of its own output is in the message, and a program that is not there is named."""
     with (
         pytest.raises(BenchError, match="no such model"),

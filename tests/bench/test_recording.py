@@ -56,8 +56,8 @@ def test_a_whole_answer_is_read_however_it_was_cut() -> None:
     assert [("ok", "aaa", 3)] * 2 == [(one.outcome, one.text, len(one.arrivals)) for one in samples]
 
 
-def test_a_request_says_that_its_connection_ends() -> None:
-    """The key, one length, and no compression, which would bring events in lumps."""
+def test_requests_have_the_header_connection_close() -> None:
+    """Also the key, one length, and no compression, which would merge events."""
     _, request = asked([HEAD + END])
     head, body = request.lower().split(b"\r\n\r\n")
 
@@ -83,8 +83,8 @@ def test_a_request_says_that_its_connection_ends() -> None:
         ([b"HTTP/1.1 100 Continue\r\n\r\n" + HEAD + chunk(LAST) + END], "ok", "a"),
     ],
 )
-def test_whatever_happens_is_an_outcome(writes: list[bytes], outcome: str, text: str) -> None:
-    """Half an answer is none, whatever it said before; what went wrong is told."""
+def test_every_failure_is_an_outcome(writes: list[bytes], outcome: str, text: str) -> None:
+    """An incomplete answer is a failure, with its reason."""
     sample, _ = asked(writes)
 
     assert outcome == sample.outcome

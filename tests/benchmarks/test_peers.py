@@ -49,15 +49,15 @@ def test_a_ratio_above_one_is_ours() -> None:
     assert (0.5, (20.0, 10.0), "behind") == (time["ratio"], time["medians"], time["verdict"])
 
 
-def test_reuse_is_asked_of_ours_alone() -> None:
-    """A known beginning must pay twenty times, however well the peer does."""
+def test_reuse_has_a_goal_without_a_peer() -> None:
+    """A cached prefix must be twenty times as fast, whatever the peer's figure is."""
     verdicts = [PairedFigure("a", FASTER, [ours], [100.0], 20.0).verdict for ours in (19.0, 21.0)]
 
     assert ["behind", "PASS"] == verdicts
 
 
 def test_no_ratio_is_made_of_nothing() -> None:
-    """Tokens that resources their pieces have no time in between: such a figure is left out, and the others are not."""
+    """Tokens that arrive together have no time in between: such a figure is left out, the others are not."""
     cell = next(cell for cell, _ in Sizes().cells(["streams"], [8]).values())
     gap, sides = "between p50, ms", ((0.0, 5.0), (3.0, 5.0))
     results = [[CellResult({RATE: 10.0, gap: ms}, ()) for ms in side] for side in sides]
@@ -114,8 +114,8 @@ def test_all_cells_are_measured_in_pairs(peer: Peer, tmp_path: Path) -> None:
     assert (tmp_path / "peers.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_both_sides_are_asked_the_same(peer: Peer, tmp_path: Path) -> None:
-    """In one turn both get the same prompts in the same words, in the next turn others."""
+def test_both_servers_get_the_same_requests(peer: Peer, tmp_path: Path) -> None:
+    """In one round both get the same bodies, in the next round other prompts."""
     compete(peer, tmp_path, "--pairs", "2", "--cells", "alone")
     measured = [body for body in peer.completions if len(body["prompt"]) == 24]
 

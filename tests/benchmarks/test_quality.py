@@ -42,8 +42,8 @@ def test_outliers_leave_float32_as_it_is(tmp_path: Path, times: float) -> None:
 
 
 @pytest.mark.slow
-def test_ours_says_what_float32_says(tmp_path: Path) -> None:
-    """Without quantising, every place is as likely over HTTP as transformers holds it."""
+def test_the_unquantised_server_has_the_loss_of_float32(tmp_path: Path) -> None:
+    """Without quantisation, every position has the log-probability of transformers over HTTP."""
     texts = held_out_texts(2)
     places = list(likely(TARGET.folder, texts, 8))
 
@@ -58,8 +58,8 @@ def test_ours_says_what_float32_says(tmp_path: Path) -> None:
     assert found.distance < 1e-4
 
 
-def test_the_peer_is_asked_behind_each_beginning() -> None:
-    """The token's own log-probability is read, or the least that is listed."""
+def test_the_peer_is_measured_after_each_prefix() -> None:
+    """The log-probability of the token, or the smallest listed one."""
     asked: list[list[int]] = []
 
     def answer(request: httpx.Request) -> httpx.Response:

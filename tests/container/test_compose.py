@@ -90,8 +90,8 @@ def test_an_open_server_is_named_as_such() -> None:
         ("CMD", '["serve"]'),
     ],
 )
-def test_the_image_says(keyword: str, value: str) -> None:
-    """Each instruction of the last stage has exactly the value that was decided."""
+def test_the_image_has_its_settings(keyword: str, value: str) -> None:
+    """Instructions of the last stage."""
     assert value == last(keyword)
 
 

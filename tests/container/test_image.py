@@ -150,7 +150,7 @@ def test_only_the_volumes_and_tmp_can_be_written(container: Container) -> None:
     assert {"/tmp", "/models", "/shelf"} <= writable
 
 
-def test_the_health_check_tells_ready_from_not(container: Container) -> None:
+def test_the_health_check_fails_while_not_ready(container: Container) -> None:
     """The probe, run on the files of the image, passes while the server is ready and fails where none is."""
     probe = ("/opt/cellar/bin/python", "/opt/cellar/healthcheck.py")
 
@@ -158,7 +158,7 @@ def test_the_health_check_tells_ready_from_not(container: Container) -> None:
     assert 1 == container.run(*probe, port=1)
 
 
-def test_what_pip_was_told_is_not_in_the_image(container: Container) -> None:
+def test_the_settings_of_pip_are_not_in_the_image(container: Container) -> None:
     """The settings of pip reach the build as a secret; neither they nor the folders that they name leave a trace."""
     root = Path(f"/proc/{container.server.pid}/root")
 

@@ -33,7 +33,7 @@ def changed(at: int, content: str) -> list[dict[str, str]]:
     return [*TURNS[:at], {**TURNS[at], "content": content}, *TURNS[at + 1 :]]
 
 
-def test_the_bundled_model_tells_why_a_prompt_was_computed() -> None:
+def test_diagnostics_of_the_bundled_model_have_the_reason() -> None:
     """The same again, gone on from, changed at its beginning and at its end, as another tenant, and after eviction."""
 
     async def story(chat: Chat) -> None:
@@ -62,8 +62,8 @@ def test_the_bundled_model_tells_why_a_prompt_was_computed() -> None:
     serve(BUNDLED, story)
 
 
-def test_a_state_that_nobody_kept_is_told_apart(tmp_path: Path) -> None:
-    """A recurrent model knows more of a prompt than it can go on from."""
+def test_diagnostics_report_an_unreachable_state(tmp_path: Path) -> None:
+    """The prefix cache of a recurrent model matches more of a prompt than it can resume at."""
 
     async def story(chat: Chat) -> None:
         await chat(TURNS)

@@ -84,8 +84,8 @@ def test_wishes_reach_it(client: openai.OpenAI, folder: Path) -> None:
     assert 20 == asked.usage.prompt_tokens
 
 
-def test_what_it_cannot_do_is_told(client: openai.OpenAI) -> None:
-    """A text that is too long, with both numbers; more dimensions than there are; a chat."""
+def test_unsupported_requests_are_refused(client: openai.OpenAI) -> None:
+    """A text that is too long, with both numbers; too many dimensions; a chat."""
     with pytest.raises(openai.BadRequestError, match="maximum context length is 48 tokens.*'input' has 102"):
         client.embeddings.create(model="tiny-bert", input="x" * 100)
     with pytest.raises(openai.BadRequestError, match="have 32"):

@@ -61,7 +61,7 @@ def test_a_chat_is_answered(client: openai.OpenAI) -> None:
     assert second.usage.prompt_tokens_details.cached_tokens == first.usage.prompt_tokens - 1
 
 
-def test_a_stream_says_the_same_as_the_answer_in_one_piece(client: openai.OpenAI) -> None:
+def test_a_stream_equals_the_answer_in_one_piece(client: openai.OpenAI) -> None:
     """The client's own accumulator puts the chunks together; usage comes last."""
     options = {"model": "cellar-tiny", "messages": MESSAGES, "temperature": 0, "max_tokens": 16}
     whole = client.chat.completions.create(**options)  # type: ignore[call-overload]
@@ -343,7 +343,7 @@ def test_several_choices_share_their_prompt(client: openai.OpenAI) -> None:
     assert first.usage.prompt_tokens == alone.usage.prompt_tokens
 
 
-def test_a_prompt_is_scored_as_lm_eval_asks_for_it(client: openai.OpenAI) -> None:
+def test_a_prompt_is_scored_by_the_parameters_of_lm_eval(client: openai.OpenAI) -> None:
     """echo with logprobs: what the prompt's tokens have as a prompt they have as an answer."""
     asked = {"model": "cellar-tiny", "temperature": 0, "logprobs": 1}
     said = client.completions.create(**asked, prompt=[5, 6], max_tokens=6, extra_body={"return_token_ids": True})  # type: ignore[call-overload]

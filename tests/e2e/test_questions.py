@@ -121,8 +121,8 @@ def test_probabilities_are_those_of_the_labels(url: str, client: openai.OpenAI) 
     assert pytest.approx(max(weights), rel=1e-3) == answer.confidence
 
 
-def test_what_says_nothing_may_fill_the_context(url: str) -> None:
-    """Vectors and scores need no room for an answer; one token more is too long, and so is any answer."""
+def test_prompts_without_output_may_fill_the_context(url: str) -> None:
+    """Vectors and scores need no tokens for an answer; one more token is too long, and so is any answer."""
     full = [300 + at % 700 for at in range(2048)]
     (vector,) = post(url, "/v1/embeddings", input=[full])["data"]
     (scored,) = post(url, "/v1/completions", prompt=full, echo=True, logprobs=0, max_tokens=0)["choices"]

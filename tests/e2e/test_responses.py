@@ -107,7 +107,7 @@ def test_an_answer_is_parsed(client: openai.OpenAI) -> None:
     assert isinstance(parsed.output_parsed, Person)
 
 
-def test_the_background_works_while_nobody_listens(client: openai.OpenAI, whole: Any) -> None:
+def test_a_background_response_needs_no_client(client: openai.OpenAI, whole: Any) -> None:
     """The same text, read when it is done, and streamed from any event on."""
     made = client.responses.create(input=QUESTION, background=True, **GREEDY)
     deadline = time.monotonic() + LASTING_SECONDS

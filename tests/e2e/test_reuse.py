@@ -46,7 +46,7 @@ def test_a_prompt_is_never_shared_across_salts(folder: Callable[[str], Path]) ->
 
 
 @pytest.mark.parametrize("shift", ["rebuild", "carry"])
-def test_shifts_are_told_in_the_usage(folder: Callable[[str], Path], shift: str) -> None:
+def test_the_usage_counts_shifts(folder: Callable[[str], Path], shift: str) -> None:
     """An answer that shifted says how often, and how many tokens that dropped."""
 
     async def story(chat: Chat) -> None:

@@ -168,7 +168,7 @@ def test_reuse_ends_where_cells_and_states_meet() -> None:
     assert 20 == cache.reuse_prefix(2, [*tokens, 99])
 
 
-def test_components_are_asked_until_their_lengths_agree() -> None:
+def test_components_shorten_each_other_until_lengths_agree() -> None:
     """The window can resume at 26; the last state before is at 20, where the window has holes; so 10."""
     cache = make(layers=(LayerSpec(1, 2, 2), LayerSpec(2, 2, 2, AttentionRange("window", 4))))
     tokens = list(range(30))

@@ -94,8 +94,8 @@ def test_spoken_tokens_weigh_in_full(tokenizer: PreTrainedTokenizerFast) -> None
     assert {READ} == set(row.weights[:-answer])
 
 
-def test_induction_says_everything_twice() -> None:
-    """What weighs is a copy of what stood before, and an end."""
+def test_induction_weighs_a_copy_of_its_text() -> None:
+    """The tokens with a weight are a copy of earlier ones, and an end."""
     row = induction(Random(3))
     spoken = [token for token, weight in zip(row.ids, row.weights, strict=True) if weight]
 
@@ -114,7 +114,7 @@ def test_a_pool_depends_on_its_number_alone(tokenizer: PreTrainedTokenizerFast) 
     assert max(batch.ids.numel() for batch in first) <= DRAFT.batch_tokens
 
 
-def test_a_question_is_asked_in_many_ways() -> None:
+def test_a_question_has_many_wordings() -> None:
     """One question comes in a hundred spellings, so that no answer hangs on a question mark."""
     random = Random(11)
 

@@ -160,7 +160,7 @@ def test_the_cooldown_doubles() -> None:
     assert cooldowns == sorted(cooldowns)
 
 
-def test_a_drafter_without_proposals_is_asked_less_often() -> None:
+def test_a_drafter_without_proposals_is_called_less_often() -> None:
     """The cooldown doubles, to where its calls take half a percent of the time; a draft ends it."""
     for seconds, most in ((0.001, 0), (0.1, 20), (100.0, LONGEST_COOLDOWN)):
         depth, asked = DepthController(), list[int]()

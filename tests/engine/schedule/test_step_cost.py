@@ -46,8 +46,8 @@ def test_work_counts_what_rows_see() -> None:
     assert Work.of([Span(0, 4, 2), Span(1, 0, 1)]) == Work.of([Span(0, 4, 2)]) + Work.of([Span(1, 0, 1)])
 
 
-def test_context_is_told_from_rows() -> None:
-    """After 300 mixed steps the next 200 are foretold within a tenth, most of them; by rows alone they are not."""
+def test_context_and_batch_tokens_are_separated() -> None:
+    """After 300 mixed steps most of the next 200 are predicted within a tenth; by batch tokens alone they are not."""
     cost, chance = learn(300, true), random.Random(99)
     works = [mix(chance) for _ in range(200)]
     errors = [abs(cost.estimate(work) / true(work) - 1) for work in works]
