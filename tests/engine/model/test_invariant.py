@@ -204,7 +204,7 @@ def test_models_page_has_every_family() -> None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ALWAYS)
 def test_int4_family_is_batch_invariant(name: str) -> None:
-    assert {check: True for check in CHECKS} == holds(quantised(name, 4))
+    assert EXCEPTIONS.get(name, dict.fromkeys(CHECKS, True)) == holds(quantised(name, 4))
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
