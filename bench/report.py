@@ -19,7 +19,7 @@ from bench.samples import LoadRun
 TITLES = {
     "latency": "Latency: one stream, by the length of its prompt",
     "throughput": "Throughput: many streams",
-    "reuse": "Reuse: prompts whose beginning is known",
+    "reuse": "Reuse: prompts with a cached prefix",
     "long": "Long context: one stream, by how full the context is",
 }
 

@@ -22,7 +22,9 @@ def check_url(url: str, allow_remote: bool) -> str:
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise BenchError(f"--base-url must look like http://127.0.0.1:8000/v1, not {url!r}")
     if parts.hostname not in LOCAL and not allow_remote:
-        raise BenchError(f"{parts.hostname} is another machine: this sends much load, so say --allow-remote if you may")
+        raise BenchError(
+            f"{parts.hostname} is another machine, and the benchmark is a heavy load: add --allow-remote if that is permitted"
+        )
     return url.rstrip("/")
 
 
@@ -31,13 +33,13 @@ def find(name: str, url: str, *, model: str | None, api_key: str | None, context
     try:
         listed = ask_models(url, api_key)
     except BenchError:
-        # Not every server has the list, or keeps it: with a name, the first question tells whether there is one.
+        # Some servers have no list; with a given name the first request shows whether the model exists.
         if model is None:
             raise
         listed = []
     if model is None:
         if not listed:
-            raise BenchError(f"{url}/models names no model: say --served-model-name")
+            raise BenchError(f"{url}/models lists no model: add --served-model-name")
         model = str(listed[0].get("id"))
     own = next((entry for entry in listed if entry.get("id") == model), {})
     return Server(name, url, model, api_key, context or context_of(own))

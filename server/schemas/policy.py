@@ -15,7 +15,7 @@ NeutralValues = Mapping[str, tuple[object, ...]]
 NOTED: Mapping[str, str] = {
     "user": "names the client's user; nothing depends on it",
     "safety_identifier": "names the client's user; nothing depends on it",
-    "prompt_cache_key": "a routing hint; there is one cache, and what is alike is found whatever the key",
+    "prompt_cache_key": "a routing hint; prefix caching needs none",
 }
 
 # OpenAI's fields for chat, with their neutral values, in alphabetical order.

@@ -32,7 +32,7 @@ async def compare(
 ) -> tuple[list[float], int]:
     """A score for each (query, document) pair, and the number of tokens; raises ApiError or EngineError."""
     if body.instruction is not None:
-        message = "This server does not support 'instruction' with an embedding model: it takes none."
+        message = "This server does not support 'instruction' with an embedding model: it has no instructions."
         raise ApiError(UNSUPPORTED_PARAMETER, message, param="instruction")
     sides = ("query", "documents") if isinstance(body, RerankRequest) else ("text_1", "text_2")
     tokenizer = service.engine.embedding_tokenizer
