@@ -23,7 +23,7 @@ def check_url(url: str, allow_remote: bool) -> str:
         raise BenchError(f"--base-url must look like http://127.0.0.1:8000/v1, not {url!r}")
     if parts.hostname not in LOCAL and not allow_remote:
         raise BenchError(
-            f"{parts.hostname} is another machine, and the benchmark is a heavy load: add --allow-remote if that is permitted"
+            f"{parts.hostname} is another machine, and a benchmark is a heavy load: add --allow-remote if permitted"
         )
     return url.rstrip("/")
 
