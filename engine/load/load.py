@@ -372,7 +372,8 @@ def _start_tokenizer(name: str, folder: Path, vocabulary: int) -> Future[Tokeniz
 def _read_tokenizer(name: str, folder: Path, *, vocabulary: int) -> Tokenizer:
     """The tokenizer without a context limit. Raises ModelUnsupported."""
     try:
-        return Tokenizer(read_tokenizer(folder), vocabulary_size=vocabulary, context=sys.maxsize)
+        tokenizer, summary = read_tokenizer(folder)
+        return Tokenizer(tokenizer, vocabulary_size=vocabulary, context=sys.maxsize, vocabulary=summary)
     except READ_ERRORS as error:
         raise ModelUnsupported(name, f"its tokenizer cannot be read: {error_line(error)}") from error
 

@@ -1,9 +1,9 @@
 """Tokenizers of large vocabularies in the user's cache folder, in a form that loads in a third of the time.
 
 transformers parses tokenizer.json up to three times. A cache entry holds the tokenizer's Python state, with its backend
-as the arguments of tokenizers' constructors. Its name is a digest of the tokenizer's files and of the versions of the
-libraries; it is written only if the rebuilt backend serialises to the same text. An entry that cannot be read is
-replaced.
+as the arguments of tokenizers' constructors, and the summary of its vocabulary. Its name is a digest of the tokenizer's
+files and of the versions of the libraries; it is written only if the rebuilt backend serialises to the same text. An
+entry that cannot be read is replaced.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import os
 import pickle
 import platform
 from collections.abc import Iterator
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -30,18 +31,22 @@ from engine.gguf.container import read_metadata
 from engine.gguf.tokenizer import read_tokenizer as read_gguf_tokenizer
 from engine.kernels.cache_folder import cache_folder, mark_used, scratch_folder, trim
 from engine.load.checkpoint import is_gguf
+from engine.text.vocabulary import VocabularySummary, summarize
 
 log = logging.getLogger("cellar.engine")
 
 # Bytes of tokenizer files from which an entry loads faster than the files.
 _LARGE_BYTES = 4 * 2**20
 _SUFFIXES = frozenset({".json", ".jinja", ".txt", ".model", ".tiktoken"})
-_FORMAT = 1
+_FORMAT = 2
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
-def read_tokenizer(folder: Path, cache: Path | None = None, *, large_bytes: int = _LARGE_BYTES) -> Any:
-    """The tokenizer of a model's folder or GGUF file, from its cache entry if there is one.
+def read_tokenizer(
+    folder: Path, cache: Path | None = None, *, large_bytes: int = _LARGE_BYTES
+) -> tuple[Any, VocabularySummary]:
+    """The tokenizer of a model's folder or GGUF file, from its cache entry if there is one, and the summary of its
+    vocabulary.
 
     Raises the errors of transformers, and GgufError.
 
@@ -49,12 +54,14 @@ def read_tokenizer(folder: Path, cache: Path | None = None, *, large_bytes: int 
     large_bytes  smallest size of the tokenizer's files with an entry
     """
     entry = _entry(folder, cache, large_bytes)
-    tokenizer = None if entry is None else _read(entry)
-    if tokenizer is None:
-        tokenizer = _from_files(folder)
-        if entry is not None:
-            _write(entry, tokenizer)
-    return tokenizer
+    cached = None if entry is None else _read(entry)
+    if cached is not None:
+        return cached
+    tokenizer = _from_files(folder)
+    vocabulary = summarize(tokenizer.get_vocab())
+    if entry is not None:
+        _write(entry, tokenizer, vocabulary)
+    return tokenizer, vocabulary
 
 
 def _from_files(path: Path) -> Any:
@@ -102,8 +109,8 @@ def _digest(folder: Path, files: list[Path], identity: str) -> str:
     return digest.hexdigest()[:32]
 
 
-def _read(entry: Path) -> Any:
-    """The tokenizer of an entry; None if there is none that can be read."""
+def _read(entry: Path) -> tuple[Any, VocabularySummary] | None:
+    """The content of an entry; None if there is none that can be read."""
     try:
         content = entry.read_bytes()
         mark_used(entry)
@@ -116,11 +123,11 @@ def _read(entry: Path) -> Any:
         return None
 
 
-def _write(entry: Path, tokenizer: Any) -> None:
+def _write(entry: Path, tokenizer: Any, vocabulary: VocabularySummary) -> None:
     """Store a tokenizer for the next start; a failure is logged."""
     try:
-        content = _encoded(tokenizer)
-        if not _same(_decoded(content), tokenizer):
+        content = _encoded(tokenizer, vocabulary)
+        if not _same(_decoded(content)[0], tokenizer):
             raise ValueError("its backend cannot be rebuilt")
         entry.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with scratch_folder(entry.parent) as folder:
@@ -139,21 +146,22 @@ def _same(read: Any, tokenizer: Any) -> bool:
     return bool(type(read) is type(tokenizer) and cached.to_str() == own.to_str())
 
 
-def _encoded(tokenizer: Any) -> bytes:
-    """A tokenizer as bytes, after their digest. Raises the errors of pickling."""
+def _encoded(tokenizer: Any, vocabulary: VocabularySummary) -> bytes:
+    """A tokenizer and the summary of its vocabulary as bytes, after their digest. Raises the errors of pickling."""
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise TypeError("it has no backend of the tokenizers library")
     buffer = io.BytesIO()
-    _Pickler(buffer, protocol=5).dump(tokenizer)
+    _Pickler(buffer, protocol=5).dump((tokenizer, astuple(vocabulary)))
     content = buffer.getvalue()
     return hashlib.sha256(content).digest() + content
 
 
-def _decoded(content: bytes) -> Any:
+def _decoded(content: bytes) -> tuple[Any, VocabularySummary]:
     digest, pickled = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
     if hashlib.sha256(pickled).digest() != digest:
         raise ValueError("its digest does not match")
-    return _Unpickler(io.BytesIO(pickled)).load()
+    tokenizer, vocabulary = _Unpickler(io.BytesIO(pickled)).load()
+    return tokenizer, VocabularySummary(*vocabulary)
 
 
 class _Pickler(pickle.Pickler):

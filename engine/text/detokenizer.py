@@ -21,8 +21,6 @@ _REPLACEMENT = "\ufffd"
 # With byte fallback each invalid byte becomes a U+FFFD, as in SentencePiece: Python's escapes of single bytes.
 _ESCAPES_TO_REPLACEMENT = {0xDC00 + byte: _REPLACEMENT for byte in range(0x80, 0x100)}
 _BYTE_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-# Tokens that are tried as the anchor.
-_MAX_ANCHOR_CANDIDATES = 4096
 # Tokens of one call of `decode_batch`, which releases the GIL.
 _BATCH_TOKENS = 4096
 # Last tokens of the prompt, on which the text of the first output token depends.
@@ -50,16 +48,16 @@ class TokenBytes:
     anchor          a token with one letter, without a space, as context for other tokens; None if there is none
     """
 
-    def __init__(self, tokenizer: Any, vocabulary: Mapping[str, int]) -> None:
+    def __init__(self, tokenizer: Any, vocabulary: VocabularySummary) -> None:
         self._tokenizer = tokenizer
         self._decode = _decode_function(tokenizer)
-        self._size = 1 + max(vocabulary.values(), default=0)
+        self._size = vocabulary.size
         self._is_fast = _decodes_in_rust(tokenizer)
         self._byte_level = self._is_fast and _is_byte_level(tokenizer.backend_tokenizer)
         self._raw_bytes: dict[int, bytes | None] = {}
-        self._errors = "surrogateescape" if "<0xFF>" in vocabulary else "replace"
+        self._errors = "surrogateescape" if vocabulary.has_byte_tokens else "replace"
         self.special_tokens = _special_tokens(tokenizer)
-        self.anchor = None if self._byte_level else self._find_anchor(vocabulary)
+        self.anchor = None if self._byte_level else self._find_anchor(vocabulary.letters)
         self._anchor_prefix = self._anchor_suffix = ""
         if self.anchor is not None:
             self._anchor_prefix = self.decode([self.anchor])
@@ -154,9 +152,8 @@ class TokenBytes:
         # Many pieces could be byte letters by chance: a byte token decodes to U+FFFD alone.
         return None if raw is None or _is_text(raw) or _REPLACEMENT not in self.decode([token]) else raw
 
-    def _find_anchor(self, vocabulary: Mapping[str, int]) -> int | None:
+    def _find_anchor(self, letters: Sequence[int]) -> int | None:
         """A letter, which no tokenizer strips; preferably one that decodes twice to two letters without a space."""
-        letters = sorted(number for piece, number in vocabulary.items() if _is_letter(piece))[:_MAX_ANCHOR_CANDIDATES]
         twice = {token: (self.decode([token]), self.decode([token, token])) for token in letters}
         joined = [token for token, (one, two) in twice.items() if len(one) < len(two) and two[len(one) :].isalpha()]
         spaced = [token for token, (one, two) in twice.items() if two == f"{one} {one}"]
@@ -285,11 +282,6 @@ def _is_text(raw: bytes) -> bool:
     except UnicodeDecodeError:
         return False
     return True
-
-
-def _is_letter(text: str) -> bool:
-    # The last character first: it excludes most of a large vocabulary.
-    return text[-1:].isascii() and text[-1:].isalpha() and len(text.lstrip("#")) == 1
 
 
 def _byte_level_bytes(piece: str) -> bytes | None:

@@ -23,6 +23,7 @@ from engine.text.outline import TEMPLATE_ERRORS, Messages, outline
 from engine.text.template import extend_environment, template_variables
 from engine.text.tool_call_format import ToolCallFormat, detect_tool_call_format
 from engine.text.variables import undeclared_variables
+from engine.text.vocabulary import VocabularySummary, summarize
 from engine.types.events import Logprob
 from engine.types.request import RenderedPrompt
 
@@ -35,14 +36,23 @@ class Tokenizer:
 
     context      tokens of a sequence; text that certainly has more is refused before it is tokenized
     max_context  the longest context that the settings could allow, for that error
+    vocabulary   its summary; None: it is made of the tokenizer's vocabulary
     chat_format  of reasoning and tool calls in the model's output
     """
 
-    def __init__(self, tokenizer: Any, *, vocabulary_size: int, context: int, max_context: int = 0) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        vocabulary_size: int,
+        context: int,
+        max_context: int = 0,
+        vocabulary: VocabularySummary | None = None,
+    ) -> None:
         self._tokenizer = tokenizer
         self._context, self._max_context = context, max_context
-        vocabulary = tokenizer.get_vocab()
-        self._max_token_bytes = max(len(token.encode()) for token in vocabulary)
+        vocabulary = vocabulary or summarize(tokenizer.get_vocab())
+        self._max_token_bytes = vocabulary.max_token_bytes
         self._token_bytes = self._engine_token_bytes = TokenBytes(tokenizer, vocabulary)
         if not getattr(tokenizer, "is_fast", False):
             self._engine_token_bytes = TokenBytes(copy.deepcopy(tokenizer), vocabulary)

@@ -25,6 +25,7 @@ from transformers import (
 from engine.load import tokenizer_cache
 from engine.load.tokenizer_cache import read_tokenizer
 from engine.text import tokenizer as served
+from engine.text.vocabulary import summarize
 from tests.engine.tokenizers import FAST, tokenizer_of
 
 BUNDLED = Path(__file__).parents[3] / "models" / "target"
@@ -132,7 +133,7 @@ def saved(tokenizer: Any, folder: Path) -> Path:
 
 def read(folder: Path, cache: Path) -> Any:
     """The tokenizer, with an entry for any size."""
-    return read_tokenizer(folder, cache, large_bytes=0)
+    return read_tokenizer(folder, cache, large_bytes=0)[0]
 
 
 def read_entry(folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -174,6 +175,19 @@ def test_cached_tokenizer_equals_the_one_of_its_files(
     assert own.apply_chat_template(MESSAGES, tokenize=True) == again.apply_chat_template(MESSAGES, tokenize=True)
     assert own.get_added_vocab() == again.get_added_vocab()
     assert bytes_of(own) == bytes_of(again)
+
+
+def test_entry_holds_the_summary_of_the_vocabulary(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The vocabulary is not read from the backend again."""
+    expected = summarize(AutoTokenizer.from_pretrained(folder).get_vocab())
+
+    assert expected == read_tokenizer(folder, tmp_path / "cache", large_bytes=0)[1]
+    with monkeypatch.context() as patched:
+        patched.setattr(tokenizer_cache, "AutoTokenizer", None)
+        patched.setattr(tokenizer_cache, "summarize", None)
+        assert expected == read_tokenizer(folder, tmp_path / "cache", large_bytes=0)[1]
 
 
 def bytes_of(tokenizer: Any) -> tuple[list[bytes], list[int]]:
