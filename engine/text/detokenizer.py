@@ -17,6 +17,8 @@ from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerFast
 
+from engine.text.vocabulary import VocabularySummary
+
 _REPLACEMENT = "\ufffd"
 # With byte fallback each invalid byte becomes a U+FFFD, as in SentencePiece: Python's escapes of single bytes.
 _ESCAPES_TO_REPLACEMENT = {0xDC00 + byte: _REPLACEMENT for byte in range(0x80, 0x100)}
