@@ -40,6 +40,9 @@ _probe_paths = frozenset({"/health", "/ready", "/metrics"})
 # ASGI messages that start a response, of HTTP and of WebSockets.
 _start_messages = frozenset({"http.response.start", "websocket.http.response.start", "websocket.accept"})
 _methods_with_body = frozenset({"POST", "PUT", "PATCH"})
+# Ollama's examples send JSON by `curl -d`, which announces a form. Pages of other origins may send this type without a
+# preflight request, but always with an Origin header.
+_OLLAMA_PREFIX, _CURL_TYPES = "/api/", frozenset({"", "application/x-www-form-urlencoded"})
 METHODS = ("GET", "HEAD", "POST", "DELETE")
 # Response headers that pages may read only if the server exposes them.
 EXPOSED_HEADERS = ("x-request-id", "retry-after", "x-should-retry")
@@ -186,8 +189,12 @@ def _media_type_error(scope: Scope) -> str:
     headers = Headers(scope=scope)
     if "content-encoding" in headers:
         return "Send the body without a Content-Encoding."
-    json = headers.get("content-type", "").partition(";")[0].strip().lower() == "application/json"
-    return "" if json or _has_no_body(headers) else "Send the body as Content-Type: application/json."
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind == "application/json" or _has_no_body(headers):
+        return ""
+    if kind in _CURL_TYPES and scope["path"].startswith(_OLLAMA_PREFIX) and "origin" not in headers:
+        return ""
+    return "Send the body as Content-Type: application/json."
 
 
 def _has_no_body(headers: Headers) -> bool:

@@ -54,6 +54,27 @@ def test_lines_add_up_to_the_response() -> None:
     assert ("stop", 3, True) == (whole["done_reason"], whole["eval_count"], whole["done"])
 
 
+@pytest.mark.parametrize("kind", ["", "application/x-www-form-urlencoded"])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("chat", {"messages": MESSAGES, "stream": False}),
+        ("generate", {"prompt": "hi", "stream": False}),
+        ("show", {}),
+    ],
+)
+def test_a_body_needs_no_content_type(kind: str, path: str, body: dict[str, object]) -> None:
+    """As in Ollama's examples with `curl -d`; a page of another origin is refused."""
+    app, sent = create_app(engine_emitting("yes"), settings()), {"model": "fake", **body}
+    headers = {"content-type": kind}
+
+    assert 200 == ask(app, "POST", f"/api/{path}", json_body=sent, headers=headers).status
+    assert 400 == ask(app, "POST", f"/api/{path}", body=b"model=fake", headers=headers).status
+    for origin in ("null", "http://page.example"):
+        assert 415 == ask(app, "POST", f"/api/{path}", json_body=sent, headers=headers | {"origin": origin}).status
+    assert 415 == ask(app, "POST", f"/api/{path}", json_body=sent, headers={"content-type": "text/plain"}).status
+
+
 def test_generate_has_a_response_field() -> None:
     """The prompt is rendered as system and user message."""
     engine = engine_emitting("yes")
