@@ -53,7 +53,7 @@ class DecoderFile:
             length = len(self._digest)
             if content[:length] != self._digest or content[length : 2 * length] != _digest(content[2 * length :]):
                 return None
-            decoders: Decoders = _Unpickler(io.BytesIO(content[2 * length :]), self._named).load()
+            decoders: Decoders = _DecoderUnpickler(io.BytesIO(content[2 * length :]), self._named).load()
         except FileNotFoundError:
             return None
         except Exception as error:
@@ -66,7 +66,7 @@ class DecoderFile:
         """Store the decoder; a failure is logged."""
         try:
             buffer = io.BytesIO()
-            _Pickler(buffer, self._named).dump(decoders)
+            _DecoderPickler(buffer, self._named).dump(decoders)
             content = buffer.getvalue()
             self._file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with scratch_folder(self._file.parent) as folder:
@@ -110,7 +110,7 @@ def _tensor(dtype: str, shape: tuple[int, ...], content: bytes) -> Tensor:
     return torch.frombuffer(bytearray(content), dtype=kind).view(shape)
 
 
-class _Pickler(pickle.Pickler):
+class _DecoderPickler(pickle.Pickler):
     def __init__(self, buffer: io.BytesIO, named: dict[str, object]) -> None:
         super().__init__(buffer, protocol=5)
         self._names = {id(own): name for name, own in named.items()}
@@ -128,7 +128,7 @@ class _Pickler(pickle.Pickler):
         return _tensor, (str(value.dtype).removeprefix("torch."), tuple(value.shape), _bytes(value))
 
 
-class _Unpickler(pickle.Unpickler):
+class _DecoderUnpickler(pickle.Unpickler):
     def __init__(self, buffer: io.BytesIO, named: dict[str, object]) -> None:
         super().__init__(buffer)
         self._named = named
