@@ -22,7 +22,8 @@ def write_folder(file: Path, folder: Path, weight_type: WeightType | None, on_ph
     config = read_gguf_config(file)
     dtype = config.dtype if weight_type is None else _DTYPES[weight_type]
     on_phase("tokenizer")
-    read_tokenizer(file).save_pretrained(folder)
+    tokenizer, _ = read_tokenizer(file)
+    tokenizer.save_pretrained(folder)
     on_phase("weights")
     model, _ = read_gguf_model(file, config, dtype)
     on_phase(f"write {str(dtype).removeprefix('torch.')}")

@@ -62,9 +62,7 @@ def column_statistics(inputs: Tensor) -> ColumnStatistics:
     # Columns of unit variance have a well conditioned matrix of second moments.
     deviations = importance.sqrt()
     rows = inputs.float() / deviations
-    parts = zip(
-        torch.split(rows, _FEEDBACK_COLUMNS, 1), torch.split(deviations, _FEEDBACK_COLUMNS), strict=True
-    )
+    parts = zip(torch.split(rows, _FEEDBACK_COLUMNS, 1), torch.split(deviations, _FEEDBACK_COLUMNS), strict=True)
     return ColumnStatistics(importance, tuple(_feedback(*part) for part in parts))
 
 
