@@ -57,6 +57,11 @@ class PackedMatrix:
 
     def row_major(self, blocks: slice = slice(None)) -> RowMajorWeights:
         """The rows of some blocks."""
+        # Function modes (engine/native/float32_mode.py) would change the dtype of scales.
+        with torch._C.DisableTorchFunction():
+            return self._row_major(blocks)
+
+    def _row_major(self, blocks: slice) -> RowMajorWeights:
         layout = LAYOUTS[self.format]
         codes = _unpack_codes(self.codes[blocks], layout.bits).transpose(1, 2).flatten(0, 1).flatten(1)
         outputs = min(len(codes), self.outputs - BLOCK * (blocks.start or 0))

@@ -12,14 +12,16 @@ from torch import Tensor
 from engine.kernels import dispatch, linear
 from engine.kernels.cpu import build
 from engine.kernels.cpu.linear import NativeLinear
-from engine.kernels.packing import PackedMatrix
-from engine.kernels.rounding import Bits, pack_floats
+from engine.kernels.formats import LAYOUTS, WeightFormat
+from engine.kernels.packing import PackedMatrix, pack
+from engine.kernels.rounding import pack_floats
+from tests.engine.kernels.weights import random_matrix, random_rows
 from tests.libraries import built
 
 Multiply = Callable[[Tensor, Sequence[PackedMatrix]], list[Tensor]]
 
-# The error of float32 totals of some dozen groups, relative to the largest product.
-TOLERANCE = 1e-6
+# The error of float32 totals of some dozen groups, relative to the largest product. Minimums are twice the terms.
+TOLERANCE, MINIMUMS_TOLERANCE = 1e-6, 2e-6
 # (outputs, columns), with and without whole blocks and groups.
 SHAPES = ((16, 32), (1, 1), (5, 7), (17, 33), (48, 64), (100, 130), (256, 512), (31, 1000))
 COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 15, 16, 23)
@@ -41,9 +43,15 @@ def rows(count: int, columns: int, seed: int = 0) -> Tensor:
     return torch.where(torch.rand(columns, generator=generator) < 0.02, 50 * numbers, numbers)
 
 
-def matrix(outputs: int, columns: int, bits: Bits, seed: int = 0) -> PackedMatrix:
+def matrix(outputs: int, columns: int, format: WeightFormat, seed: int = 0) -> PackedMatrix:
     """A random matrix."""
-    return pack_floats(torch.randn(outputs, columns, generator=torch.Generator().manual_seed(seed)), bits)
+    return random_matrix(format, outputs, columns, seed)
+
+
+def is_close(expected: Tensor, actual: Tensor, format: WeightFormat) -> bool:
+    """Whether products differ by the rounding of float32 totals only."""
+    tolerance = MINIMUMS_TOLERANCE if LAYOUTS[format].has_minimums else TOLERANCE
+    return float((actual - expected).abs().max()) <= tolerance * max(1.0, float(expected.abs().max()))
 
 
 def product(multiply: Multiply, numbers: Tensor, packed: PackedMatrix) -> Tensor:
@@ -52,36 +60,36 @@ def product(multiply: Multiply, numbers: Tensor, packed: PackedMatrix) -> Tensor
     return result
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("format", LAYOUTS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_products_equal_the_reference(native: NativeLinear, shape: tuple[int, int], bits: Bits) -> None:
+def test_products_equal_the_reference(native: NativeLinear, shape: tuple[int, int], format: WeightFormat) -> None:
     """Against float64, for sizes that are no multiples of blocks and groups."""
-    packed = matrix(*shape, bits)
+    packed = matrix(*shape, format)
     for count in COUNTS:
         numbers = rows(count, shape[1], seed=count)
         expected = product(linear.multiply, numbers.double(), packed)
 
         actual = product(native.multiply, numbers, packed)
 
-        assert float((actual - expected).abs().max()) <= TOLERANCE * max(1.0, float(expected.abs().max()))
+        assert is_close(expected, actual, format)
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-def test_random_shapes(native: NativeLinear, bits: Bits) -> None:
-    chance = random.Random(bits)
-    for seed in range(60):
+@pytest.mark.parametrize("format", LAYOUTS)
+def test_random_shapes(native: NativeLinear, format: WeightFormat) -> None:
+    chance = random.Random(format)
+    for seed in range(30):
         outputs, columns, count = (chance.randint(1, most) for most in (90, 300, 20))
-        packed, numbers = matrix(outputs, columns, bits, seed), rows(count, columns, seed)
+        packed, numbers = matrix(outputs, columns, format, seed), rows(count, columns, seed)
         expected = product(linear.multiply, numbers.double(), packed)
 
         actual = product(native.multiply, numbers, packed)
 
-        assert float((actual - expected).abs().max()) <= TOLERANCE * max(1.0, float(expected.abs().max()))
+        assert is_close(expected, actual, format)
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-def test_bits_of_a_row_do_not_depend_on_the_batch(native: NativeLinear, bits: Bits) -> None:
-    packed = matrix(75, 333, bits)
+@pytest.mark.parametrize("format", LAYOUTS)
+def test_bits_of_a_row_do_not_depend_on_the_batch(native: NativeLinear, format: WeightFormat) -> None:
+    packed = matrix(75, 333, format)
     numbers = rows(40, 333)
     alone = torch.cat([product(native.multiply, numbers[at : at + 1], packed) for at in range(40)])
     for count in range(1, 41):
@@ -95,32 +103,32 @@ def test_bits_of_a_row_do_not_depend_on_the_batch(native: NativeLinear, bits: Bi
     assert torch.equal(alone[order[:20]], product(native.multiply, numbers[order], packed)[:20])
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-def test_rows_larger_than_the_cache_keep_their_bits(native: NativeLinear, bits: Bits) -> None:
-    packed, numbers = matrix(40, 32768, bits), rows(120, 32768)
+@pytest.mark.parametrize("format", LAYOUTS)
+def test_rows_larger_than_the_cache_keep_their_bits(native: NativeLinear, format: WeightFormat) -> None:
+    packed, numbers = matrix(40, 32768, format), rows(120, 32768)
     together = product(native.multiply, numbers, packed)
 
     for at in range(0, 120, 7):
         assert torch.equal(product(native.multiply, numbers[at : at + 1], packed), together[at : at + 1])
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-def test_several_matrices_in_one_call(native: NativeLinear, bits: Bits) -> None:
-    """Of different widths and bits, each with the bits of its own call."""
-    some = [matrix(outputs, 96, own, seed=outputs) for outputs, own in ((64, bits), (7, 8), (40, 4), (16, bits))]
-    for count in (1, 5, 17):
-        numbers = rows(count, 96)
+def test_matrices_of_all_formats_in_one_call(native: NativeLinear) -> None:
+    """Each with the bits of its own call."""
+    outputs = (64, 7, 40, 16)
+    some = [matrix(outputs[at % 4], 296, format, seed=at) for at, format in enumerate(LAYOUTS)]
+    for count in (1, 5, 17, 40):
+        numbers = rows(count, 296)
 
         together = native.multiply(numbers, some)
 
-        assert [True] * 4 == [
-            torch.equal(product(native.multiply, numbers, one), own) for one, own in zip(some, together, strict=True)
-        ]
+        for one, own in zip(some, together, strict=True):
+            assert torch.equal(product(native.multiply, numbers, one), own)
 
 
+@pytest.mark.parametrize("format", ["int8", "q4_k", "q6_k"])
 @pytest.mark.parametrize(("count", "columns"), [(1, 20), (1, 300), (5, 600), (19, 128), (200, 300)])
-def test_bits_do_not_depend_on_threads(native: NativeLinear, count: int, columns: int) -> None:
-    packed, numbers = matrix(300, columns, 8), rows(count, columns)
+def test_bits_do_not_depend_on_threads(native: NativeLinear, format: WeightFormat, count: int, columns: int) -> None:
+    packed, numbers = matrix(300, columns, format), rows(count, columns)
     alone = product(native.multiply, numbers, packed)
     for threads in (2, 3, 8):
         torch.set_num_threads(threads)
@@ -131,7 +139,7 @@ def test_bits_do_not_depend_on_threads(native: NativeLinear, count: int, columns
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
 def test_rows_of_other_dtypes_and_layouts(native: NativeLinear, dtype: torch.dtype) -> None:
     """Products have the dtype of the rows."""
-    packed, numbers = matrix(33, 40, 8), rows(6, 80).to(dtype)
+    packed, numbers = matrix(33, 40, "int8"), rows(6, 80).to(dtype)
     expected = product(native.multiply, numbers[:, :40].float().contiguous(), packed).to(dtype)
 
     assert torch.equal(expected, product(native.multiply, numbers[:, :40], packed))
@@ -140,7 +148,7 @@ def test_rows_of_other_dtypes_and_layouts(native: NativeLinear, dtype: torch.dty
 
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])
 def test_non_finite_row_affects_itself_only(native: NativeLinear, wrong: float) -> None:
-    packed, numbers = matrix(20, 70, 8), rows(10, 70)
+    packed, numbers = matrix(20, 70, "int8"), rows(10, 70)
     clean = product(native.multiply, numbers, packed)
     numbers[3, 65] = wrong
 
@@ -165,13 +173,46 @@ def test_numbers_near_the_limits_of_float32(native: NativeLinear) -> None:
     torch.testing.assert_close(result, product(linear.multiply, numbers, packed), rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize("format", LAYOUTS)
+def test_extreme_scales(native: NativeLinear, format: WeightFormat) -> None:
+    """The largest, the smallest subnormal and zero, of both signs, as scales of outputs."""
+    own, count = random_rows(format, 40, 300), 14
+    rows_of_scales = own.scales if own.super_scales is None else own.super_scales
+    largest = 2.0**100 if rows_of_scales.dtype == torch.bfloat16 else 65504.0
+    for at, scale in enumerate((largest, -largest, 2.0**-24, -(2.0**-24), 2.0**-15, 0.0, -0.0)):
+        rows_of_scales[at] = scale
+    numbers = rows(count, 300)
+    for some in (numbers, numbers[:1]):
+        expected = product(linear.multiply, some.double(), pack(own))
+
+        actual = product(native.multiply, some, pack(own))
+
+        sizes = expected.abs().amax(0).clamp_min(1e-30)
+        for output in range(40):
+            assert is_close(expected[:, output] / sizes[output], actual[:, output] / sizes[output], format)
+
+
+@pytest.mark.parametrize("format", LAYOUTS)
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
+def test_rows_of_zeros_and_non_finite_rows(native: NativeLinear, format: WeightFormat, wrong: float) -> None:
+    packed, numbers = matrix(40, 70, format), rows(20, 70)
+    clean = product(native.multiply, numbers, packed)
+    numbers[3, 65], numbers[7] = wrong, 0
+
+    result = product(native.multiply, numbers, packed)
+
+    assert not result[3].isfinite().any()
+    assert torch.equal(torch.zeros(40), result[7])
+    assert torch.equal(clean[8:], result[8:])
+
+
 def test_no_rows_give_no_products(native: NativeLinear) -> None:
-    assert (0, 33) == product(native.multiply, torch.empty(0, 40), matrix(33, 40, 8)).shape
+    assert (0, 33) == product(native.multiply, torch.empty(0, 40), matrix(33, 40, "int8")).shape
 
 
 def test_rows_of_another_width_are_refused(native: NativeLinear) -> None:
     with pytest.raises(ValueError, match="rows of 39 columns do not fit"):
-        native.multiply(torch.zeros(2, 39), [matrix(33, 40, 8)])
+        native.multiply(torch.zeros(2, 39), [matrix(33, 40, "int8")])
 
 
 def test_rounding_error_of_rows() -> None:

@@ -5,24 +5,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import count
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.kernels import linear
+from engine.kernels.formats import WeightFormat
+from engine.kernels.packing import PackedMatrix
 from engine.load import selection as choosing
 from engine.load.selftest import ModelTraits, find_runner
 from engine.model import hooks, recurrence
 from engine.model.model_runner import ModelRunner
 from engine.model.runner import PackedRunner
 from engine.native.runner import NativeRunner
-from engine.quantize.plan import LayerSurvey
+from engine.quantize.experts import QuantizedExperts
+from engine.quantize.layers import QuantizedLinear, SharedInputGroup
+from engine.quantize.plan import LayerSurvey, QuantizationPlan, replace_modules
 from engine.quantize.quantize import quantize
 from engine.quantize.store import WeightStore
 from kvcache.cache import Cache
 from kvcache.spec import Span
+from tests.engine.kernels.weights import random_matrix
 from tests.engine.tiny import VOCABULARY, settings
 
 CONTEXT = 256
@@ -73,8 +79,11 @@ def tiny_model(family: str, weights: Weights = 32) -> TinyModel:
     return model_of_config(AutoConfig.for_model(family, **settings(family)), weights)
 
 
-def model_of_config(config: Any, weights: Weights = 32) -> TinyModel:
-    """A tiny model with a configuration."""
+def model_of_config(config: Any, weights: Weights = 32, formats: Sequence[WeightFormat] = ()) -> TinyModel:
+    """A tiny model with a configuration.
+
+    formats  of random quantised matrices in place of its own, one after the other; none: as `weights` says
+    """
     torch.set_num_threads(1)
     dtype = torch.bfloat16 if weights == 16 else torch.float32
     torch.manual_seed(0)
@@ -90,10 +99,32 @@ def model_of_config(config: Any, weights: Weights = 32) -> TinyModel:
     packed = find_runner(family, model, traits)
     plan = survey.close()
     assert isinstance(packed, PackedRunner)
-    if weights == 8 or weights == 4:
+    if formats:
+        replace_weights(model, plan, formats)
+    elif weights == 8 or weights == 4:
         quantize(model, plan, WeightStore(family, weights), linear.prepare)
     runner = choosing.select(model, packed, traits, context=CONTEXT).runner
     return TinyModel(model, packed, runner, recurrent)
+
+
+def replace_weights(model: Any, plan: QuantizationPlan, formats: Sequence[WeightFormat]) -> None:
+    """Replace the layers and experts of a plan by random matrices of some formats, one after the other."""
+    some = count()
+
+    def matrix(weight: Tensor) -> PackedMatrix:
+        at, (outputs, columns) = next(some), weight.shape
+        return random_matrix(formats[at % len(formats)], outputs, columns, at, size=float(weight.float().std()))
+
+    replacements: dict[nn.Module, nn.Module] = {}
+    for group in plan.groups:
+        matrices = [matrix(layer.weight) for layer in group]
+        shared = SharedInputGroup(linear.prepare(matrices))
+        for number, (layer, packed) in enumerate(zip(group, matrices, strict=True)):
+            replacements[layer.module] = QuantizedLinear(shared, number, packed, layer)
+    for experts in plan.experts.values():
+        up, down = ([matrix(weight) for weight in stack.weight] for stack in (experts.up, experts.down))
+        replacements[experts.module] = QuantizedExperts(experts, up, down, linear.prepare)
+    replace_modules(model, replacements)
 
 
 def native(family: str, weights: Weights = 32) -> TinyModel:
