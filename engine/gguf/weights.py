@@ -21,7 +21,7 @@ from engine.gguf.container import Bytes, GgufError, GgufModel, GgufTensor
 # Weights that one call of the gguf package dequantises: its temporaries take about 20 bytes each.
 _CHUNK_WEIGHTS = 2**22
 # Types that torch reads as they are, with torch's dtype.
-_PLAIN_TYPES = {
+PLAIN_TYPES = {
     GGMLQuantizationType.F32: torch.float32,
     GGMLQuantizationType.F16: torch.float16,
     GGMLQuantizationType.BF16: torch.bfloat16,
@@ -326,7 +326,7 @@ def _whole(tensor: GgufTensor) -> RowRange:
 def _read_rows(rows: RowRange, dtype: torch.dtype) -> Tensor:
     """[rows, columns]"""
     kind, blocks = rows.tensor.type, rows.blocks
-    plain = _PLAIN_TYPES.get(kind)
+    plain = PLAIN_TYPES.get(kind)
     if plain is not None:
         return torch.from_numpy(blocks).view(plain).to(dtype)
     weights = torch.empty(len(blocks), rows.columns, dtype=dtype)

@@ -12,7 +12,6 @@ from engine.config import BUNDLED_NAME, EngineConfig
 from engine.kernels import dispatch, reference
 from engine.kernels.products import TiledProduct
 from engine.kernels.reference import AttentionFunction
-from engine.kernels.rounding import Bits
 from engine.load.checkpoint import configuration_bytes, is_small
 from engine.load.outcomes import Outcome, OutcomeFile
 from engine.load.selection import RunnerSelection, select
@@ -35,11 +34,18 @@ class ModelChecks:
     """
 
     def __init__(
-        self, config: EngineConfig, folder: Path, model: Any, weights: tuple[str, torch.dtype, torch.dtype]
+        self,
+        config: EngineConfig,
+        folder: Path,
+        model: Any,
+        weights: tuple[str, torch.dtype, torch.dtype],
+        *,
+        quantises: bool,
     ) -> None:
         """Read the earlier outcome; without one, start the survey of layers to quantise.
 
-        weights  their digest, the dtype of the model, and the dtype of cached keys and values
+        weights    their digest, the dtype of the model, and the dtype of cached keys and values
+        quantises  whether layers are quantised or repacked
         """
         self._config, self._model = config, model
         _, self._dtype, self._kv_dtype = weights
@@ -50,8 +56,7 @@ class ModelChecks:
         if self.earlier is not None and self.earlier.quantised is not None:
             self._plan = plan_from_names(model, self.earlier.quantised)
             self.earlier = None if self._plan is None else self.earlier
-        surveys = config.quantize != "none" and config.device == "cpu"
-        self._survey = LayerSurvey(model) if surveys and self.earlier is None else None
+        self._survey = LayerSurvey(model) if quantises and self.earlier is None else None
 
     def set_traits(
         self, vocabulary: int, *, recurrent: bool, encoder: Encoder | None, switch: RopeSwitch | None = None
@@ -83,16 +88,16 @@ class ModelChecks:
             self._plan = self._survey.close()
         return self._plan
 
-    def select(self, bits: Bits | None, *, context: int) -> tuple[RunnerSelection, bool]:
+    def select(self, format: str | None, *, context: int) -> tuple[RunnerSelection, bool]:
         """The fastest runner, and whether it is batch invariant; stores the outcome of all checks.
 
-        bits     of a quantised weight; None: weights are not quantised
+        format   name of the format of quantised weights; None: weights are not quantised
         context  positions of the model
         """
-        passed = self.earlier if self.earlier is not None and self.earlier.bits == bits else None
+        passed = self.earlier if self.earlier is not None and self.earlier.format == format else None
         selection = self._select(context, checked=passed is not None and passed.native)
-        invariant = self._is_batch_invariant(selection.runner, bits, passed)
-        self._save(bits, selection, batch_invariant=invariant)
+        invariant = self._is_batch_invariant(selection.runner, format, passed)
+        self._save(format, selection, batch_invariant=invariant)
         return selection, invariant
 
     def _select(self, context: int, *, checked: bool) -> RunnerSelection:
@@ -106,10 +111,10 @@ class ModelChecks:
         file = None if self._file is None else self._file.decoder_file
         return select(self._model, runner, self._traits, context=context, checked=checked, file=file)
 
-    def _is_batch_invariant(self, runner: ModelRunner, bits: Bits | None, passed: Outcome | None) -> bool:
+    def _is_batch_invariant(self, runner: ModelRunner, format: str | None, passed: Outcome | None) -> bool:
         """See ModelInfo. Quantised models are made batch invariant, as they amplify rounding; the result is checked."""
         native = isinstance(runner, NativeRunner)
-        if bits is None or self._dtype == torch.float64:
+        if format is None or self._dtype == torch.float64:
             return native
         runner.make_invariant(TiledProduct() if self._config.kernels == "torch" else dispatch.best_row_invariant())
         if passed is not None and passed.batch_invariant and passed.native == native:
@@ -122,7 +127,7 @@ class ModelChecks:
             )
         return invariant
 
-    def _save(self, bits: Bits | None, selection: RunnerSelection, *, batch_invariant: bool) -> None:
+    def _save(self, format: str | None, selection: RunnerSelection, *, batch_invariant: bool) -> None:
         runner, file = self._torch_runner, self._file
         if file is None:
             return
@@ -134,7 +139,7 @@ class ModelChecks:
             layers=runner.layers,
             has_hidden_states=runner.has_hidden_states,
             quantised=None if self._plan is None else self._plan.names,
-            bits=bits,
+            format=format,
             native=selection.reason is None,
             batch_invariant=batch_invariant,
         )

@@ -10,13 +10,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engine.gguf.config import file_type, read_config, stored_dtype
-from engine.gguf.container import GgufError, read_metadata, read_model
+from engine.gguf.container import GgufError, read_model
+from engine.gguf.matrices import FileMatrices
 from engine.gguf.weights import parameter_sources, read_parameters
 from engine.load.construction import construct
 from engine.load.resources import processor_count
-
-# Names of file types that are dtypes.
-_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 def read_gguf_config(file: Path) -> Any:
@@ -27,8 +25,11 @@ def read_gguf_config(file: Path) -> Any:
     return config
 
 
-def read_gguf_model(file: Path, config: Any, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
-    """The model with dequantised weights, and the report of transformers on the weights. Raises GgufError, OSError."""
+def read_gguf_model(file: Path, config: Any, dtype: torch.dtype) -> tuple[Any, dict[str, Any], FileMatrices]:
+    """The model with dequantised weights, the report of transformers on them, and the matrices of the file.
+
+    Raises GgufError, OSError.
+    """
     content = read_model(file)
     with torch.device("meta"):
         skeleton = construct(partial(AutoModelForCausalLM.from_config, config))
@@ -47,10 +48,4 @@ def read_gguf_model(file: Path, config: Any, dtype: torch.dtype) -> tuple[Any, d
         output_loading_info=True,
     )
     model, report = construct(read)
-    return model, report
-
-
-def read_file_type(file: Path) -> str | None:
-    """The format of the weights of a file for display, such as Q4_K_M. Raises GgufError, OSError."""
-    name = file_type(read_metadata(file))
-    return None if name is None else _DTYPES.get(name, name)
+    return model, report, FileMatrices(sources, skeleton, file_type(content.metadata) or "GGUF")

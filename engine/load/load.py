@@ -27,9 +27,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from engine.config import BUNDLED_NAME, EngineConfig
 from engine.errors import ModelUnsupported
+from engine.gguf.matrices import FileMatrices
 from engine.grammar.compiler import GrammarCompiler
-from engine.kernels import dispatch, linear
-from engine.kernels.rounding import Bits
 from engine.load.checking import ModelChecks, log_margins
 from engine.load.checkpoint import (
     READ_ERRORS,
@@ -44,9 +43,9 @@ from engine.load.checkpoint import (
     weight_files,
 )
 from engine.load.construction import construct
-from engine.load.gguf_model import read_file_type, read_gguf_config, read_gguf_model
+from engine.load.gguf_model import read_gguf_config, read_gguf_model
+from engine.load.layers import LayersToQuantize, quantize_layers
 from engine.load.memory import ModelSizes, available_bytes, max_fitting_context, plan_memory
-from engine.load.selftest import default_attention
 from engine.load.tokenizer_cache import read_tokenizer
 from engine.model import hooks, recurrence, rope
 from engine.model.encoder import Encoder, has_encoder
@@ -54,10 +53,7 @@ from engine.model.layers import CachedLayer
 from engine.model.margins import Margin, recording
 from engine.model.model_runner import ModelRunner
 from engine.model.rope import RopeSwitch
-from engine.quantize.calibration import CalibrationText, calibrate, read_text
-from engine.quantize.plan import QuantizationPlan
-from engine.quantize.quantize import bits_for, bytes_of, estimate, quantize
-from engine.quantize.store import WeightStore
+from engine.quantize.quantize import bytes_of, estimate
 from engine.text.tokenizer import Tokenizer
 from engine.types.status import MemoryPlan, ModelInfo
 
@@ -130,7 +126,7 @@ def _load(config: EngineConfig, on_phase: Callable[[str], None], reserved_bytes:
     torch.set_num_threads(config.threads or default_threads(folder))
     model_config = _read_config(name, folder, config)
     on_phase("weights")
-    model, dtype = _read_model(name, folder, model_config, config)
+    model, dtype, matrices = _read_model(name, folder, model_config, config)
     text_config = model.config.get_text_config()
     parameters = sum(parameter.numel() for parameter in model.parameters())
     reading = _start_tokenizer(name, folder, text_config.vocab_size)
@@ -138,22 +134,19 @@ def _load(config: EngineConfig, on_phase: Callable[[str], None], reserved_bytes:
     switch = _install_rope(name, model)
     kv_dtype: torch.dtype = dtype if config.kv_dtype == "auto" else getattr(torch, config.kv_dtype)
     digest = fingerprint(folder)
-    checks = ModelChecks(config, folder, model, (digest, dtype, kv_dtype))
+    quantises = config.device == "cpu" and (config.quantize != "none" or matrices is not None)
+    checks = ModelChecks(config, folder, model, (digest, dtype, kv_dtype), quantises=quantises)
     recurrent = _install_hooks(model)
     on_phase("kernels")
     encoder = _encoder(name, model, budget_bytes=available // _ENCODER_MEMORY_DIVISOR)
     checks.set_traits(text_config.vocab_size, recurrent=recurrent, encoder=encoder, switch=switch)
     on_phase("self-test" if checks.earlier is None else "checked before")
     checks.find_runner(name)
-    on_phase("native step" if config.quantize == "none" else "quantize")
-    plan = checks.quantization_plan()
-    bits = None if plan is None else bits_for(config.quantize, plan, available)
-    int4_key = ""
-    if plan is not None and bits is not None:
-        store = _quantize(config, model, plan, (f"{digest} {dtype}", bits), reading)
-        # The formats of int4 weights depend on the calibration text, and cells on them.
-        int4_key = store.key if bits == 4 else ""
-    selection, invariant = checks.select(bits, context=config.context or max_context(text_config))
+    on_phase("quantize" if quantises else "native step")
+    layers = LayersToQuantize(model, checks.quantization_plan(), matrices, f"{digest} {dtype}")
+    quantised = quantize_layers(config, layers, available, reading)
+    weights_format = quantised.format
+    selection, invariant = checks.select(weights_format, context=config.context or max_context(text_config))
     compute_dtype = torch.float32 if selection.reason is None else dtype
     sizes = _sizes(model, selection.runner.layers, compute_dtype, kv_dtype)
     reserved = sizes.weights_bytes + (0 if encoder is None else encoder.budget_bytes)
@@ -166,7 +159,7 @@ def _load(config: EngineConfig, on_phase: Callable[[str], None], reserved_bytes:
         fingerprint=digest,
         architecture=type(model).__name__,
         parameters=parameters,
-        dtype=_dtype_name(compute_dtype, _weights_name(folder, dtype, bits)),
+        dtype=_dtype_name(compute_dtype, weights_format or str(dtype).removeprefix("torch.")),
         vocabulary=text_config.vocab_size,
         context=context,
         slots=slots,
@@ -175,7 +168,7 @@ def _load(config: EngineConfig, on_phase: Callable[[str], None], reserved_bytes:
         device=config.device,
         batch_invariant=invariant,
         not_native_reason=selection.reason,
-        quantization_estimate=estimate(model, available) if bits is None and config.device == "cpu" else None,
+        quantization_estimate=estimate(model, available) if not weights_format and config.device == "cpu" else None,
     )
     ends = _end_tokens(model, tokenizer)
     grammars = GrammarCompiler(tokenizer, vocabulary_size=text_config.vocab_size, end_tokens=ends)
@@ -192,43 +185,7 @@ def _load(config: EngineConfig, on_phase: Callable[[str], None], reserved_bytes:
         grammars=grammars,
         encoder=encoder,
     )
-    return replace(loaded, identity=_identity(folder, loaded, int4_key))
-
-
-def _quantize(
-    config: EngineConfig,
-    model: Any,
-    plan: QuantizationPlan,
-    weights: tuple[str, Bits],
-    tokenizer: Future[Tokenizer],
-) -> WeightStore:
-    """Quantise the layers of the plan.
-
-    weights  identity of the original weights, and bits of the quantised ones
-    """
-    identity, bits = weights
-    prepare = linear.prepare if config.kernels == "torch" else dispatch.best_linear()
-    text = CalibrationText(read_text(config.calibration), lambda part: tokenizer.result().encode(part))
-    store = WeightStore(identity if bits == 8 else f"{identity} {text.digest}", bits)
-    try:
-        quantize(model, plan, store, prepare, lambda: calibrate(model, plan, text, default_attention(model)))
-    except ValueError as error:
-        raise ModelUnsupported(config.model or BUNDLED_NAME, f"its weights cannot be quantised: {error}") from error
-    _release_files(model)
-    return store
-
-
-def _release_files(model: Any) -> None:
-    """Copy the remaining weights: one small tensor in a mapped file would keep the whole file mapped."""
-    for parameter in model.parameters():
-        parameter.data = parameter.data.clone()
-
-
-def _weights_name(path: Path, dtype: torch.dtype, bits: Bits | None) -> str:
-    """The format of the weights: the dtype, or that of quantised ones."""
-    if bits is not None:
-        return f"int{bits}"
-    return (read_file_type(path) if is_gguf(path) else None) or str(dtype).removeprefix("torch.")
+    return replace(loaded, identity=_identity(folder, loaded, quantised.key))
 
 
 def _dtype_name(compute_dtype: torch.dtype, weights: str) -> str:
@@ -281,10 +238,13 @@ def _configuration(name: str, path: Path) -> Any:
         raise ModelUnsupported(name, error_line(error)) from error
 
 
-def _read_model(name: str, folder: Path, config: Any, settings: EngineConfig) -> tuple[Any, torch.dtype]:
+def _read_model(
+    name: str, folder: Path, config: Any, settings: EngineConfig
+) -> tuple[Any, torch.dtype, FileMatrices | None]:
+    """The model, its dtype, and the quantised matrices of its file that replace layers. Raises ModelUnsupported."""
     try:
         dtype = _choose_dtype(settings, folder, config)
-        model, report = _read_weights(name, folder, config, dtype)
+        model, report, matrices = _read_weights(name, folder, config, dtype)
     except READ_ERRORS as error:
         raise ModelUnsupported(name, error_line(error)) from error
     if report["missing_keys"] or report["mismatched_keys"]:
@@ -293,11 +253,19 @@ def _read_model(name: str, folder: Path, config: Any, settings: EngineConfig) ->
     if dtype == torch.float64:
         # The default, a grouped matrix product, does not support float64.
         model.set_experts_implementation("eager")
-    return model.to(settings.device).eval().requires_grad_(False), dtype
+    # Another dtype or format is that of all weights.
+    keeps_formats = settings.quantize in ("none", "auto") and settings.dtype == "auto" and settings.device == "cpu"
+    kept = matrices if matrices is not None and matrices.quantised and keeps_formats else None
+    return model.to(settings.device).eval().requires_grad_(False), dtype, kept
 
 
-def _read_weights(name: str, path: Path, config: Any, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
-    """The model with its weights, and the report of transformers on them. Raises READ_ERRORS."""
+def _read_weights(
+    name: str, path: Path, config: Any, dtype: torch.dtype
+) -> tuple[Any, dict[str, Any], FileMatrices | None]:
+    """The model with its weights, the report of transformers on them, and the matrices of a GGUF file.
+
+    Raises READ_ERRORS.
+    """
     if is_gguf(path):
         return read_gguf_model(path, config, dtype)
     _dequantize(name, path, config, dtype)
@@ -312,7 +280,7 @@ def _read_weights(name: str, path: Path, config: Any, dtype: torch.dtype) -> tup
         output_loading_info=True,
     )
     model, report = construct(read)
-    return model, report
+    return model, report, None
 
 
 def _dequantize(name: str, folder: Path, config: Any, dtype: torch.dtype) -> None:

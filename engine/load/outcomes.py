@@ -41,7 +41,7 @@ class Outcome:
     layers             the attention layers that store cells
     has_hidden_states  whether the hidden states of the last layer can be captured
     quantised          the layers to quantise; None: nothing was surveyed
-    bits               of a quantised weight; None: weights keep their dtype
+    format             name of the format of quantised weights; None: weights keep their dtype
     native             whether the native step runs the model
     batch_invariant    see ModelInfo
     """
@@ -49,7 +49,7 @@ class Outcome:
     layers: tuple[CachedLayer, ...]
     has_hidden_states: bool
     quantised: QuantizationPlanNames | None
-    bits: int | None
+    format: str | None
     native: bool
     batch_invariant: bool
 
@@ -112,7 +112,7 @@ def _outcome(content: dict[str, Any]) -> Outcome:
         layers=tuple(map(_layer, content["layers"])),
         has_hidden_states=bool(content["has_hidden_states"]),
         quantised=None if quantised is None else _names(quantised),
-        bits=content["bits"],
+        format=content["format"],
         native=bool(content["native"]),
         batch_invariant=bool(content["batch_invariant"]),
     )

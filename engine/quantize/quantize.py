@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeAlias
 
 from rich.console import Console
 from rich.progress import Progress
@@ -22,12 +23,15 @@ from engine.quantize.experts import QuantizedExperts
 from engine.quantize.formats import MAX_AVERAGE_BITS
 from engine.quantize.layers import QuantizedLinear, SharedInputGroup
 from engine.quantize.plan import LinearLayer, QuantizationPlan, replace_modules
-from engine.quantize.quantizer import Quantizer, describe_formats, matrix_name, planned_matrices
+from engine.quantize.quantizer import MatrixSource, Quantizer, describe_formats, matrix_name, planned_matrices
 from engine.quantize.stacks import ExpertStack, experts_of
 from engine.quantize.store import WeightStore
 from engine.types.status import QuantizationEstimate
 
 log = logging.getLogger("cellar.engine")
+
+# The quantised matrix by its name and its original weights.
+_QuantizeMatrix: TypeAlias = Callable[[str, Tensor], PackedMatrix]
 
 _BITS: dict[Quantize, Bits | None] = {"none": None, "int8": 8, "int4": 4}
 # With "auto", models with fewer weights are not quantised: they are fast and small enough.
@@ -80,19 +84,41 @@ def quantize(
 
     calibrate  called for new weights of 4 bits: statistics by the name of a layer, or of a module with experts
     """
-    replacements: dict[nn.Module, nn.Module] = {}
     with _QuantizedMatrices(store, plan, calibrate) as matrices:
-        for group in plan.groups:
-            replacements |= _quantized_linears(
-                group, [matrices.quantize(layer.name, layer.weight) for layer in group], prepare
-            )
-        for name, experts in plan.experts.items():
-            up, down = (_quantize_stack(matrices, name, stack) for stack in (experts.up, experts.down))
-            replacements[experts.module] = QuantizedExperts(experts, up, down, prepare)
-    replace_modules(model, replacements)
+        _replace(model, plan, matrices.quantize, prepare)
     matrices.save()
     log.info("int%d: %s", store.bits, describe_formats(matrices.packed))
-    _log_summary(model, plan, store.bits)
+    _log_summary(model, plan, f"int{store.bits}")
+
+
+def repack(
+    model: nn.Module, plan: QuantizationPlan, source: MatrixSource, prepare: PrepareMatrices, *, label: str
+) -> None:
+    """Replace the layers and experts of the plan by the matrices of a source; the original weights are freed.
+
+    label  name of the formats, for the log
+    """
+    storage = PackedStorage((*each.weight.shape, source.formats[each.name]) for each in planned_matrices(plan))
+    packed = dict[str, PackedMatrix]()
+
+    def matrix(name: str, weight: Tensor) -> PackedMatrix:
+        packed[name] = source.quantize(name, weight, storage)
+        return packed[name]
+
+    _replace(model, plan, matrix, prepare)
+    log.info("%s: %s", label, describe_formats(packed))
+    _log_summary(model, plan, label)
+
+
+def _replace(model: nn.Module, plan: QuantizationPlan, quantized: _QuantizeMatrix, prepare: PrepareMatrices) -> None:
+    """Replace the layers and experts of the plan; the original weights are freed one by one."""
+    replacements: dict[nn.Module, nn.Module] = {}
+    for group in plan.groups:
+        replacements |= _quantized_linears(group, [quantized(layer.name, layer.weight) for layer in group], prepare)
+    for name, experts in plan.experts.items():
+        up, down = (_quantize_stack(quantized, name, stack) for stack in (experts.up, experts.down))
+        replacements[experts.module] = QuantizedExperts(experts, up, down, prepare)
+    replace_modules(model, replacements)
 
 
 def bytes_of(model: nn.Module) -> int:
@@ -141,9 +167,9 @@ class _QuantizedMatrices:
             self._store.write(self.packed)
 
 
-def _quantize_stack(matrices: _QuantizedMatrices, name: str, stack: ExpertStack) -> list[PackedMatrix]:
+def _quantize_stack(quantized: _QuantizeMatrix, name: str, stack: ExpertStack) -> list[PackedMatrix]:
     """The matrices of all experts; the original parameter is freed."""
-    packed = [matrices.quantize(matrix_name(name, stack, number), weight) for number, weight in enumerate(stack.weight)]
+    packed = [quantized(matrix_name(name, stack, number), weight) for number, weight in enumerate(stack.weight)]
     stack.module.register_parameter(stack.parameter, None)
     return packed
 
@@ -168,7 +194,7 @@ def _quantized_linears(
     return replacements
 
 
-def _log_summary(model: nn.Module, plan: QuantizationPlan, bits: Bits) -> None:
+def _log_summary(model: nn.Module, plan: QuantizationPlan, label: str) -> None:
     """Log the quantised layers, and the others with the reasons."""
     counts = [f"{count} linear layers ({reason})" for reason, count in plan.skipped.items()]
     # Convolution weights have three dimensions too.
@@ -184,4 +210,4 @@ def _log_summary(model: nn.Module, plan: QuantizationPlan, bits: Bits) -> None:
     weights = sum(layer.weights for layer in layers) + sum(each.weights for each in experts)
     quantized = f"{len(plan.layers)} linear layers" + (f", the experts of {len(experts)} layers" if experts else "")
     skipped = ", ".join(counts) or "only layers of other types"
-    log.info("int%d: %s, %.1f million weights; not quantised: %s", bits, quantized, weights / 1e6, skipped)
+    log.info("%s: %s, %.1f million weights; not quantised: %s", label, quantized, weights / 1e6, skipped)

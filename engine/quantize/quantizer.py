@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -45,6 +46,19 @@ def planned_matrices(plan: QuantizationPlan) -> Iterator[PlannedMatrix]:
 def matrix_name(experts: str, stack: ExpertStack, number: int) -> str:
     """The name of one expert's matrix."""
     return f"{experts}.{stack.parameter}.{number}"
+
+
+class MatrixSource(Protocol):
+    """Makes the quantised matrices of a plan."""
+
+    @property
+    def formats(self) -> Mapping[str, WeightFormat]:
+        """The format of each matrix by name."""
+        ...
+
+    def quantize(self, name: str, weight: Tensor, storage: PackedStorage) -> PackedMatrix:
+        """The quantised matrix with original weights [outputs, columns]. Raises ValueError."""
+        ...
 
 
 class Quantizer:

@@ -36,7 +36,7 @@ OUTCOME = Outcome(
     ),
     has_hidden_states=True,
     quantised=QuantizationPlanNames((("a.q", "a.k"), ("b",)), {"not in use": 2}, ("experts",)),
-    bits=8,
+    format="int8",
     native=True,
     batch_invariant=True,
 )
@@ -45,7 +45,7 @@ OUTCOME = Outcome(
 def test_outcome_survives_a_round_trip(tmp_path: Path) -> None:
     """Frequencies are equal bit for bit."""
     file = OutcomeFile("model", tmp_path)
-    for outcome in (OUTCOME, replace(OUTCOME, quantised=None, bits=None, native=False)):
+    for outcome in (OUTCOME, replace(OUTCOME, quantised=None, format=None, native=False)):
         file.write(outcome)
 
         assert outcome == file.read()

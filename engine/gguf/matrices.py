@@ -1,0 +1,115 @@
+"""The matrices of a model in the formats of its GGUF files, for the replacement of its layers."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from gguf.constants import GGMLQuantizationType
+from torch import Tensor, nn
+
+from engine.gguf.weights import PLAIN_TYPES, FileMatrix, Matrices, ParameterSource
+from engine.kernels.blocks import EXACT_FORMATS, pack_blocks
+from engine.kernels.formats import WeightFormat
+from engine.kernels.packing import PackedMatrix, PackedStorage
+from engine.kernels.rounding import pack_floats
+from engine.quantize.plan import QuantizationPlan
+from engine.quantize.quantizer import matrix_name, planned_matrices
+
+log = logging.getLogger("cellar.engine")
+
+# The format of weights in types without an exact one.
+_WIDER: WeightFormat = "int8"
+
+
+class FileMatrices:
+    """The matrices of a model by name, repacked from the blocks of its files.
+
+    formats  by name, of the matrices of the last plan
+    label    name of the mix of types in the files, such as Q4_K_M
+    """
+
+    def __init__(self, sources: Mapping[str, ParameterSource], skeleton: nn.Module, label: str) -> None:
+        """`sources` are those of the parameters of `skeleton`, the model of transformers."""
+        self.label, self._sources = label, sources
+        self._tied: Mapping[str, str] = getattr(skeleton, "all_tied_weights_keys", {})
+        self.formats: dict[str, WeightFormat] = {}
+        self._widened = Counter[str]()
+        self._squared_error, self._squared_weights = 0.0, 0.0
+
+    @property
+    def quantised(self) -> bool:
+        """Whether some matrices have a quantised type."""
+        tensors = (tensor for source in self._sources.values() for tensor in source.tensors)
+        return any(tensor.type not in PLAIN_TYPES for tensor in tensors)
+
+    def limit(self, plan: QuantizationPlan) -> QuantizationPlan:
+        """The plan without matrices that the files hold as floats; sets `formats`."""
+        plain = {each.name for each in planned_matrices(plan) if self._is_plain(each.name)}
+        groups = [tuple(layer for layer in group if layer.name not in plain) for group in plan.groups]
+        # The experts of a layer have one type in published files.
+        experts = {
+            name: own
+            for name, own in plan.experts.items()
+            if not {matrix_name(name, stack, 0) for stack in (own.up, own.down)} & plain
+        }
+        skipped = Counter(plan.skipped)
+        if kept := sum(layer.name in plain for layer in plan.layers):
+            skipped["floats in the file"] += kept
+        limited = replace(plan, groups=tuple(filter(None, groups)), skipped=skipped, experts=experts)
+        self.formats = {each.name: self._format(each.name, each.weight) for each in planned_matrices(limited)}
+        return limited
+
+    def quantize(self, name: str, weight: Tensor, storage: PackedStorage) -> PackedMatrix:
+        """The matrix in its format: exact, or with one of int8 from its dequantised `weight`.
+
+        Raises ValueError for scales that are infinite or NaN.
+        """
+        matrix = self._matrix(name)
+        if matrix is not None and self._is_exact(matrix, weight):
+            assert matrix.type is not None
+            packed = pack_blocks(torch.from_numpy(matrix.blocks), matrix.type, storage)
+            assert packed is not None
+            return packed
+        packed = pack_floats(weight, 8, storage)
+        self._widened[_type_name(matrix)] += weight.numel()
+        self._squared_error += float((packed.unpack(torch.float32) - weight).double().square().sum())
+        self._squared_weights += float(weight.double().square().sum())
+        return packed
+
+    def log_loss(self) -> None:
+        """Log the error of matrices in types without an exact format, relative to their size."""
+        if self._widened:
+            types = ", ".join(f"{count / 1e6:.1f} million weights in {name}" for name, count in self._widened.items())
+            loss = self._squared_error / max(self._squared_weights, torch.finfo(torch.float64).tiny)
+            log.warning("%s are stored as %s, with a relative squared error of %.1e", types, _WIDER, loss)
+
+    def _matrix(self, name: str) -> FileMatrix | None:
+        """The matrix of a layer or of one expert; None: the file holds it in another form."""
+        source = self._sources.get(self._tied.get(f"{name}.weight", f"{name}.weight"))
+        if source is not None:
+            return source.matrices[0] if isinstance(source, Matrices) and len(source.matrices) == 1 else None
+        stack, _, number = name.rpartition(".")
+        source = self._sources.get(stack)
+        return source.matrices[int(number)] if isinstance(source, Matrices) and number.isdecimal() else None
+
+    def _is_plain(self, name: str) -> bool:
+        matrix = self._matrix(name)
+        return matrix is not None and matrix.type in PLAIN_TYPES
+
+    def _format(self, name: str, weight: Tensor) -> WeightFormat:
+        matrix = self._matrix(name)
+        if matrix is None or matrix.type is None or not self._is_exact(matrix, weight):
+            return _WIDER
+        return EXACT_FORMATS[matrix.type]
+
+    def _is_exact(self, matrix: FileMatrix, weight: Tensor) -> bool:
+        return matrix.type in EXACT_FORMATS and matrix.shape == tuple(weight.shape)
+
+
+def _type_name(matrix: FileMatrix | None) -> str:
+    kind: GGMLQuantizationType | None = None if matrix is None else matrix.type
+    return "several types" if kind is None else str(kind.name)
