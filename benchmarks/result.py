@@ -11,6 +11,7 @@ Rows by benchmark:
     peers        model, weights, peer, cell, figure, cellar, other (medians), ratio, lowest, highest
     speculation  drafter, batch, plain (tokens/s without drafts), ratios by mode, best, auto_to_best
     quality      weights, outliers, server, perplexity (times float32's), distance (nats, RMS)
+    gguf         model, weights, cell, figure, cellar, other, ratio (above 1: Cellar is better)
     memory       model, weights, slots, context, weights_bytes, cache_bytes, idle_bytes, peak_bytes
 """
 
@@ -86,7 +87,7 @@ def command_line(benchmark: str, arguments: Sequence[str]) -> str:
 
 def model_name(path: str) -> str:
     """The published name of a model in a folder such as qwen3-0.6b; the folder's name where it has none."""
-    return {name.lower(): name for name in MODELS}.get(Path(path).name.lower(), Path(path).name)
+    return {name.lower().replace(" ", "-"): name for name in MODELS}.get(Path(path).name.lower(), Path(path).name)
 
 
 def weight_format(quantize: str, dtype: str, model: str) -> str:

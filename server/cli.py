@@ -144,7 +144,7 @@ def convert(
     source: str,
     target: Path,
     *,
-    weights: Annotated[Literal["f32", "f16", "bf16", "q8_0"] | None, Parameter(name="--type")] = None,
+    weights: Annotated[Literal["f32", "f16", "bf16", "q8_0", "q6_k", "q4_k_m"] | None, Parameter(name="--type")] = None,
     pre_tokenizer: str | None = None,
     force: bool = False,
 ) -> None:
@@ -157,7 +157,7 @@ def convert(
     target
         A file that ends in .gguf, or a folder for safetensors, config.json and the tokenizer.
     weights
-        The number format of the matrices; q8_0 only in GGUF. Default: as in the source, bf16 for quantised ones.
+        The number format of the matrices; from q8_0 on only in GGUF. Default: as in the source, bf16 if quantised.
     pre_tokenizer
         The name of the pre-tokenizer in the GGUF file, if none has the same effect: texts may get other tokens.
     force

@@ -15,7 +15,7 @@ def run_conversion(
     source: str,
     target: Path,
     *,
-    weights: Literal["f32", "f16", "bf16", "q8_0"] | None,
+    weights: Literal["f32", "f16", "bf16", "q8_0", "q6_k", "q4_k_m"] | None,
     pre_tokenizer: str | None,
     force: bool,
 ) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,17 +15,27 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType, GGUFWrit
 from torch import Tensor
 
 from engine.convert.architectures import Value
+from engine.convert.blocks import encode_blocks
+from engine.kernels.formats import WeightFormat
+from engine.quantize.fit import fit, no_statistics
 
-WeightType = Literal["f32", "f16", "bf16", "q8_0"]
+WeightType = Literal["f32", "f16", "bf16", "q8_0", "q6_k", "q4_k_m"]
 _FILE_TYPES = {
     "f32": LlamaFileType.ALL_F32,
     "f16": LlamaFileType.MOSTLY_F16,
     "bf16": LlamaFileType.MOSTLY_BF16,
     "q8_0": LlamaFileType.MOSTLY_Q8_0,
+    "q6_k": LlamaFileType.MOSTLY_Q6_K,
+    "q4_k_m": LlamaFileType.MOSTLY_Q4_K_M,
 }
 # Small tensors that llama.cpp computes with in float32: routers, short convolutions.
 _FLOAT32_TENSORS = ("ffn_gate_inp.weight", "shortconv.conv.weight", "_norm.weight")
-_KIND = GGUFValueType
+_KIND, _Type = GGUFValueType, GGMLQuantizationType
+# Formats of the kernels with the weights of K types, and matrix rows that are quantised at once.
+_K_FORMATS: dict[Any, WeightFormat] = {_Type.Q4_K: "q4_k", _Type.Q6_K: "q6_k"}
+_ROWS_AT_ONCE = 4096
+# Values and the second projection of the MLP, with the layer.
+_sensitive = re.compile(r"blk\.(\d+)\.(attn_v|attn_qkv|ffn_down|ffn_down_exps)\.weight")
 
 OnProgress = Callable[[int, int], None]
 
@@ -44,17 +55,31 @@ class TensorPlan:
         return math.prod(self.shape) // int(elements) * int(block_bytes)
 
 
-def plan_tensors(tensors: Iterable[tuple[str, Tensor]], weight_type: WeightType) -> list[TensorPlan]:
-    """The weight type of each tensor: float32 for small ones, float16 where rows are no whole blocks."""
-    return [TensorPlan(name, tuple(each.shape), _kind(name, each, weight_type)) for name, each in tensors]
+def plan_tensors(tensors: Iterable[tuple[str, Tensor]], weight_type: WeightType, layers: int) -> list[TensorPlan]:
+    """The type of each tensor of a model with `layers` layers: float32 for small ones."""
+    shapes = {name: tuple(each.shape) for name, each in tensors}
+    tied = "output.weight" not in shapes
+    return [
+        TensorPlan(name, shape, _kind(name, shape, weight_type, layers, tied=tied)) for name, shape in shapes.items()
+    ]
 
 
-def _kind(name: str, tensor: Tensor, weight_type: WeightType) -> Any:
-    if tensor.ndim < 2 or not name.endswith(".weight") or name.endswith(_FLOAT32_TENSORS):
-        return GGMLQuantizationType.F32
-    kind = GGMLQuantizationType[weight_type.upper()]
-    whole_blocks = tensor.shape[-1] % GGML_QUANT_SIZES[kind][0] == 0
-    return kind if whole_blocks else GGMLQuantizationType.F16
+def _kind(name: str, shape: tuple[int, ...], weight_type: WeightType, layers: int, *, tied: bool) -> Any:
+    if len(shape) < 2 or not name.endswith(".weight") or name.endswith(_FLOAT32_TENSORS):
+        return _Type.F32
+    kind = _k_type(name, layers, tied=tied) if weight_type == "q4_k_m" else _Type[weight_type.upper()]
+    # Rows that are no whole blocks of 256 columns, or of 32.
+    return next(each for each in (kind, _Type.Q8_0, _Type.F16) if shape[-1] % GGML_QUANT_SIZES[each][0] == 0)
+
+
+def _k_type(name: str, layers: int, *, tied: bool) -> Any:
+    """The type in the mix Q4_K_M: more bits for the logits, and for the most sensitive matrices of half the layers."""
+    if name == "output.weight" or (tied and name == "token_embd.weight"):
+        return _Type.Q6_K
+    found = _sensitive.match(name)
+    layer, eighth = int(found[1]) if found else 0, layers // 8
+    more = layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2
+    return _Type.Q6_K if found and more else _Type.Q4_K
 
 
 def write_gguf(
@@ -90,8 +115,15 @@ def file_type(weight_type: WeightType) -> int:
 
 
 def _encoded(tensor: Tensor, kind: Any) -> np.ndarray[Any, Any]:
-    if kind == GGMLQuantizationType.BF16:
+    """The bytes of a tensor. Raises ValueError for infinite weights of K types and NaN."""
+    if kind == _Type.BF16:
         return tensor.to(torch.bfloat16).contiguous().view(torch.uint8).numpy()
+    if kind in _K_FORMATS:
+        rows = tensor.reshape(-1, tensor.shape[-1])
+        levels = 63  # 6 bits
+        statistics = no_statistics(tensor.shape[-1])
+        parts = (fit(part, _K_FORMATS[kind], statistics, scale_levels=levels) for part in rows.split(_ROWS_AT_ONCE))
+        return np.concatenate([encode_blocks(part) for part in parts])
     encoded: np.ndarray[Any, Any] = quantize(tensor.float().contiguous().numpy(), kind)
     return encoded
 

@@ -65,7 +65,7 @@ def plan_file(
     weights = weight_type or _STORED_TYPES.get(model.dtype, "f32")
     parameters = model.state_dict()
     shapes = {name: parameter.to("meta") for name, parameter in parameters.items()}
-    tensors = plan_tensors(gguf_tensors(shapes, config), weights)
+    tensors = plan_tensors(gguf_tensors(shapes, config), weights, config.num_hidden_layers)
     return PlannedFile(config, weights, _general(folder, config, weights) | metadata, tensors, parameters)
 
 

@@ -27,7 +27,7 @@ _WEIGHTS_AT_ONCE = 2**20
 # The smallest importance of a column, relative to the mean.
 _LEAST_IMPORTANCE = 1e-4
 # The largest scale and minimum of a group; signed ones of a half group.
-_SCALE_LEVELS, _SIGNED_LEVELS = 255, 127
+SCALE_LEVELS, _SIGNED_LEVELS = 255, 127
 _TINY = torch.finfo(torch.float32).tiny
 _LARGEST_FLOAT16 = torch.finfo(torch.float16).max
 
@@ -89,8 +89,12 @@ def pack_fitted(
     return packed
 
 
-def fit(weight: Tensor, format: WeightFormat, statistics: ColumnStatistics) -> RowMajorWeights:
+def fit(
+    weight: Tensor, format: WeightFormat, statistics: ColumnStatistics, *, scale_levels: int = SCALE_LEVELS
+) -> RowMajorWeights:
     """Quantise rows [outputs, columns] of any floating dtype to `q4_k`, `q5_k` or `q6_k`.
+
+    scale_levels  the largest scale and minimum of a group with a minimum; 63 in GGUF files
 
     Raises ValueError for infinite weights and NaN.
     """
@@ -101,18 +105,26 @@ def fit(weight: Tensor, format: WeightFormat, statistics: ColumnStatistics) -> R
         raise ValueError("a weight is infinite or no number")
     importance = functional.pad(statistics.importance, (0, -columns % GROUP), value=_LEAST_IMPORTANCE)
     if LAYOUTS[format].has_minimums:
-        return _fit_with_minimums(padded, format, importance, statistics.feedback, columns)
+        return _fit_with_minimums(padded, format, importance, statistics.feedback, (columns, scale_levels))
     return _fit_half_groups(padded, format, importance, columns)
 
 
 def _fit_with_minimums(
-    weights: Tensor, format: WeightFormat, importance: Tensor, feedback: tuple[Tensor, ...], columns: int
+    weights: Tensor,
+    format: WeightFormat,
+    importance: Tensor,
+    feedback: tuple[Tensor, ...],
+    limits: tuple[int, int],
 ) -> RowMajorWeights:
-    """Weights [columns, outputs] as code * scale + minimum, with a minimum of at most 0."""
+    """Weights [columns, outputs] as code * scale + minimum, with a minimum of at most 0.
+
+    limits  the columns without padding, and the largest scale and minimum
+    """
+    columns, scale_levels = limits
     largest = 2 ** LAYOUTS[format].bits - 1
     grouped = weights.view(-1, GROUP, weights.shape[1])
     scales, minimums = (
-        _super_scaled(each, SUPERBLOCK, _SCALE_LEVELS)
+        _super_scaled(each, SUPERBLOCK, scale_levels)
         for each in _affine_scales(grouped, importance.view(-1, GROUP, 1), largest)
     )
     if feedback:

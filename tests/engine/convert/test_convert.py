@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from engine.convert.convert import convert
 from engine.convert.gguf_file import WeightType
 from engine.convert.tensors import interleaved
 from engine.errors import ModelInconvertible, ModelMissing
-from tests.engine.convert.checkpoints import CHECKPOINTS, TEMPLATE, conversion, save_checkpoint, save_model
+from tests.engine.convert.checkpoints import CHECKPOINTS, TEMPLATE, byte_level, conversion, save_checkpoint, save_model
 
 PROMPT = torch.arange(3, 43).reshape(1, -1)
 
@@ -70,11 +71,30 @@ def test_matrices_have_the_weight_type_and_vectors_float32(
     assert float(error.abs().max()) <= {"f32": 0.0, "f16": 1e-3, "bf16": 4e-3, "q8_0": 1e-2}[weight_type]
 
 
+def test_k_types_have_the_error_of_their_bits(tmp_path: Path) -> None:
+    """Q4_K_M has 6 bits for an embedding that is tied to the logits, and for sensitive matrices of some layers."""
+    config = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8, "num_attention_heads": 16}
+    config |= {"tie_word_embeddings": True}
+    weights = save_model("llama", tmp_path / "model", **config).state_dict()["model.layers.1.mlp.down_proj.weight"]
+    byte_level().save_pretrained(tmp_path / "model")
+    kinds: dict[str, dict[str, str]] = {}
+
+    for kind, error in (("q6_k", 0.02), ("q4_k_m", 0.1)):
+        convert(conversion(tmp_path / "model", tmp_path / f"{kind}.gguf", cast(WeightType, kind)))
+        tensors = {tensor.name: tensor for tensor in GGUFReader(tmp_path / f"{kind}.gguf").tensors}
+        kinds[kind] = {name: tensor.tensor_type.name for name, tensor in tensors.items()}
+        own = tensors["blk.1.ffn_down.weight"]
+        assert float((torch.tensor(dequantize(own.data, own.tensor_type)) - weights).std() / weights.std()) < error
+
+    by_layer = [kinds["q4_k_m"][f"blk.{layer}.ffn_down.weight"] for layer in range(8)]
+    assert ["Q6_K", "Q4_K", "Q4_K", "Q6_K", "Q4_K", "Q4_K", "Q6_K", "Q6_K"] == by_layer
+    assert ("Q6_K", "Q4_K") == (kinds["q4_k_m"]["token_embd.weight"], kinds["q4_k_m"]["blk.0.attn_q.weight"])
+    assert {"F32", "Q6_K"} == set(kinds["q6_k"].values())
+
+
 def test_matrix_of_incomplete_blocks_has_float16(tmp_path: Path) -> None:
     save_model("llama", tmp_path / "model", intermediate_size=100)
-    save_checkpoint("llama", tmp_path / "tokenizer")
-    for file in (tmp_path / "tokenizer").glob("tokenizer*"):
-        file.rename(tmp_path / "model" / file.name)
+    byte_level().save_pretrained(tmp_path / "model")
 
     convert(conversion(tmp_path / "model", tmp_path / "model.gguf", "q8_0"))
 
