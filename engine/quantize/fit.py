@@ -98,13 +98,14 @@ def fit(
 
     Raises ValueError for infinite weights and NaN.
     """
-    columns = weight.shape[1]
+    columns, layout = weight.shape[1], LAYOUTS[format]
+    padding = -columns % layout.scale_columns
     # Columns by rows: sums over a group, and updates of columns, are then sums and updates of whole vectors.
-    padded = functional.pad(weight.float(), (0, -columns % GROUP)).T.contiguous()
+    padded = functional.pad(weight.detach().float(), (0, padding)).T.contiguous()
     if not padded.isfinite().all():
         raise ValueError("a weight is infinite or no number")
-    importance = functional.pad(statistics.importance, (0, -columns % GROUP), value=_LEAST_IMPORTANCE)
-    if LAYOUTS[format].has_minimums:
+    importance = functional.pad(statistics.importance, (0, padding), value=_LEAST_IMPORTANCE)
+    if layout.has_minimums:
         return _fit_with_minimums(padded, format, importance, statistics.feedback, (columns, scale_levels))
     return _fit_half_groups(padded, format, importance, columns)
 

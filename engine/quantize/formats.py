@@ -25,6 +25,8 @@ UNMEASURED: WeightFormat = "q5_k"
 MAX_AVERAGE_BITS = 5.2
 # The expected divergence in nats below which no more bits are spent: int8 has about as much by rounding activations.
 _SUFFICIENT_DIVERGENCE = 0.002
+# The smallest useful gain of more bits for one matrix, in nats.
+_LEAST_GAIN = 1e-6
 # Outputs of a matrix on which formats are compared.
 _SAMPLED_OUTPUTS = 256
 
@@ -46,7 +48,7 @@ def measure(weight: Tensor, statistics: LayerStatistics) -> MatrixEffect | None:
     # Outputs are sampled by sensitivity: few tokens have most of the probability.
     count, generator = min(_SAMPLED_OUTPUTS, len(weight)), torch.Generator().manual_seed(0)
     sample = torch.multinomial(sensitivity.double(), count, replacement=True, generator=generator)
-    rows, total = weight[sample].float(), float(sensitivity.sum())
+    rows, total = weight[sample].detach().float(), float(sensitivity.sum())
     effects = {}
     for format in LADDER:
         error = _quantised(rows, format, importance).sub_(rows).square_() @ importance
@@ -101,6 +103,6 @@ def _raises(name: str, effect: MatrixEffect, current: WeightFormat) -> list[_Rai
     for format in LADDER[LADDER.index(current) + 1 :]:
         cost = effect.weights * (LAYOUTS[format].weight_bits - LAYOUTS[current].weight_bits)
         gain = effect.divergence[current] - effect.divergence[format]
-        if gain > 0:
+        if gain > _LEAST_GAIN:
             found.append(_Raise(name, format, cost, gain))
     return found

@@ -17,7 +17,7 @@ from engine.kernels import dispatch, linear
 from engine.kernels.linear import PrepareMatrices
 from engine.kernels.packing import PackedMatrix
 from engine.kernels.rounding import Bits, pack_floats
-from engine.quantize import quantize, store
+from engine.quantize import quantize, quantizer, store
 from engine.quantize.experts import QuantizedExperts
 from engine.quantize.plan import LayerSurvey, QuantizationPlan
 from engine.quantize.stacks import experts_of
@@ -183,7 +183,7 @@ def test_expert_weights_are_freed_one_parameter_at_a_time(monkeypatch: pytest.Mo
         return pack_floats(weight, *others)  # type: ignore[arg-type]
 
     found = surveyed(model)
-    monkeypatch.setattr(quantize, "pack_floats", packed)
+    monkeypatch.setattr(quantizer, "pack_floats", packed)
     own = model.first
     quantize.quantize(model, QuantizationPlan((), found.skipped, found.experts), WeightStore("a", 8), linear.prepare)
 
@@ -208,7 +208,7 @@ def test_quantised_experts_are_reused_at_the_next_start(tmp_path: Path, monkeypa
     first, second = Model(), Model()
     second.load_state_dict(first.state_dict())
     quantize.quantize(first, surveyed(first), WeightStore("a", 4, tmp_path), linear.prepare)
-    monkeypatch.setattr(quantize, "pack_floats", lambda *_: pytest.fail("it was there"))
+    monkeypatch.setattr(quantizer, "pack_fitted", lambda *_: pytest.fail("it was there"))
 
     quantize.quantize(second, surveyed(second), WeightStore("a", 4, tmp_path), linear.prepare)
 

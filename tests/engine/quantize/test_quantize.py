@@ -21,7 +21,8 @@ from engine.errors import ModelUnsupported
 from engine.kernels import linear
 from engine.kernels.rounding import pack_floats
 from engine.load.load import LoadedModel, load
-from engine.quantize import quantize, store
+from engine.quantize import quantize, quantizer, store
+from engine.quantize.formats import MAX_AVERAGE_BITS
 from engine.quantize.layers import QuantizedLinear, SharedInputGroup
 from engine.quantize.plan import LayerSurvey, QuantizationPlan
 from engine.quantize.store import WeightStore
@@ -33,7 +34,7 @@ from tests.engine.test_oracle import run
 
 Folder = Callable[[str], Path]
 # Largest increase of the perplexity.
-ALLOWED = {"int8": 1.005, "int4": 1.05}
+ALLOWED = {"int8": 1.005, "int4": 1.02}
 
 
 @pytest.fixture(autouse=True)
@@ -262,11 +263,16 @@ def test_routers_are_not_quantised(folder: Folder, caplog: pytest.LogCaptureFixt
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf])
 def test_weights_that_are_not_finite_are_refused(folder: Folder, monkeypatch: pytest.MonkeyPatch, wrong: float) -> None:
-    spoilt = quantize.pack_floats
-    monkeypatch.setattr(quantize, "pack_floats", lambda weight, *others: spoilt(weight.clone().fill_(wrong), *others))
+    """In both formats; the calibration fails before, with a warning."""
+    spoilt = [quantizer.pack_floats, quantizer.pack_fitted]
+    for pack in spoilt:
+        monkeypatch.setattr(
+            quantizer, pack.__name__, lambda weight, *others, pack=pack: pack(weight.clone().fill_(wrong), *others)
+        )
 
-    with pytest.raises(ModelUnsupported, match="cannot be quantised: a weight is infinite or no number"):
-        load_model(folder("llama"), "float32", quantize="int4")
+    for kind in ("int8", "int4"):
+        with pytest.raises(ModelUnsupported, match="cannot be quantised: a weight is infinite or no number"):
+            load_model(folder("llama"), "float32", quantize=kind)
 
 
 def test_quantisation_is_refused_for_other_devices() -> None:
@@ -305,7 +311,8 @@ def test_quantised_weights_are_reused_at_the_next_start(
     first, second, rows = Block(), Block(), torch.randn(5, 64)
     second.load_state_dict(first.state_dict())
     quantize.quantize(first, surveyed(first), WeightStore("a", bits, tmp_path), linear.prepare)  # type: ignore[arg-type]
-    monkeypatch.setattr(quantize, "pack_floats", lambda *_: pytest.fail("it was there"))
+    for name in ("pack_floats", "pack_fitted"):
+        monkeypatch.setattr(quantizer, name, lambda *_: pytest.fail("it was there"))
 
     quantize.quantize(second, surveyed(second), WeightStore("a", bits, tmp_path), linear.prepare)  # type: ignore[arg-type]
 
@@ -383,7 +390,7 @@ def perplexity(loaded: LoadedModel, texts: list[list[int]]) -> float:
 
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
 def test_perplexity_of_the_quantised_bundled_model(quantize: str) -> None:
-    """Over 50 held-out conversations it rises by at most 0.5 % with 8 bits, 5 % with 4."""
+    """Over 50 held-out conversations it rises by at most 0.5 % with 8 bits, 2 % with 4."""
     some = held_out_texts(50)
 
     assert perplexity(bundled(quantize), some) <= ALLOWED[quantize] * perplexity(bundled("none"), some)
@@ -398,10 +405,10 @@ def test_perplexity_of_the_quantised_bundled_model_over_all_text(quantize: str) 
 
 
 def test_estimate_of_weight_reads_after_quantisation(folder: Callable[[str], Path]) -> None:
-    """Linear layers of float32 weights would be read as 8.5 or 4.5 bits; a quantised model has no estimate."""
+    """Linear layers of float32 weights would be read as 8.5 or 5.2 bits; a quantised model has no estimate."""
     plain, quantised = (load_model(folder("llama"), "float32", quantize=kind).info for kind in ("none", "int8"))
 
     assert plain.quantization_estimate is not None
-    assert {"int8": 8.5 / 32, "int4": 4.5 / 32} == dict(plain.quantization_estimate.relative_bytes)
+    assert {"int8": 8.5 / 32, "int4": MAX_AVERAGE_BITS / 32} == dict(plain.quantization_estimate.relative_bytes)
     assert plain.quantization_estimate.auto is None
     assert quantised.quantization_estimate is None
