@@ -25,6 +25,6 @@ def write_folder(file: Path, folder: Path, weight_type: WeightType | None, on_ph
     tokenizer, _ = read_tokenizer(file)
     tokenizer.save_pretrained(folder)
     on_phase("weights")
-    model, _ = read_gguf_model(file, config, dtype)
+    model, *_ = read_gguf_model(file, config, dtype)
     on_phase(f"write {str(dtype).removeprefix('torch.')}")
     model.to(dtype).save_pretrained(folder)

@@ -17,7 +17,7 @@ from torch import Tensor
 from engine.convert.architectures import Value
 from engine.convert.blocks import encode_blocks
 from engine.kernels.formats import WeightFormat
-from engine.quantize.fit import fit, no_statistics
+from engine.quantize.fit import ColumnStatistics, fit
 
 WeightType = Literal["f32", "f16", "bf16", "q8_0", "q6_k", "q4_k_m"]
 _FILE_TYPES = {
@@ -121,7 +121,7 @@ def _encoded(tensor: Tensor, kind: Any) -> np.ndarray[Any, Any]:
     if kind in _K_FORMATS:
         rows = tensor.reshape(-1, tensor.shape[-1])
         levels = 63  # 6 bits
-        statistics = no_statistics(tensor.shape[-1])
+        statistics = ColumnStatistics(torch.ones(tensor.shape[-1]))
         parts = (fit(part, _K_FORMATS[kind], statistics, scale_levels=levels) for part in rows.split(_ROWS_AT_ONCE))
         return np.concatenate([encode_blocks(part) for part in parts])
     encoded: np.ndarray[Any, Any] = quantize(tensor.float().contiguous().numpy(), kind)
