@@ -149,7 +149,7 @@ def _pack_codes(codes: Tensor, bits: int) -> Tensor:
         low, high = words & 0x0F0F0F0F, words >> 4 & 0x0F0F0F0F
         words = low[:, :, 0::2] | low[:, :, 1::2] << 4
         if bits > 4:
-            words = torch.cat((words, _pack_planes(high, bits - 4)), 2)
+            words = torch.cat((words, _pack_high_bits(high, bits - 4)), 2)
     return words.view(torch.uint8).view(*words.shape[:3], BLOCK, 4)
 
 
@@ -159,24 +159,24 @@ def _unpack_codes(codes: Tensor, bits: int) -> Tensor:
     if bits < 8:
         low = words[:, :, :4]
         nibbles = torch.stack((low & 0x0F0F0F0F, low >> 4 & 0x0F0F0F0F), 3).flatten(2, 3)
-        words = nibbles if bits == 4 else nibbles | _unpack_planes(words[:, :, 4:], bits - 4) << 4
+        words = nibbles if bits == 4 else nibbles | _unpack_high_bits(words[:, :, 4:], bits - 4) << 4
     return words.transpose(2, 3).contiguous().view(torch.uint8)
 
 
 def _shifts(bits: int) -> Tensor:
-    """Shifts of the high bits of the words in a plane."""
+    """Shifts of the high bits of words that share a stored word."""
     return torch.arange(0, 8, bits, dtype=torch.int32)[:, None]
 
 
-def _pack_planes(high: Tensor, bits: int) -> Tensor:
-    """High bits [blocks, groups, words, BLOCK] as planes [blocks, groups, planes, BLOCK], 8 / bits words in each."""
+def _pack_high_bits(high: Tensor, bits: int) -> Tensor:
+    """High bits [blocks, groups, words, BLOCK] as stored words [blocks, groups, bits, BLOCK]."""
     return (split_dim(high, 2, (bits, -1)) << _shifts(bits)).sum(3, dtype=torch.int32)
 
 
-def _unpack_planes(planes: Tensor, bits: int) -> Tensor:
-    """The inverse of _pack_planes."""
+def _unpack_high_bits(stored: Tensor, bits: int) -> Tensor:
+    """The inverse of _pack_high_bits."""
     mask = 0x01010101 if bits == 1 else 0x03030303
-    return (planes[:, :, :, None] >> _shifts(bits) & mask).flatten(2, 3)
+    return (stored[:, :, :, None] >> _shifts(bits) & mask).flatten(2, 3)
 
 
 def _scale_views(scales: Tensor, kind: ScaleKind) -> dict[str, Tensor]:
