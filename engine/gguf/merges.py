@@ -19,7 +19,7 @@ _MAX_SPLIT_COST = 2**30
 
 
 def parse_merges(lines: Sequence[str], ids: Mapping[str, int], key: str) -> list[Merge]:
-    """The merges of a file, each a pair with one space between, but those that make no token. Raises GgufError."""
+    """The merges of a file, each a pair with one space between. Raises GgufError for a pair that makes no token."""
     merges = dict[Merge, None]()
     for number, line in enumerate(lines):
         # A space at the start is part of the left token.
@@ -27,10 +27,12 @@ def parse_merges(lines: Sequence[str], ids: Mapping[str, int], key: str) -> list
         left, right = line[:space], line[space + 1 :]
         if space < 0 or not right:
             raise GgufError(f"its metadata {key} has at {number} no pair of tokens: {line!r}")
-        # Files without merges have a pair that makes no token, as the list must not be empty. Of equal pairs the first
-        # one counts.
         if left in ids and right in ids and left + right in ids:
+            # Of equal pairs the first one counts.
             merges.setdefault((left, right))
+        elif len(lines) > 1:
+            # As a list cannot be empty, files without merges have one that makes no token.
+            raise GgufError(f"its metadata {key} has at {number} a pair that makes no token: {line!r}")
     return list(merges)
 
 

@@ -140,13 +140,9 @@ def _with_byte_fallback(vocabulary: Vocabulary, merges: list[tuple[str, str]], *
 
 
 def _word_pieces(vocabulary: Vocabulary, metadata: Mapping[str, Any]) -> Tokenizer:
-    unknown = vocabulary.text("unk")
-    if unknown is None or "bos" not in vocabulary.special or "sep" not in vocabulary.special:
-        raise GgufError("its vocabulary has no unknown, start or separator token")
-    pieces = {
-        _word_piece(text, kind): token
-        for token, (text, kind) in enumerate(zip(vocabulary.tokens, vocabulary.types, strict=True))
-    }
+    texts = [_word_piece(text, kind) for text, kind in zip(vocabulary.tokens, vocabulary.types, strict=True)]
+    pieces = {text: token for token, text in enumerate(texts)}
+    unknown = texts[_required(vocabulary, "unk")]
     if len(pieces) < len(vocabulary.tokens):
         raise GgufError(f"its vocabulary {_KEYS.LIST} has a word twice")
     backend = Tokenizer(models.WordPiece(pieces, unk_token=unknown, max_input_chars_per_word=_MAX_WORD_CHARACTERS))
@@ -170,7 +166,7 @@ def _unigram(vocabulary: Vocabulary, metadata: Mapping[str, Any]) -> Tokenizer:
     if not vocabulary.scores:
         raise GgufError(f"its metadata lacks {_KEYS.SCORES}")
     pairs = list(zip(vocabulary.tokens, vocabulary.scores, strict=True))
-    backend = Tokenizer(models.Unigram(pairs, unk_id=vocabulary.special.get("unk"), byte_fallback=False))
+    backend = Tokenizer(models.Unigram(pairs, unk_id=_required(vocabulary, "unk"), byte_fallback=False))
     backend.normalizer = normalizers.Sequence(_unigram_normalizers(metadata))
     scheme: Literal["always", "never"] = "always" if flag(metadata, _KEYS.ADD_PREFIX, True) else "never"
     controls = [vocabulary.tokens[token] for token in vocabulary.with_types(TokenType.CONTROL, TokenType.UNKNOWN)]
@@ -211,15 +207,20 @@ def _add_bos_and_eos(
 
 def _frame(backend: Tokenizer, vocabulary: Vocabulary, first: list[str], last: list[str]) -> None:
     """Let special tokens precede and follow each text."""
-    if missing := [name for name in (*first, *last) if name not in vocabulary.special]:
-        raise GgufError(f"its texts begin or end with the {missing[0]} token, which its vocabulary lacks")
     special = [
-        {"id": name, "ids": [vocabulary.special[name]], "tokens": [vocabulary.text(name)]}
+        {"id": name, "ids": [_required(vocabulary, name)], "tokens": [vocabulary.text(name)]}
         for name in dict.fromkeys((*first, *last))
     ]
     single = [*(f"{name}:0" for name in first), "$A:0", *(f"{name}:0" for name in last)]
     pair = [*single, *(f"{name}:1" for name in first), "$B:1", *(f"{name}:1" for name in last)]
     backend.post_processor = processors.TemplateProcessing(single=single, pair=pair, special_tokens=special)
+
+
+def _required(vocabulary: Vocabulary, name: str) -> int:
+    """The id of a special token. Raises GgufError if there is none."""
+    if name not in vocabulary.special:
+        raise GgufError(f"its tokenizer needs the {name.upper()} token, which its vocabulary lacks")
+    return vocabulary.special[name]
 
 
 def _add_tokens(backend: Tokenizer, vocabulary: Vocabulary) -> None:

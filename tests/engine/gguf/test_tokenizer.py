@@ -181,6 +181,14 @@ def test_of_equal_merges_the_first_one_counts() -> None:
     assert ["ab", "c"] == (tokenizer := read_tokenizer(values)).convert_ids_to_tokens(ids_of(tokenizer, "abc"))
 
 
+def test_one_merge_without_a_result_stands_for_none() -> None:
+    """A list in a file cannot be empty."""
+    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "ab"]
+    values = metadata("gpt2", tokens, [1] * 257, merges=["a c"], pre="gpt-2", add_bos_token=False)
+
+    assert ["a", "b"] == (tokenizer := read_tokenizer(values)).convert_ids_to_tokens(ids_of(tokenizer, "ab"))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_control_tokens_are_found_only_as_special_tokens(kind: str) -> None:
     """A prompt may contain their text."""

@@ -58,7 +58,7 @@ def _sentencepiece() -> tuple[list[str], list[float]]:
         for start in range(len(word))
         for stop in range(start + 2, len(word) + 1)
     }
-    pieces = sorted(longer, key=lambda piece: (len(piece), random.random()))[:400]
+    pieces = sorted(sorted(longer), key=lambda piece: (len(piece), random.random()))[:400]
     tokens = ["<unk>", "<s>", "</s>", "<|user|>", *BYTES, *pieces, *letters]
     ranks = {piece: -float(rank) for rank, piece in enumerate(pieces)}
     return tokens, [ranks.get(token, 0.0 if token.startswith("<") else -1000.0) for token in tokens]
@@ -131,7 +131,7 @@ def exported(kind: str, *, pre: str = "gpt-2", pattern: str | None = None) -> di
     """The metadata that a converter writes for a tokenizer. The pattern is that of the pre-tokenizer `pre`."""
     if kind == "llama":
         tokens, scores = _sentencepiece()
-        return metadata(kind, tokens, list(map(_type, tokens)), scores=scores, add_bos_token=False)
+        return metadata(kind, tokens, list(map(_type, tokens)), scores=list(scores), add_bos_token=False)
     backend = trained(kind, pattern)
     content = json.loads(backend.to_str())["model"]
     tokens = [str(backend.id_to_token(token)) for token in range(backend.get_vocab_size())]
