@@ -24,6 +24,14 @@ SPEEDS = {
     "32 streams": ("32 streams", RATE),
 }
 LATENCIES = ("first token p50, ms", "first token p99, ms", "between p50, ms", "between p99, ms")
+# Columns of the table of GGUF files.
+GGUF_FIGURES = SPEEDS | {
+    "first token, ms": ("prompt of 512", "first token, ms"),
+    "start, ms": ("server", "start, ms"),
+    "memory, MiB": ("server", "resident, MiB"),
+    "perplexity": ("accuracy", "perplexity, times"),
+    "error, nats": ("accuracy", "distance, nats"),
+}
 REUSE = {"second turn of 2048": "second turn of a chat", "users 2 to 64 of 2048": "users of one system prompt"}
 COLD, WARM = "first token cold, ms", "warm, ms"
 # Fields that identify a row; a row of a later date replaces one with the same values.
@@ -32,6 +40,7 @@ KEYS = {
     "speculation": ("drafter", "batch"),
     "quality": ("weights", "outliers", "server"),
     "memory": ("model", "weights", "slots", "context"),
+    "gguf": ("model", "weights", "cell", "figure"),
 }
 
 HEAD = """\
@@ -58,6 +67,14 @@ included. llama.cpp has q8_0, q4_0 and bf16 weights where Cellar has int8, int4 
 threads and are measured over HTTP, without drafts.
 """
 
+GGUF_NOTE = """\
+As Cellar / llama.cpp, and in brackets how many times better Cellar is: a higher rate, a lower time, size or error. Both
+serve the same file with two threads, in turns, without drafts. Streams: 64 tokens of prompt and 64 of output each.
+"start" is the time to readiness; "memory" is resident after a prompt of 2,048 tokens in one slot. Perplexity relative
+to the dequantised weights in float32, and the root mean square error of log-probabilities in nats: on texts that the
+dequantised model samples.
+"""
+
 SPECULATION_NOTE = """\
 Speed relative to the same prompts without drafts, in processor time; the bundled pair of models, greedy. 1 to 6: fixed
 depths; `auto`: the depth is chosen at run time.
@@ -80,10 +97,11 @@ COMMANDS = """\
 | drafts of fixed depths and of the chosen one | `python -m benchmarks.speculation` |
 | accuracy of quantised weights | `python -m benchmarks.quality --program llama-server` |
 | resident memory with a full cache | `python -m benchmarks.memory MODEL --quantize int8` |
+| the same GGUF file in Cellar and llama.cpp | `python -m benchmarks.gguf FILE.gguf --program llama-server` |
 | kernels and the native step | `python -m benchmarks.kernels`, `benchmarks.linear`, `benchmarks.step` |
 
-`peers`, `speculation`, `quality` and `memory` write their rows with `--json benchmarks/results/NAME.json`, from which
-`python -m benchmarks.page` writes this page and the plots. The newest row of each kind is shown.
+`peers`, `gguf`, `speculation`, `quality` and `memory` write their rows with `--json benchmarks/results/NAME.json`, from
+which `python -m benchmarks.page` writes this page and the plots. The newest row of each kind is shown.
 """
 
 Row = dict[str, Any]
@@ -124,7 +142,7 @@ class Figures:
 def page(results: Sequence[BenchmarkResult]) -> str:
     """docs/performance.md."""
     figures = Figures(results)
-    sections = (speeds, latencies, other_servers, prefix_cache, speculation, quality, memory)
+    sections = (speeds, gguf_files, latencies, other_servers, prefix_cache, speculation, quality, memory)
     return "\n".join([HEAD, *filter(None, (section(figures) for section in sections)), COMMANDS, sources(figures)])
 
 
@@ -149,6 +167,20 @@ def speed_rows(figures: Figures, cpu: str, peer: str) -> list[list[str]]:
         if any(cells):
             rows.append([model, weights, *map(beside, cells)])
     return rows
+
+
+def gguf_files(figures: Figures) -> str:
+    """The same GGUF files beside llama.cpp, a table for each machine."""
+    headings = ["model", "weights", *GGUF_FIGURES]
+    parts = []
+    for cpu in figures.machines("gguf"):
+        rows = []
+        for model, weights in configurations(figures.rows("gguf", cpu)):
+            of = {"model": model, "weights": weights}
+            cells = [figures.row("gguf", cpu, **of, cell=cell, figure=figure) for cell, figure in GGUF_FIGURES.values()]
+            rows.append([model, weights, *map(beside, cells)])
+        parts.append(f"{cpu}:\n\n{table(headings, rows)}")
+    return section("The same GGUF file beside llama.cpp", GGUF_NOTE, *parts) if parts else ""
 
 
 def latencies(figures: Figures) -> str:

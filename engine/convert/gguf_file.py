@@ -34,6 +34,8 @@ _KIND, _Type = GGUFValueType, GGMLQuantizationType
 # Formats of the kernels with the weights of K types, and matrix rows that are quantised at once.
 _K_FORMATS: dict[Any, WeightFormat] = {_Type.Q4_K: "q4_k", _Type.Q6_K: "q6_k"}
 _ROWS_AT_ONCE = 4096
+# The largest scale of 6 bits.
+_SCALE_LEVELS = 63
 # Values and the second projection of the MLP, with the layer.
 _sensitive = re.compile(r"blk\.(\d+)\.(attn_v|attn_qkv|ffn_down|ffn_down_exps)\.weight")
 
@@ -119,13 +121,16 @@ def _encoded(tensor: Tensor, kind: Any) -> np.ndarray[Any, Any]:
     if kind == _Type.BF16:
         return tensor.to(torch.bfloat16).contiguous().view(torch.uint8).numpy()
     if kind in _K_FORMATS:
-        rows = tensor.reshape(-1, tensor.shape[-1])
-        levels = 63  # 6 bits
-        statistics = ColumnStatistics(torch.ones(tensor.shape[-1]))
-        parts = (fit(part, _K_FORMATS[kind], statistics, scale_levels=levels) for part in rows.split(_ROWS_AT_ONCE))
-        return np.concatenate([encode_blocks(part) for part in parts])
+        return _k_blocks(tensor.reshape(-1, tensor.shape[-1]), _K_FORMATS[kind])
     encoded: np.ndarray[Any, Any] = quantize(tensor.float().contiguous().numpy(), kind)
     return encoded
+
+
+def _k_blocks(rows: Tensor, weight_format: WeightFormat) -> np.ndarray[Any, Any]:
+    statistics = ColumnStatistics(torch.ones(rows.shape[1]))
+    parts = (rows[first : first + _ROWS_AT_ONCE] for first in range(0, len(rows), _ROWS_AT_ONCE))
+    fitted = (fit(part, weight_format, statistics, scale_levels=_SCALE_LEVELS) for part in parts)
+    return np.concatenate([encode_blocks(part) for part in fitted])
 
 
 def _value_type(value: Value) -> Any:
