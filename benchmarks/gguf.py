@@ -46,9 +46,9 @@ from benchmarks.duel import PairedFigure, medians, rows
 from benchmarks.goals import GOALS
 from benchmarks.known import PEERS, Resources
 from benchmarks.peers import CONTEXT_STEP, MIN_CONTEXT, Sizes, check
-from benchmarks.quality import AT_ONCE, LIKELY, Place, ask_ours, ask_peer, loss
 from benchmarks.result import add_json_option, measured, model_name
 from benchmarks.shapes import SHAPES, write_folder, write_gguf
+from benchmarks.token_scores import AT_ONCE, LIKELY, Place, ask_ours, ask_peer, loss
 from engine.load.gguf_model import read_gguf_config, read_gguf_model
 from engine.load.resources import processor_count
 

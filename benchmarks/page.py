@@ -23,6 +23,8 @@ SPEEDS = {
     "8 streams": ("8 streams", RATE),
     "32 streams": ("32 streams", RATE),
 }
+# The model of which the table of speeds names the accuracy of a format, and llama.cpp's format beside it.
+TRAINED, PEER_WEIGHTS = "Gemma 3 270M", {"int8": "Q8_0", "int4": "Q4_0"}
 LATENCIES = ("first token p50, ms", "first token p99, ms", "between p50, ms", "between p99, ms")
 # Columns of the table of GGUF files.
 GGUF_FIGURES = SPEEDS | {
@@ -38,7 +40,7 @@ COLD, WARM = "first token cold, ms", "warm, ms"
 KEYS = {
     "peers": ("model", "weights", "peer", "cell", "figure"),
     "speculation": ("drafter", "batch"),
-    "quality": ("weights", "outliers", "server"),
+    "quality": ("model", "outliers", "weights", "server"),
     "memory": ("model", "weights", "slots", "context"),
     "gguf": ("model", "weights", "cell", "figure"),
 }
@@ -64,7 +66,8 @@ SPEED_NOTE = """\
 Tokens per second as Cellar / peer, and in brackets the ratio: the median over pairs of runs that alternate. "decode":
 one stream after a prompt of 512 tokens; "streams": 256 tokens of prompt and 128 of output each, the time of the prompts
 included. llama.cpp has q8_0, q4_0 and bf16 weights where Cellar has int8, int4 and bfloat16. Both servers get two
-threads and are measured over HTTP, without drafts.
+threads and are measured over HTTP, without drafts. "perplexity": its increase in both formats with the trained Gemma 3
+270M ([below](#accuracy-of-quantised-weights)); int4 was measured here before it had K formats, in 4.5 bits a weight.
 """
 
 GGUF_NOTE = """\
@@ -81,9 +84,11 @@ depths; `auto`: the depth is chosen at run time.
 """
 
 QUALITY_NOTE = """\
-Perplexity relative to float32, and the root mean square error of log-probabilities in nats; the bundled model on
-held-out conversations, beside llama.cpp's q8_0 and q4_0. "outliers": 1 % of the columns scaled by 32, which changes
-nothing in float32 and makes the model hard to quantise.
+Perplexity relative to float32, and the mean divergence of the predictions from float32 in nats. The bundled model on
+held-out conversations, also with outliers: 1 % of the columns scaled by 32, which changes nothing in float32 and makes
+the model hard to quantise. Gemma 3 270M on the language reference of Python: its reference is the Q4_K_M file with
+dequantised weights, so that file loses by rounding activations only, and the other formats are made from it. Cellar's
+int4 is made from float weights: K formats of 4 to 8 bits, 5.2 on average at most, chosen with a calibration text.
 """
 
 COMMANDS = """\
@@ -152,7 +157,7 @@ def speeds(figures: Figures) -> str:
         "Speed beside llama.cpp",
         f"{SPEED_NOTE}\n{images('speed', 'streams')}",
         *(
-            f"{cpu}:\n\n{table(['model', 'weights', *SPEEDS], speed_rows(figures, cpu, 'llama.cpp'))}"
+            f"{cpu}:\n\n{table(['model', 'weights', 'perplexity', *SPEEDS], speed_rows(figures, cpu, 'llama.cpp'))}"
             for cpu in figures.machines("peers")
         ),
     )
@@ -165,7 +170,7 @@ def speed_rows(figures: Figures, cpu: str, peer: str) -> list[list[str]]:
         of = {"model": model, "weights": weights, "peer": peer}
         cells = [figures.row("peers", cpu, **of, cell=cell, figure=figure) for cell, figure in SPEEDS.values()]
         if any(cells):
-            rows.append([model, weights, *map(beside, cells)])
+            rows.append([model, weights, accuracy(figures, weights), *map(beside, cells)])
     return rows
 
 
@@ -203,7 +208,7 @@ def other_servers(figures: Figures) -> str:
     for cpu in figures.machines("peers"):
         for peer in sorted({row["peer"] for row in figures.rows("peers", cpu)} - {"llama.cpp"}):
             rows += [[peer, cpu, *row] for row in speed_rows(figures, cpu, peer)]
-    headings = ["peer", "processor", "model", "weights", *SPEEDS]
+    headings = ["peer", "processor", "model", "weights", "perplexity", *SPEEDS]
     return section("Speed beside other servers", table(headings, rows)) if rows else ""
 
 
@@ -254,17 +259,29 @@ def scripted(figures: Figures, cpu: str) -> str:
 
 
 def quality(figures: Figures) -> str:
-    """Perplexity of quantised weights."""
+    """Perplexity and divergence of quantised weights: a row for each format, a column for each model."""
     parts = [f"{QUALITY_NOTE}\n{images('quality')}"]
     for cpu in figures.machines("quality"):
         found = figures.rows("quality", cpu)
-        servers = list(dict.fromkeys((row["weights"], row["server"]) for row in found))
+        models = list(dict.fromkeys((row["model"], row["outliers"]) for row in found))
         rows = []
-        for outliers in dict.fromkeys(row["outliers"] for row in found):
-            cells = (figures.row("quality", cpu, outliers=outliers, weights=w, server=s) for w, s in servers)
-            rows.append([outliers, *(loss(row) for row in cells)])
-        parts.append(f"{cpu}:\n\n{table(['outliers', *(f'{s} {w}' for w, s in servers)], rows)}")
+        for server, weights in dict.fromkeys((row["server"], row["weights"]) for row in found):
+            own = {"server": server, "weights": weights}
+            cells = (figures.row("quality", cpu, model=model, outliers=kind, **own) for model, kind in models)
+            rows.append([server, weights, *(loss(row) for row in cells)])
+        headings = [model if kind == "none" else f"{model}, outliers {kind}" for model, kind in models]
+        parts.append(f"{cpu}:\n\n{table(['server', 'weights', *headings], rows)}")
     return section("Accuracy of quantised weights", *parts) if parts[1:] else ""
+
+
+def accuracy(figures: Figures, weights: str) -> str:
+    """The increase of the perplexity of a trained model in a format of Cellar and the one of llama.cpp beside it."""
+    sides = (("Cellar", weights), ("llama.cpp", PEER_WEIGHTS.get(weights, "")))
+    found = [
+        next((row for cpu in figures.machines("quality") for row in figures.rows("quality", cpu, **own)), None)
+        for own in ({"model": TRAINED, "server": server, "weights": name} for server, name in sides)
+    ]
+    return " / ".join(increase(row) if row else "-" for row in found) if any(found) else ""
 
 
 def memory(figures: Figures) -> str:
@@ -320,8 +337,13 @@ def sides(row: Row) -> str:
 
 
 def loss(row: Row | None) -> str:
-    """Perplexity and distance of one server."""
-    return "" if row is None else f"{100 * (row['perplexity'] - 1):+.2f} %, {row['distance']:.3f}"
+    """Perplexity and divergence of one server."""
+    return "" if row is None else f"{increase(row)}, {row['divergence']:.4f}"
+
+
+def increase(row: Row) -> str:
+    """The increase of the perplexity."""
+    return f"{100 * (row['perplexity'] - 1):+.2f} %"
 
 
 def images(*names: str) -> str:

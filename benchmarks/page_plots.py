@@ -103,21 +103,25 @@ def quality(figures: Figures, figure: Figure) -> None:
     if not cpus:
         return
     rows = figures.rows("quality", cpus[0])
-    places = list(dict.fromkeys((row["weights"], row["outliers"]) for row in rows))
+    models = list(dict.fromkeys((row["model"], row["outliers"]) for row in rows))
+    formats = [pair for pair in dict.fromkeys((row["server"], row["weights"]) for row in rows) if pair[1] != "float32"]
     heights = {
-        server: [
-            100 * (row["perplexity"] - 1)
-            for weights, outliers in places
-            for row in rows
-            if (row["server"], row["weights"], row["outliers"]) == (server, weights, outliers)
+        f"{server} {weights}": [
+            next((row["divergence"] for row in rows if is_of(row, model, outliers, server, weights)), 0.0)
+            for model, outliers in models
         ]
-        for server in dict.fromkeys(row["server"] for row in rows)
+        for server, weights in formats
     }
     panel = figure.subplots()
-    bars(panel, [f"{weights},\noutliers {outliers}" for weights, outliers in places], heights)
+    labels = [model if outliers == "none" else f"{model},\noutliers {outliers}" for model, outliers in models]
+    bars(panel, labels, heights)
     panel.set_yscale("log")
-    panel.set_ylabel("increase of perplexity, %")
-    figure.suptitle("8.5 bits a weight (int8, q8_0) and 4.5 bits (int4, q4_0)", fontsize="medium")
+    panel.set_ylabel("divergence from float32, nats")
+
+
+def is_of(row: Row, *values: str) -> bool:
+    """Whether a row of quality has this model, these outliers, this server and these weights."""
+    return tuple(row[name] for name in ("model", "outliers", "server", "weights")) == values
 
 
 def bars(panel: Axes, labels: Sequence[str], heights: dict[str, list[float]]) -> None:

@@ -40,6 +40,7 @@ from benchmarks.gemma import gguf_file, write_folder
 from benchmarks.known import PEERS, Resources
 from benchmarks.result import add_json_option, measured
 from benchmarks.shapes import write_gguf
+from benchmarks.token_scores import AT_ONCE, LIKELY, LISTED
 from engine.config import EngineConfig, Quantize
 from engine.load.load import LoadedModel, load
 from kvcache.cache import Cache
@@ -54,8 +55,6 @@ FORMATS: tuple[Quantize, ...] = ("none", "int8", "int4")
 PEER_FORMATS = ("Q8_0", "Q6_K", "Q4_K_M", "Q4_0")
 # Predictions are compared by the LIKELY most likely tokens in float32, and all others as one: a peer lists its LISTED
 # most likely tokens only. Texts are compared where their next token is among the LIKELY.
-LISTED, LIKELY = 256, 32
-AT_ONCE = 4
 # Gemma's texts: tokens of each, and how many.
 GEMMA_TOKENS, GEMMA_TEXTS = 500, 4
 CHUNK = 64
@@ -67,7 +66,7 @@ OUTLIERS = {"none": 1.0, "in weights": TIMES, "in activations": 1 / TIMES}
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Prediction:
     """A token to predict from the tokens before it.
 
     likely  tokens that are likely in float32, with their log-probabilities
@@ -196,7 +195,7 @@ def plant(source: Path, folder: Path, times: float) -> None:
         shutil.copy(source / name, folder / name)
 
 
-def likely(folder: Path, texts: Sequence[list[int]], every: int) -> Iterator[Place]:
+def likely(folder: Path, texts: Sequence[list[int]], every: int) -> Iterator[Prediction]:
     """Yield every N-th token of the texts that is among the likely ones in float32."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     for number, text in enumerate(texts):
@@ -207,7 +206,7 @@ def likely(folder: Path, texts: Sequence[list[int]], every: int) -> Iterator[Pla
         top = logits.log_softmax(-1).topk(LIKELY)
         for position, scores, tokens in zip(positions, top.values.tolist(), top.indices.tolist(), strict=True):
             if text[position] in tokens:
-                yield Place(number, position, tuple(tokens), tuple(scores), tokens.index(text[position]))
+                yield Prediction(number, position, tuple(tokens), tuple(scores), tokens.index(text[position]))
 
 
 def ours(folder: Path, quantize: Quantize) -> LoadedModel:
@@ -216,7 +215,7 @@ def ours(folder: Path, quantize: Quantize) -> LoadedModel:
     return load(settings, lambda phase: None)
 
 
-def score_ours(loaded: LoadedModel, texts: Sequence[list[int]], places: Sequence[Place]) -> list[list[float]]:
+def score_ours(loaded: LoadedModel, texts: Sequence[list[int]], places: Sequence[Prediction]) -> list[list[float]]:
     """Return the log-probabilities of the likely tokens of each place."""
     found = []
     for number, text in enumerate(texts):
@@ -280,19 +279,19 @@ def quantised(program: str, source: Path, file: Path, name: str) -> Path:
     return file
 
 
-async def score_peer(url: str, texts: Sequence[list[int]], places: Sequence[Place]) -> list[list[float]]:
+async def score_peer(url: str, texts: Sequence[list[int]], places: Sequence[Prediction]) -> list[list[float]]:
     """Return the log-probabilities of the likely tokens of each place; the lowest listed one for unlisted tokens."""
     async with httpx.AsyncClient(timeout=600, trust_env=False) as http:
         return await ask_peer(http, url, texts, places)
 
 
 async def ask_peer(
-    http: httpx.AsyncClient, url: str, texts: Sequence[list[int]], places: Sequence[Place]
+    http: httpx.AsyncClient, url: str, texts: Sequence[list[int]], places: Sequence[Prediction]
 ) -> list[list[float]]:
     """See score_peer; one request for each place."""
     limit = asyncio.Semaphore(AT_ONCE)
 
-    async def ask(place: Place) -> list[float]:
+    async def ask(place: Prediction) -> list[float]:
         text = texts[place.text]
         # A slot for each text, so that the prefix of a prompt is in its cache.
         slot = place.text % AT_ONCE
@@ -307,7 +306,7 @@ async def ask_peer(
     return await asyncio.gather(*(ask(place) for place in places))
 
 
-def loss(places: Sequence[Place], scores: Sequence[Sequence[float]]) -> Loss:
+def loss(places: Sequence[Prediction], scores: Sequence[Sequence[float]]) -> Loss:
     """Return the error of the log-probabilities of the likely tokens of each place."""
     gaps = [place.truth[place.target] - own[place.target] for place, own in zip(places, scores, strict=True)]
     apart = [divergence(place.truth, own) for place, own in zip(places, scores, strict=True)]

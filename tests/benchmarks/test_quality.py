@@ -1,4 +1,4 @@
-"""benchmarks/quality.py: outliers that do not change the outputs, perplexity of a peer, and losses."""
+"""benchmarks/quality.py: planted outliers, predictions of both servers, and their errors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.quality import TIMES, Place, ask_ours, ask_peer, likely, loss, ours, plant
+from benchmarks.quality import TIMES, Prediction, ask_peer, divergence, likely, loss, ours, plant, score_ours
 from models.recipe.evaluate import held_out_texts
 from models.recipe.plan import TARGET
 
@@ -42,43 +42,51 @@ def test_outliers_leave_float32_as_it_is(tmp_path: Path, times: float) -> None:
 
 
 @pytest.mark.slow
-def test_the_unquantised_server_has_the_loss_of_float32(tmp_path: Path) -> None:
-    """Without quantisation, every position has the log-probability of transformers over HTTP."""
+def test_unquantised_predictions_equal_float32() -> None:
+    """Of the served model, at every compared position."""
     texts = held_out_texts(2)
     places = list(likely(TARGET.folder, texts, 8))
-
-    async def ask(url: str) -> list[float]:
-        async with httpx.AsyncClient(timeout=60, trust_env=False) as http:
-            return await ask_ours(http, url, texts, places)
-
-    with ours(TARGET.folder, "none", tmp_path, "--dtype", "float32") as url:
-        found = loss(places, asyncio.run(ask(url)))
+    found = loss(places, score_ours(ours(TARGET.folder, "none"), texts, places))
 
     assert {0, 1} == {place.text for place in places}
-    assert found.distance < 1e-4
+    assert found.divergence < 1e-6
+    assert found.perplexity == pytest.approx(1, abs=1e-4)
 
 
 def test_the_peer_is_measured_after_each_prefix() -> None:
-    """The log-probability of the token, or the smallest listed one."""
-    asked: list[list[int]] = []
+    """The log-probabilities of the likely tokens are read; unlisted ones have the lowest of the list."""
+    requested: list[list[int]] = []
 
     def answer(request: httpx.Request) -> httpx.Response:
-        asked.append(json.loads(request.content)["prompt"])
+        requested.append(json.loads(request.content)["prompt"])
         listed = [{"id": 7, "logprob": -0.5}, {"id": 8, "logprob": -2.0}]
         return httpx.Response(200, json={"completion_probabilities": [{"top_logprobs": listed}]})
 
-    places = [Place(0, 1, -0.5), Place(0, 2, -1.0)]
+    places = [Prediction(0, 1, (7, 9), (-0.5, -3.0), 0), Prediction(0, 2, (8, 7), (-1.0, -1.5), 1)]
 
-    async def ask() -> list[float]:
+    async def ask() -> list[list[float]]:
         async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as http:
-            return await ask_peer(http, "http://peer/v1", [[5, 7, 9]], places)
+            return await ask_peer(http, "http://peer/v1", [[5, 7, 7]], places)
 
-    assert [-0.5, -2.0] == asyncio.run(ask())
-    assert [[5], [5, 7]] == sorted(asked)
+    assert [[-0.5, -2.0], [-2.0, -0.5]] == asyncio.run(ask())
+    assert [[5], [5, 7]] == sorted(requested)
 
 
-def test_a_loss_is_measured_against_float32() -> None:
-    """One token less likely by a nat and one as likely: e to the half of the perplexity, the root of a half off."""
-    found = loss([Place(0, 1, -1.0), Place(0, 2, -2.0)], [-2.0, -2.0])
+def test_divergence_counts_all_other_tokens_as_one() -> None:
+    """Of a half, a quarter and the rest, against three quarters, an eighth and the rest."""
+    truth, scores = ([math.log(each) for each in own] for own in ((0.5, 0.25), (0.75, 0.125)))
+    expected = 0.5 * math.log(0.5 / 0.75) + 0.25 * math.log(2) + 0.25 * math.log(2)
 
-    assert (math.exp(0.5), math.sqrt(0.5)) == pytest.approx((found.perplexity, found.distance))
+    assert expected == pytest.approx(divergence(truth, scores))
+    assert pytest.approx(0, abs=1e-12) == divergence(truth, truth)
+
+
+def test_loss_is_relative_to_float32() -> None:
+    """One target less likely by a nat and one as likely: e to the half of the perplexity."""
+    half = math.log(0.5)
+    less = [math.log(1 - 0.5 / math.e), half - 1]
+    places = [Prediction(0, 1, (1, 2), (half, half), 1), Prediction(0, 2, (1, 2), (half, half), 0)]
+    found = loss(places, [less, [half, half]])
+
+    assert math.exp(0.5) == pytest.approx(found.perplexity)
+    assert found.divergence == pytest.approx(divergence(places[0].truth, less) / 2)
