@@ -94,7 +94,7 @@ def calibrate(
                 # Sampled tokens make it the Fisher information; those of the text would add the model's own error.
                 sampled = torch.multinomial(probabilities, 1, generator=generator)[:, 0]
                 recorder.predictions += len(sampled)
-                nn.functional.cross_entropy(logits, sampled, reduction="sum").backward()
+                nn.functional.cross_entropy(logits, sampled, reduction="sum").backward()  # type: ignore[no-untyped-call]
     except Exception as error:
         log.warning("weights are quantised without a calibration (%s: %s)", type(error).__name__, error)
         return {}
@@ -162,7 +162,7 @@ class _Recorder:
         """A forward hook of a linear layer."""
         sizes = self._record_inputs(name, module, inputs, output)
         if output.requires_grad:
-            output.register_hook(partial(self._records[name].add_gradients, sizes))
+            output.register_hook(partial(self._records[name].add_gradients, sizes))  # type: ignore[no-untyped-call]
 
     def _record_inputs(self, name: str, module: nn.Module, inputs: tuple[Tensor, ...], output: object) -> Tensor:
         """A forward hook; the root mean squares of the inputs [tokens, 1]."""
@@ -175,7 +175,7 @@ class _Recorder:
 
 
 def _require_gradient(module: nn.Module, inputs: object, output: Tensor) -> None:
-    output.requires_grad_(requires_grad=True)
+    output.requires_grad_()
 
 
 def _skip_positions(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

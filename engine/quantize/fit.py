@@ -70,7 +70,7 @@ def _feedback(rows: Tensor, deviations: Tensor) -> Tensor:
     """The Cholesky factor of the inverse second moments of columns that were divided by their deviations."""
     moments = rows.T @ rows / len(rows)
     moments.diagonal().mul_(1 + _DAMPING).clamp_min_(_DAMPING)
-    factor = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(moments)), upper=True)
+    factor: Tensor = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(moments)), upper=True)
     return factor / deviations
 
 

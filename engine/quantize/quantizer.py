@@ -71,7 +71,9 @@ class Quantizer:
         """With 4 bits, the formats are chosen by `statistics` of layers and of modules with experts, by name."""
         matrices = list(planned_matrices(plan))
         self._statistics = {
-            each.name: statistics[each.statistics] for each in matrices if each.statistics in statistics
+            each.name: statistics[each.statistics]
+            for each in matrices
+            if each.statistics is not None and each.statistics in statistics
         }
         if bits == 8:
             self.formats: dict[str, WeightFormat] = {each.name: "int8" for each in matrices}

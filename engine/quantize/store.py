@@ -82,7 +82,7 @@ class WeightStore:
 
 def _formats(content: safe_open) -> dict[str, WeightFormat]:
     """The weight format of each matrix. Raises KeyError or ValueError for a file without valid formats."""
-    formats = json.loads((content.metadata() or {})["formats"])
+    formats = json.loads((content.metadata() or {})["formats"])  # type: ignore[no-untyped-call]
     if not isinstance(formats, dict) or not set(formats.values()) <= set(LAYOUTS):
         raise ValueError("unknown weight formats")
     return formats
