@@ -1,0 +1,230 @@
+"""GGUF files of tiny random models, in any type of weights, and the checks of the table in docs/gguf.md.
+
+`python -W ignore -m tests.engine.gguf.files` prints the table (minutes).
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+import transformers
+from gguf import GGMLQuantizationType as Type
+from gguf import GGUFWriter
+from torch import Tensor
+
+from engine.config import EngineConfig
+from engine.convert.convert import convert
+from engine.errors import ModelUnsupported
+from engine.gguf.container import GgufModel, read_model
+from engine.gguf.weights import PLAIN_TYPES
+from engine.load.gguf_model import read_gguf_config, read_gguf_model
+from engine.load.load import LoadedModel, load
+from engine.quantize.experts import QuantizedExperts
+from engine.quantize.layers import QuantizedLinear
+from kvcache.cache import Cache
+from kvcache.spec import Span
+from tests.engine.convert.checkpoints import CHECKPOINTS, SIZE, conversion, save_checkpoint
+from tests.engine.kernels.test_blocks import HALVES, random_blocks
+
+# Columns of matrices that have blocks of every type.
+WIDTH = 256
+WIDE: dict[str, Any] = {"hidden_size": WIDTH, "intermediate_size": WIDTH, "head_dim": 64}
+TYPES = (Type.F32, Type.F16, Type.BF16, Type.Q8_0, Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1) + (
+    Type.Q3_K,
+    Type.Q4_K,
+    Type.Q5_K,
+    Type.Q6_K,
+    Type.IQ4_NL,
+    Type.IQ4_XS,
+    Type.MXFP4,
+)
+# Largest difference of logits from those of the dequantised weights, relative to their size: activations have 8 bits.
+ROUNDING = 0.1
+# A super-scale of random blocks, for weights of about 0.1.
+SCALE = 2e-4
+
+
+def write_checkpoint(name: str, folder: Path, weight_type: Any = "f32") -> Path:
+    """Write a tiny checkpoint into folder/model, and its file."""
+    save_checkpoint(name, folder / "model")
+    convert(conversion(folder / "model", folder / "model.gguf", weight_type))
+    return folder / "model.gguf"
+
+
+def write_types(source: GgufModel, file: Path, kind: Type) -> None:
+    """Write a model with its matrices in another type: quantised by the gguf package, or random blocks."""
+    writer = GGUFWriter(file, source.metadata.text("general.architecture"))
+    for key, value in source.metadata.items():
+        if key != "general.architecture":
+            add(writer, key, value)
+    for number, tensor in enumerate(source.tensors.values()):
+        weights = gguf.dequantize(tensor.rows, tensor.type).reshape(tensor.shape)
+        block, _ = gguf.GGML_QUANT_SIZES[kind]
+        quantised = tensor.name.endswith(".weight") and weights.ndim > 1 and "gate_inp" not in tensor.name
+        if quantised and weights.shape[-1] % block == 0 and "conv.conv" not in tensor.name:
+            writer.add_tensor(tensor.name, blocks(weights, kind, number), raw_dtype=kind)
+        else:
+            writer.add_tensor(tensor.name, np.ascontiguousarray(weights))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def add(writer: GGUFWriter, key: str, value: Any) -> None:
+    """Add one value of metadata."""
+    if isinstance(value, list):
+        writer.add_array(key, value)
+    elif isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    else:
+        writer.add_string(key, value)
+
+
+def blocks(weights: np.ndarray[Any, Any], kind: Type, seed: int) -> np.ndarray[Any, Any]:
+    """The blocks of weights; random ones for types that the gguf package does not write."""
+    if kind in PLAIN_TYPES or kind.name.endswith(("_0", "_1", "MXFP4")):
+        return gguf.quantize(np.ascontiguousarray(weights), kind)
+    rows, (columns, size) = weights.size // weights.shape[-1], gguf.GGML_QUANT_SIZES[kind]
+    raw = random_blocks(kind, rows, weights.shape[-1] // columns, seed).numpy().reshape(rows, -1, size).copy()
+    for at in HALVES[kind]:
+        raw[:, :, at : at + 2] = np.frombuffer(np.float16(SCALE).tobytes(), np.uint8)
+    return raw.reshape(*weights.shape[:-1], -1)
+
+
+def load_file(file: Path, **settings: Any) -> LoadedModel:
+    """The served model of a file."""
+    return load(EngineConfig(model=str(file), context=64, slots=2, **settings), lambda phase: None)
+
+
+def greedy(loaded: LoadedModel, prompt: list[int], count: int) -> list[int]:
+    """Greedy tokens of the loaded model after a prompt in two chunks."""
+    cache = empty_cache(loaded)
+    feed(loaded, cache, prompt[:7])
+    tokens = [int(feed(loaded, cache, prompt[7:])[-1].argmax())]
+    while len(tokens) < count:
+        tokens.append(int(feed(loaded, cache, tokens[-1:])[-1].argmax()))
+    return tokens
+
+
+def empty_cache(loaded: LoadedModel) -> Cache:
+    """A cache for one text."""
+    return Cache(
+        [layer.spec for layer in loaded.layers],
+        slots=2,
+        capacity=64,
+        cells=128,
+        dtype=loaded.kv_dtype,
+        state_bytes=2**26 if loaded.recurrent else None,
+    )
+
+
+def feed(loaded: LoadedModel, cache: Cache, tokens: list[int]) -> Tensor:
+    """The logits after each token."""
+    with cache.forward([Span(0, cache.cached_length(0), len(tokens))]) as forward:
+        return loaded.runner.run(forward, tokens, list(range(len(tokens))))
+
+
+def reference_greedy(model: Any, prompt: list[int], count: int) -> list[int]:
+    """Greedy tokens of transformers."""
+    ids = torch.tensor([prompt])
+    with torch.inference_mode():
+        whole = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, eos_token_id=None
+        )
+    tokens: list[int] = whole[0, len(prompt) :].tolist()
+    return tokens
+
+
+def prompt(length: int = 20) -> list[int]:
+    """A random prompt."""
+    tokens: list[int] = torch.randint(5, SIZE - 20, (length,), generator=torch.Generator().manual_seed(3)).tolist()
+    return tokens
+
+
+def inexact_layers(loaded: LoadedModel, dequantised: Any) -> list[str]:
+    """The quantised layers and experts with other weights than the dequantised model."""
+    expected, wrong = dequantised.state_dict(), []
+    for name, module in loaded.model.named_modules():
+        if isinstance(module, QuantizedLinear):
+            equal = torch.equal(module.packed.unpack(torch.float32), expected[f"{name}.weight"])
+        elif isinstance(module, QuantizedExperts):
+            stacks = {module.experts.up: module.up, module.experts.down: module.down}
+            equal = all(
+                torch.equal(matrix.unpack(torch.float32), stacked)
+                for stack, matrices in stacks.items()
+                for matrix, stacked in zip(matrices, _experts(expected, name, stack), strict=True)
+            )
+        else:
+            continue
+        if not equal:
+            wrong.append(name)
+    return wrong
+
+
+def _experts(state: dict[str, Tensor], name: str, stack: Any) -> Tensor:
+    stored = state[f"{name}.{stack.parameter}"]
+    return stored.mT if stack.transposed else stored
+
+
+def check_type(source: GgufModel, file: Path, kind: Type) -> str:
+    """PASS, or the reason: text or weights of the served file, compared with transformers and dequantised weights."""
+    write_types(source, file, kind)
+    is_plain = kind in PLAIN_TYPES
+    try:
+        served = load_file(file, dtype="float64" if is_plain else "auto")
+    except ModelUnsupported as error:
+        return error.reason
+    dtype = torch.float64 if is_plain else torch.float32
+    dequantised, _, _ = read_gguf_model(file, read_gguf_config(file), dtype)
+    if is_plain:
+        dequantised.set_experts_implementation("eager")
+        expected, actual = reference_greedy(dequantised, prompt(), 12), greedy(served, prompt(), 12)
+        return "PASS" if expected == actual else "other text"
+    if wrong := inexact_layers(served, dequantised):
+        return f"{len(wrong)} layers have other weights"
+    with torch.inference_mode():
+        expected_logits = dequantised(input_ids=torch.tensor([prompt()])).logits[0]
+    error = float((_logits(served) - expected_logits).norm() / expected_logits.norm())
+    return "PASS" if error < ROUNDING else f"logits differ by {error:.2f}"
+
+
+def _logits(loaded: LoadedModel) -> Tensor:
+    return feed(loaded, empty_cache(loaded), prompt())
+
+
+def table() -> Iterator[str]:
+    """The lines of the table."""
+    yield f"| model | {' | '.join(kind.name for kind in TYPES)} |"
+    yield f"|{'---|' * (len(TYPES) + 1)}"
+    for name in sys.argv[1:] or CHECKPOINTS:
+        with tempfile.TemporaryDirectory() as own:
+            source = read_model(write_wide(name, Path(own)))
+            results = [check_type(source, Path(own) / f"{kind.name}.gguf", kind) for kind in TYPES]
+        yield f"| {name} | {' | '.join(results)} |"
+
+
+def write_wide(name: str, folder: Path) -> Path:
+    """Write a checkpoint with matrices that have blocks of every type, and its file."""
+    kind, own = CHECKPOINTS[name]
+    CHECKPOINTS["wide"] = (kind, own | WIDE)
+    return write_checkpoint("wide", folder)
+
+
+if __name__ == "__main__":
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    for line in table():
+        sys.stdout.write(line + "\n")
+        sys.stdout.flush()
