@@ -34,6 +34,8 @@ _KEYS = Keys.Tokenizer
 _SPACE = "\u2581"
 _BYTES = tuple(f"<0x{byte:02X}>" for byte in range(256))
 _ADDED = (TokenType.CONTROL, TokenType.UNKNOWN, TokenType.USER_DEFINED)
+# Kinds of byte pairs with a pre-tokenizer of their own.
+_OWN_PRE_TOKENIZERS = {"gemma4": "gemma4"}
 _SPECIAL_NAMES = ("bos", "eos", "unk", "sep", "pad", "mask")
 # Longest word of BERT in characters; longer ones become the unknown token.
 _MAX_WORD_CHARACTERS = 100
@@ -116,7 +118,7 @@ def _byte_pairs(vocabulary: Vocabulary, metadata: Mapping[str, Any]) -> Tokenize
 
 
 def _pre_tokenizer(vocabulary: Vocabulary, metadata: Mapping[str, Any]) -> PreTokenizer:
-    name = "gemma4" if vocabulary.kind == "gemma4" else text_value(metadata, _KEYS.PRE, "")
+    name = _OWN_PRE_TOKENIZERS.get(vocabulary.kind) or text_value(metadata, _KEYS.PRE, "")
     if not name:
         log.warning("the file names no pre-tokenizer (%s): its text may be split wrongly", _KEYS.PRE)
         return DEFAULT

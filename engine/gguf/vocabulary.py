@@ -72,7 +72,8 @@ _END_NAMES = (
     *("<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "[e~["),
 )
 _END_KEYS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
-# Special tokens of Phi-3 without the spaces after them.
+# Parts of the names of models with special tokens that absorb the spaces after them, and the ones that do not.
+_STRIPPED_MODELS = ("phi-3", "phi3")
 _NOT_STRIPPED = ("<unk>", "<s>", "<|endoftext|>")
 _MASK_MODELS, _MASK_PRE_TOKENIZERS = (
     ("nomic-bert-moe", "jina-bert-v3"),
@@ -233,7 +234,7 @@ def _stripping(
     if architecture in _MASK_MODELS or pre in _MASK_PRE_TOKENIZERS:
         return frozenset(_known(ids, ("<mask>",))), frozenset()
     name = text_value(metadata, Keys.General.NAME, "").lower()
-    if "phi-3" not in name and "phi3" not in name:
+    if not any(part in name for part in _STRIPPED_MODELS):
         return frozenset(), frozenset()
     added = (TokenType.CONTROL, TokenType.USER_DEFINED, TokenType.UNKNOWN)
     stripped = {token for token, kind in enumerate(types) if kind in added} | _known(ids, ("</s>",))
