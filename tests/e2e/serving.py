@@ -31,14 +31,14 @@ def serving(flags: Sequence[str], errors: IO[str]) -> Iterator[str]:
 def _address(server: subprocess.Popen[str]) -> str:
     """Read the start-up lines up to the one with the address: as long as it lives, and no longer than it may take."""
     assert server.stdout is not None
-    said: list[str] = []
+    output: list[str] = []
     stuck = threading.Timer(START_SECONDS, server.kill)
     stuck.start()
     try:
         for line in server.stdout:
-            said.append(line)
+            output.append(line)
             if found := re.search(r"API +(http://\S+)/v1", line):
                 return found.group(1)
     finally:
         stuck.cancel()
-    raise AssertionError("the server did not start:\n" + "".join(said))
+    raise AssertionError("the server did not start:\n" + "".join(output))

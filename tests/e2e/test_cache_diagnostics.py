@@ -13,7 +13,7 @@ BUNDLED = Path(__file__).parents[2] / "models" / "target"
 ASKED = {"return_cache_diagnostics": True, "return_token_ids": True}
 
 
-def told(answer: Any) -> Any:
+def diagnostics_of(answer: Any) -> Any:
     """The cache diagnostics of an answer, with the counts of the usage."""
     found = answer["prompt_cache_diagnostics"]
     usage = answer["usage"]
@@ -24,7 +24,7 @@ def told(answer: Any) -> Any:
 
 def why(answer: Any) -> tuple[str | None, int | None]:
     """The reason, and the message."""
-    found = told(answer)
+    found = diagnostics_of(answer)
     return found["reason"], found["first_divergent_message"]
 
 
@@ -41,7 +41,7 @@ def test_diagnostics_of_the_bundled_model_have_the_reason() -> None:
         assert ("unknown", None) == why(first)
 
         again = await chat(TURNS, **ASKED)
-        assert (None, None, 1) == (*why(again), told(again)["missed_tokens"])
+        assert (None, None, 1) == (*why(again), diagnostics_of(again)["missed_tokens"])
 
         answered = [*TURNS, first["choices"][0]["message"], {"role": "user", "content": "Why?"}]
         assert ("ended", 4) == why(await chat(answered, **ASKED))
@@ -50,7 +50,7 @@ def test_diagnostics_of_the_bundled_model_have_the_reason() -> None:
             other = await chat(changed(at, content), **ASKED)
             assert ("diverged", at) == why(other)
             alike = common_prefix_length(first["prompt_token_ids"], other["prompt_token_ids"])
-            assert alike == told(other)["first_divergent_token"] == told(other)["cached_tokens"]
+            assert alike == diagnostics_of(other)["first_divergent_token"] == diagnostics_of(other)["cached_tokens"]
 
         assert ("unknown", None) == why(await chat(TURNS, **ASKED, cache_salt="other"))
         assert ("bypassed", None) == why(await chat(TURNS, **ASKED, cache_prompt=False))
@@ -67,7 +67,7 @@ def test_diagnostics_report_an_unreachable_state(tmp_path: Path) -> None:
 
     async def story(chat: Chat) -> None:
         await chat(TURNS)
-        found = told(await chat(changed(3, "Since what?"), **ASKED))
+        found = diagnostics_of(await chat(changed(3, "Since what?"), **ASKED))
 
         assert found["reason"] == "unreachable"
         assert found["cached_tokens"] < found["first_divergent_token"]

@@ -51,10 +51,10 @@ def test_vectors_are_those_of_the_folder_while_others_chat(client: openai.OpenAI
     """In base64, under any name; the answers of the chat model are the same as alone."""
 
     def chat() -> str | None:
-        told = client.chat.completions.create(
+        reply = client.chat.completions.create(
             model="tiny", messages=[{"role": "user", "content": "What is a cat?"}], temperature=0, max_tokens=16
         )
-        return told.choices[0].message.content
+        return reply.choices[0].message.content
 
     alone = chat()
     with ThreadPoolExecutor(6) as clients:

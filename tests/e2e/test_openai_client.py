@@ -346,15 +346,15 @@ def test_several_choices_share_their_prompt(client: openai.OpenAI) -> None:
 def test_a_prompt_is_scored_by_the_parameters_of_lm_eval(client: openai.OpenAI) -> None:
     """echo with logprobs: what the prompt's tokens have as a prompt they have as an answer."""
     asked = {"model": "cellar-tiny", "temperature": 0, "logprobs": 1}
-    said = client.completions.create(**asked, prompt=[5, 6], max_tokens=6, extra_body={"return_token_ids": True})  # type: ignore[call-overload]
-    whole = [5, 6, *said.choices[0].token_ids]  # type: ignore[attr-defined]
+    output = client.completions.create(**asked, prompt=[5, 6], max_tokens=6, extra_body={"return_token_ids": True})  # type: ignore[call-overload]
+    whole = [5, 6, *output.choices[0].token_ids]  # type: ignore[attr-defined]
 
     scored = client.completions.create(**asked, prompt=whole, max_tokens=1, echo=True).choices[0].logprobs  # type: ignore[call-overload]
 
     assert scored.token_logprobs[0] is None
-    assert said.choices[0].logprobs is not None
-    assert said.choices[0].logprobs.tokens == scored.tokens[2 : len(whole)]
-    assert said.choices[0].logprobs.token_logprobs == pytest.approx(scored.token_logprobs[2 : len(whole)], abs=1e-4)
+    assert output.choices[0].logprobs is not None
+    assert output.choices[0].logprobs.tokens == scored.tokens[2 : len(whole)]
+    assert output.choices[0].logprobs.token_logprobs == pytest.approx(scored.token_logprobs[2 : len(whole)], abs=1e-4)
 
 
 def test_no_word_of_a_client_gets_into_the_log(client: openai.OpenAI, log: Path) -> None:

@@ -48,9 +48,9 @@ def serve(folder: Path, story: Story, **changes: Any) -> Any:
         engine.start()
         try:
             await engine.wait_ready()
-            told = await story(post)
+            reply = await story(post)
             await engine.drain(10)
-            return told
+            return reply
         finally:
             await asyncio.to_thread(engine.close)
 
@@ -134,11 +134,11 @@ def test_no_salt_of_a_client_opens_the_cache_of_another(folder: Path) -> None:
 async def observed(post: Post, guesses: Sequence[str]) -> list[tuple[Any, ...]]:
     """The cache-dependent fields of Bob's answers to guesses, in completions and in chats."""
     drafts = {"speculation": {"drafter": "lookup", "tokens": 4}, "max_tokens": 6}
-    told = []
+    observations = []
     for guess in guesses:
-        told.append(seen(await write(post, BOB, spaced(guess))))
-        told.append(seen(await chat(post, BOB, spaced(guess), **drafts)))
-    return told
+        observations.append(seen(await write(post, BOB, spaced(guess))))
+        observations.append(seen(await chat(post, BOB, spaced(guess), **drafts)))
+    return observations
 
 
 async def _alice(post: Post) -> None:
@@ -171,7 +171,7 @@ def test_what_bob_sees_does_not_depend_on_alice(folder: Path) -> None:
     assert alone == beside
     assert unshared != shared
     # Drafts as well, not the prefix alone.
-    assert [told[4:] for told in unshared] != [told[4:] for told in shared]
+    assert [reply[4:] for reply in unshared] != [reply[4:] for reply in shared]
 
 
 @pytest.mark.slow

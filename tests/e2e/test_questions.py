@@ -60,7 +60,7 @@ def decide(client: openai.OpenAI, *questions: Any) -> list[Any]:
     return client.decisions.create(model="tiny", input=INPUT, questions=list(questions)).answers
 
 
-def told(answer: Any) -> list[float]:
+def probabilities(answer: Any) -> list[float]:
     """All probabilities of an answer."""
     if answer.type == "predicate":
         return [answer.probability]
@@ -77,10 +77,10 @@ def test_openais_client_reads_decisions(client: openai.OpenAI) -> None:
     )  # fmt: skip
     assert 0 < truth.probability < 1
     assert ["black", "white", True] == [each.value for each in colour.probabilities]
-    assert pytest.approx(1, abs=1e-3) == sum(told(colour))
+    assert pytest.approx(1, abs=1e-3) == sum(probabilities(colour))
     assert colour.choice == max(colour.probabilities, key=lambda each: each.probability).value
     assert pytest.approx(scale.probabilities[1].probability, rel=1e-3) == scale.score
-    assert 0 < colour.confidence < max(told(colour))
+    assert 0 < colour.confidence < max(probabilities(colour))
     usage = decision.usage
     assert usage.input_tokens == sum(usage.input_tokens_details.to_dict().values())
 
@@ -94,7 +94,7 @@ def test_an_answer_does_not_hang_on_the_other_questions(client: openai.OpenAI) -
 
     for first, second, third in zip(together, alone, again, strict=True):
         for other in (second, third):
-            assert pytest.approx(told(first), rel=1.1e-3) == told(other)
+            assert pytest.approx(probabilities(first), rel=1.1e-3) == probabilities(other)
         if first.type == "choice":
             assert first.choice == second.choice == third.choice
 
@@ -117,7 +117,7 @@ def test_probabilities_are_those_of_the_labels(url: str, client: openai.OpenAI) 
         for choice, label in zip(scored, labels, strict=True)
     ]
 
-    assert pytest.approx([weight / sum(weights) for weight in weights], rel=1e-3) == told(answer)
+    assert pytest.approx([weight / sum(weights) for weight in weights], rel=1e-3) == probabilities(answer)
     assert pytest.approx(max(weights), rel=1e-3) == answer.confidence
 
 

@@ -91,8 +91,8 @@ def test_a_tool_is_called_and_answered(client: openai.OpenAI) -> None:
     assert ("function_call", "get_weather", '{"city": "Paris"}') == (called.type, called.name, called.arguments)
 
     answer: Any = {"type": "function_call_output", "call_id": called.call_id, "output": '{"temperature": 21}'}
-    told = client.responses.create(input=[answer], previous_response_id=asked.id, tools=[WEATHER], **GREEDY)
-    assert "21" in told.output_text
+    reply = client.responses.create(input=[answer], previous_response_id=asked.id, tools=[WEATHER], **GREEDY)
+    assert "21" in reply.output_text
 
 
 def test_an_answer_is_parsed(client: openai.OpenAI) -> None:

@@ -76,16 +76,16 @@ def test_the_last_question_is_never_shifted_out(folder: Callable[[str], Path]) -
 @pytest.mark.parametrize("family", ["llama", "gemma3", "deepseek_v3", "lfm2"])
 def test_a_conversation_survives_a_restart(folder: Callable[[str], Path], tmp_path: Path, family: str) -> None:
     """What one server computed the next one finds on the shelf, and says the same; another salt still finds nothing."""
-    said: list[Any] = []
+    output: list[Any] = []
 
     async def story(chat: Chat) -> None:
-        said.append(await chat(TURNS, cache_salt="one"))
-        said.append(await chat(TURNS, cache_salt="other") if len(said) > 1 else said[0])
+        output.append(await chat(TURNS, cache_salt="one"))
+        output.append(await chat(TURNS, cache_salt="other") if len(output) > 1 else output[0])
 
     where = folder(family)
     for _ in range(2):
         serve(where, story, disk_cache=str(tmp_path / "shelf"))
-    first, _, again, other = said
+    first, _, again, other = output
 
     assert cached(first) == 0
     assert cached(again) >= again["usage"]["prompt_tokens"] - 1 > 0

@@ -63,9 +63,9 @@ def mixed(kind: str, number: int) -> Request:
 
 def check(reference: Alone, requests: list[Request], answers: dict[str, Answer]) -> None:
     """Every answer equals that of `generate`."""
-    said = {request.id: tuple(answers[request.id].tokens) for request in requests}
+    output = {request.id: tuple(answers[request.id].tokens) for request in requests}
     expected = {one.id: reference.greedy(one.prompt, one.media, one.max_tokens or 0) for one in requests}
-    assert expected == said
+    assert expected == output
     assert all(isinstance(answers[request.id].end, Finished) for request in requests)
 
 

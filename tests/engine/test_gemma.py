@@ -109,14 +109,14 @@ def test_greedy_text_equals_transformers(start: Start, reference: Any) -> None:
     expected = whole[0, len(prompt) :].tolist()
 
     for beside in (False, True):
-        cache, said = cells(loaded), list[int]()
+        cache, output = cells(loaded), list[int]()
         rows = feed(loaded, cache, (0, prompt))
         for at in range(len(expected)):
-            said.append(int(rows[0 if at else -1].argmax()))
+            output.append(int(rows[0 if at else -1].argmax()))
             others = [(1, neighbour[2 * at : 2 * at + 2])] if beside and 2 * at + 2 <= len(neighbour) else []
-            rows = feed(loaded, cache, (0, said[-1:]), *others)
+            rows = feed(loaded, cache, (0, output[-1:]), *others)
 
-        assert expected == said
+        assert expected == output
 
 
 def test_a_shift_rotates_the_keys_of_all_layers(start: Start) -> None:
@@ -175,5 +175,5 @@ def test_perplexity_equals_transformers(
 
 def loss(logits: Tensor, tokens: list[int], start: int) -> float:
     """The negative log-likelihood of the tokens after `start`, in nats."""
-    said = torch.tensor(tokens[start + 1 : start + 1 + len(logits)])
-    return float(functional.cross_entropy(logits.float(), said, reduction="sum"))
+    targets = torch.tensor(tokens[start + 1 : start + 1 + len(logits)])
+    return float(functional.cross_entropy(logits.float(), targets, reduction="sum"))

@@ -71,8 +71,8 @@ def test_any_mix_equals_separate_runs(family: str, scarce: bool, stored: Load) -
         answers = play(some.core(loaded), some.jobs)
         for job in some.jobs:
             expected = alone(loaded, job).tokens
-            said = answers[job.request.id].tokens
-            assert said == (expected if job.leaves is None else expected[: len(said)])
+            output = answers[job.request.id].tokens
+            assert output == (expected if job.leaves is None else expected[: len(output)])
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "deepseek_v3"])

@@ -38,8 +38,8 @@ def test_any_batch_equals_separate_runs(
 
     answers = play(engine, jobs)
 
-    said = {name: reference(family).greedy(prompt, 6) for name, prompt in prompts.items()}
-    expected = {name: answer[: answer.index(END)] if END in answer else answer for name, answer in said.items()}
+    outputs = {name: reference(family).greedy(prompt, 6) for name, prompt in prompts.items()}
+    expected = {name: answer[: answer.index(END)] if END in answer else answer for name, answer in outputs.items()}
     assert expected == {name: tuple(answer.tokens) for name, answer in answers.items()}
 
 

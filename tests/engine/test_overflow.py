@@ -166,16 +166,18 @@ def test_nothing_droppable_finishes_with_length(loaded: Models) -> None:
 
 def test_recurrent_states_are_carried_on_request_only(loaded: Models) -> None:
     """Rebuilt states equal the states of a new prompt; carried ones depend on the dropped tokens."""
-    said = {how: one(loaded("lfm2"), 70, overflow="shift", keep=2, recurrent_shift=how) for how in ("rebuild", "carry")}
+    outputs = {
+        how: one(loaded("lfm2"), 70, overflow="shift", keep=2, recurrent_shift=how) for how in ("rebuild", "carry")
+    }
     plain = CONTEXT + 1 - len(PROMPT)
-    everything = [*PROMPT, *said["rebuild"].tokens]
+    everything = [*PROMPT, *outputs["rebuild"].tokens]
     view = [*everything[:2], *everything[13 : len(PROMPT) + plain]]
     fresh = play(core(loaded("lfm2"), slots=2, context=CONTEXT), [Job(ask("fresh", view, 8, ignore_eos=True))])["fresh"]
 
-    assert said["rebuild"].tokens[:plain] == said["carry"].tokens[:plain]
-    assert fresh.tokens == said["rebuild"].tokens[plain : plain + 8]
-    assert said["rebuild"].tokens != said["carry"].tokens
-    assert 70 == len(said["carry"].tokens)
+    assert outputs["rebuild"].tokens[:plain] == outputs["carry"].tokens[:plain]
+    assert fresh.tokens == outputs["rebuild"].tokens[plain : plain + 8]
+    assert outputs["rebuild"].tokens != outputs["carry"].tokens
+    assert 70 == len(outputs["carry"].tokens)
 
 
 def test_a_shift_does_not_move_shared_cells(loaded: Models, reference: References) -> None:

@@ -25,12 +25,12 @@ def test_the_cases_are_not_empty(loaded: Models, kind: str) -> None:
     drafts = {name: played(Case(name, kind, 3, 64, "nothing"), loaded).drafts for name in CASES}
 
     assert {} == drafts["none"]
-    drafted, said = drafts["right"]["scripted"]
-    assert said > 0.9 * drafted > 30
-    drafted, said = drafts["itself"]["model"]
-    assert said > 0.6 * drafted > 20
-    drafted, said = drafts["wrong"]["scripted"]
-    assert 0 == said < 100 < drafted
+    drafted, accepted = drafts["right"]["scripted"]
+    assert accepted > 0.9 * drafted > 30
+    drafted, accepted = drafts["itself"]["model"]
+    assert accepted > 0.6 * drafted > 20
+    drafted, accepted = drafts["wrong"]["scripted"]
+    assert 0 == accepted < 100 < drafted
 
 
 @pytest.mark.slow

@@ -79,7 +79,7 @@ def answers(target: Model) -> dict[str, str]:
     return {question: answer.text for question, answer in zip(QUESTIONS, target.answer(prompts), strict=True)}
 
 
-def said(model: Model, *turns: str, system: str = "") -> str:
+def answer_to(model: Model, *turns: str, system: str = "") -> str:
     """The greedy answer to the last turn, after answers to the earlier ones."""
     messages: list[dict[str, object]] = [{"role": "system", "content": system}] if system else []
     answer = ""
@@ -171,17 +171,17 @@ def test_a_system_prompt_does_not_hurt(target: Model) -> None:
     """The usual system prompt does not change the answer."""
     question = "What does --slots do?"
 
-    assert said(target, question) == said(target, question, system="You are a helpful assistant.")
+    assert answer_to(target, question) == answer_to(target, question, system="You are a helpful assistant.")
 
 
 def test_a_fact_is_remembered(target: Model) -> None:
     """A name from an earlier turn."""
-    assert "Anna" in said(target, "My name is Anna.", "What is 2 + 2?", "What is my name?")
+    assert "Anna" in answer_to(target, "My name is Anna.", "What is 2 + 2?", "What is my name?")
 
 
 def test_facts_are_extracted_as_json(target: Model) -> None:
     """The answer parses and holds the right values, numbers as numbers."""
-    answer = said(target, "Extract name, age as JSON: Anna is 30 years old and works as a baker in Paris.")
+    answer = answer_to(target, "Extract name, age as JSON: Anna is 30 years old and works as a baker in Paris.")
 
     assert {"name": "Anna", "age": 30} == json.loads(answer)
 

@@ -99,10 +99,10 @@ def test_induction_weighs_a_copy_of_its_text() -> None:
     row = induction(Random(3))
     spoken = [token for token, weight in zip(row.ids, row.weights, strict=True) if weight]
 
-    said = spoken[:-1]
+    output = spoken[:-1]
 
     assert END == spoken[-1]
-    assert said == row.ids[-2 * len(said) - 2 : -len(said) - 2]
+    assert output == row.ids[-2 * len(output) - 2 : -len(output) - 2]
 
 
 def test_a_pool_depends_on_its_number_alone(tokenizer: PreTrainedTokenizerFast) -> None:

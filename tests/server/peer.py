@@ -48,8 +48,8 @@ class Peer:
         """Answer GET /v1/models."""
         if self.model == "nameless":
             return Response(status_code=500)
-        told = {} if self.context is None else {"max_model_len": self.context}
-        return JSONResponse({"object": "list", "data": [{"id": self.model, "object": "model", **told}]})
+        limits = {} if self.context is None else {"max_model_len": self.context}
+        return JSONResponse({"object": "list", "data": [{"id": self.model, "object": "model", **limits}]})
 
     async def chat(self, request: Request) -> Response:
         """Answer POST /v1/chat/completions."""

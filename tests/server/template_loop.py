@@ -132,9 +132,9 @@ def unaccepted(tokenizer: Tokenizer, messages: Sequence[Body], shown: Sequence[s
 
 def misread(tokenizer: Tokenizer) -> Iterator[str]:
     """What the format of the template does not read again of a call that the template writes."""
-    (asked, said, result), _ = loops()["one"]
+    (asked, output, result), _ = loops()["one"]
     opened = rendered(tokenizer, [asked])
-    whole = tokenizer.decode(rendered(tokenizer, [asked, said, result]).tokens)
+    whole = tokenizer.decode(rendered(tokenizer, [asked, output, result]).tokens)
     start = tokenizer.decode(opened.tokens)
     text = whole[len(start) :] if whole.startswith(start) else whole[whole.rindex("What about Graz?") + 16 :]
     reader = tokenizer.chat_format.parser(tuple(TOOLS), opened.generation_prompt if whole.startswith(start) else "")

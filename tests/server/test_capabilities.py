@@ -26,7 +26,7 @@ def app() -> Any:
 
 
 @pytest.fixture(scope="module")
-def told(app: Any) -> dict[str, Any]:
+def listed(app: Any) -> dict[str, Any]:
     answer = ask(app, "GET", "/v1/capabilities")
     assert answer.status == 200, answer.body
     TypeAdapter(Capabilities).validate_python(answer.json, strict=True, extra="forbid")
@@ -34,9 +34,9 @@ def told(app: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("path", "shape"), [(CHAT, ChatRequest), (TEXT, CompletionRequest)])
-def test_every_field_has_its_support(told: dict[str, Any], path: str, shape: Any) -> None:
+def test_every_field_has_its_support(listed: dict[str, Any], path: str, shape: Any) -> None:
     """Supported and unsupported fields, and no others."""
-    parameters = told["endpoints"][path]["parameters"]
+    parameters = listed["endpoints"][path]["parameters"]
 
     assert {*shape.model_fields, *shape.documented} == parameters.keys()
     # What this model, without reasoning, takes no notice of.
@@ -45,9 +45,9 @@ def test_every_field_has_its_support(told: dict[str, Any], path: str, shape: Any
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT])
-def test_refused_parameters_are_refused(app: Any, told: dict[str, Any], path: str) -> None:
+def test_refused_parameters_are_refused(app: Any, listed: dict[str, Any], path: str) -> None:
     """And the values that are said to ask for nothing are accepted."""
-    for name, one in told["endpoints"][path]["parameters"].items():
+    for name, one in listed["endpoints"][path]["parameters"].items():
         if one["support"] != "refused" or "reason" in one:
             continue
         answer = ask(app, "POST", path, json_body={**BODIES[path], name: {"something": "else"}})
@@ -60,11 +60,11 @@ def test_refused_parameters_are_refused(app: Any, told: dict[str, Any], path: st
             assert 200 == ask(app, "POST", path, json_body={**BODIES[path], name: value}).status
 
 
-def test_every_endpoint_with_a_body_is_listed(told: dict[str, Any], app: Any) -> None:
+def test_every_endpoint_with_a_body_is_listed(listed: dict[str, Any], app: Any) -> None:
     """The endpoints with a body in the OpenAPI document."""
     document = ask(app, "GET", "/openapi.json").json
 
-    assert {CHAT, TEXT} <= told["endpoints"].keys() <= document["paths"].keys()
+    assert {CHAT, TEXT} <= listed["endpoints"].keys() <= document["paths"].keys()
 
 
 def test_support_depends_on_the_model() -> None:
@@ -72,9 +72,9 @@ def test_support_depends_on_the_model() -> None:
     engine = FakeEngine(tokenizer=FakeTokenizer(HERMES), drafting=DraftingInfo(("lookup",)))
     app = create_app(engine, settings(lenient=True))  # type: ignore[arg-type]
 
-    told = ask(app, "GET", "/v1/capabilities").json
+    listed = ask(app, "GET", "/v1/capabilities").json
 
-    assert told["lenient"]
+    assert listed["lenient"]
     assert {
         "id": "fake",
         "context": 64,
@@ -85,8 +85,8 @@ def test_support_depends_on_the_model() -> None:
         "template_arguments": ["enable_thinking", "reasoning_effort", "verbosity"],
         "drafters": ["lookup"],
         "batch_invariant": True,
-    } == told["model"]
-    parameters = told["endpoints"][CHAT]["parameters"]
+    } == listed["model"]
+    parameters = listed["endpoints"][CHAT]["parameters"]
     for name in ("tools", "functions", "reasoning_effort", "verbosity", "thinking_token_budget"):
         assert "honoured" == parameters[name]["support"]
 

@@ -146,11 +146,11 @@ def test_some_options_need_an_embedding_model(fields: dict[str, Any]) -> None:
     served = create_app(FakeEngine(), settings())  # type: ignore[arg-type]
     (name,) = fields
     error = ask(served, "POST", EMBEDDINGS, json_body={"input": "a", **fields}).json["error"]
-    told = ask(served, "GET", "/v1/capabilities").json
+    reply = ask(served, "GET", "/v1/capabilities").json
 
     assert ("unsupported_parameter", name) == (error["code"], error["param"])
-    assert "refused" == told["endpoints"][EMBEDDINGS]["parameters"][name]["support"]
-    assert "embedding_model" not in told
+    assert "refused" == reply["endpoints"][EMBEDDINGS]["parameters"][name]["support"]
+    assert "embedding_model" not in reply
 
 
 @pytest.mark.parametrize(
@@ -177,8 +177,8 @@ def test_both_models_are_listed() -> None:
     """/v1/models, /v1/models/{id}, /health and /v1/capabilities know of both."""
     listed = ask(APP, "GET", "/v1/models").json
     TypeAdapter(ModelList).validate_python(listed, strict=True, extra="forbid")
-    told = ask(APP, "GET", "/v1/capabilities").json
-    TypeAdapter(Capabilities).validate_python(told, strict=True, extra="forbid")
+    reply = ask(APP, "GET", "/v1/capabilities").json
+    TypeAdapter(Capabilities).validate_python(reply, strict=True, extra="forbid")
 
     assert ["fake", "org/alias", NAME] == [model["id"] for model in listed["data"]]
     assert listed["data"][2] == ask(APP, "GET", f"/v1/models/{NAME}").json
@@ -193,8 +193,8 @@ def test_both_models_are_listed() -> None:
         "dimensions": 3,
         "similarity": "cosine",
         "prompts": ["query"],
-    } == told["embedding_model"]
-    support = {name: one["support"] for name, one in told["endpoints"][EMBEDDINGS]["parameters"].items()}
+    } == reply["embedding_model"]
+    support = {name: one["support"] for name, one in reply["endpoints"][EMBEDDINGS]["parameters"].items()}
     assert ("honoured", "refused") == (support["input_type"], support["pooling"])
 
 

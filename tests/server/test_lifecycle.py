@@ -191,13 +191,13 @@ def test_grammar_tables_are_built_when_idle(monkeypatch: pytest.MonkeyPatch) -> 
     """After some checks without running requests."""
     monkeypatch.setattr("server.lifecycle.IDLE_CHECK_SECONDS", 0)
     looks = iter([1, 0, 0, 0, 1, 1, *[0] * 1000])
-    engine, said = FakeEngine(), list[str]()
+    engine, output = FakeEngine(), list[str]()
     monkeypatch.setattr(engine, "stats", lambda: Stats(running=next(looks)))
 
-    prepare = run_until(engine, said, lambda: engine.grammars.prepared)
+    prepare = run_until(engine, output, lambda: engine.grammars.prepared)
 
     assert (0, 6 + IDLE_CHECKS) == (prepare, 1006 - len(list(looks)))
-    assert said[0].startswith("Cellar")
+    assert output[0].startswith("Cellar")
 
 
 @pytest.mark.parametrize("error", [OSError("no process"), InvalidRequest("grammar", "no end")])
@@ -213,9 +213,9 @@ def test_a_failed_preparation_is_logged(
     assert str(error) in caplog.text
 
 
-def run_until(engine: FakeEngine, said: list[str], done: Callable[[], bool]) -> int:
+def run_until(engine: FakeEngine, output: list[str], done: Callable[[], bool]) -> int:
     """The exit code of a run in this process, which is stopped when something has happened."""
-    lifecycle = Lifecycle(engine, settings(), said.append)  # type: ignore[arg-type]
+    lifecycle = Lifecycle(engine, settings(), output.append)  # type: ignore[arg-type]
 
     async def stop() -> None:
         while not done():

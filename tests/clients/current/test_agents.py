@@ -38,9 +38,9 @@ def model(request: pytest.FixtureRequest, server: Server) -> Model:
 
 def test_chat(model: Model, server: Server) -> None:
     """One turn."""
-    told = asyncio.run(Runner.run(Agent("a", model=model, model_settings=SETTINGS), server.question))
+    reply = asyncio.run(Runner.run(Agent("a", model=model, model_settings=SETTINGS), server.question))
 
-    assert told.final_output
+    assert reply.final_output
 
 
 def test_stream(model: Model, server: Server) -> None:
@@ -70,15 +70,15 @@ def test_tools(model: Model, server: Server) -> None:
         return '{"temperature": 21}'
 
     agent = Agent("a", model=model, model_settings=SETTINGS, tools=[get_weather])
-    told = asyncio.run(Runner.run(agent, server.weather))
+    reply = asyncio.run(Runner.run(agent, server.weather))
 
     assert asked
-    assert told.final_output
+    assert reply.final_output
 
 
 def test_structured(model: Model) -> None:
     """A typed result."""
     agent = Agent("a", model=model, model_settings=SETTINGS, output_type=City)
-    told = asyncio.run(Runner.run(agent, "Tell me of a city."))
+    reply = asyncio.run(Runner.run(agent, "Tell me of a city."))
 
-    assert isinstance(told.final_output, City)
+    assert isinstance(reply.final_output, City)

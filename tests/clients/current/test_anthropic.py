@@ -70,21 +70,23 @@ def test_tools(client: anthropic.Anthropic, server: Server, tools: list[Any]) ->
     call = next(block for block in asked.content if block.type == "tool_use")
     result = {"type": "tool_result", "tool_use_id": call.id, "content": '{"temperature": 21}'}
     messages += [{"role": "assistant", "content": asked.content}, {"role": "user", "content": [result]}]
-    told = client.messages.create(model=server.model, max_tokens=200, extra_body=GREEDY, tools=tools, messages=messages)
+    reply = client.messages.create(
+        model=server.model, max_tokens=200, extra_body=GREEDY, tools=tools, messages=messages
+    )
 
     assert "tool_use" == asked.stop_reason
     assert {"city"} == set(call.input)
-    assert told.content
+    assert reply.content
 
 
 def test_count(client: anthropic.Anthropic, server: Server) -> None:
     """The count equals the input tokens of the usage."""
     messages: list[Any] = [{"role": "user", "content": server.question}]
     counted = client.messages.count_tokens(model=server.model, messages=messages)
-    said = client.messages.create(model=server.model, max_tokens=1, messages=messages).usage
+    output = client.messages.create(model=server.model, max_tokens=1, messages=messages).usage
 
-    cached = (said.cache_read_input_tokens or 0) + (said.cache_creation_input_tokens or 0)
-    assert counted.input_tokens == said.input_tokens + cached
+    cached = (output.cache_read_input_tokens or 0) + (output.cache_creation_input_tokens or 0)
+    assert counted.input_tokens == output.input_tokens + cached
 
 
 def test_errors(client: anthropic.Anthropic, server: Server) -> None:

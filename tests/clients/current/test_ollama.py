@@ -17,14 +17,14 @@ def client(server: Server) -> ollama.Client:
 
 def test_chat(client: ollama.Client, server: Server) -> None:
     """A message and a plain prompt, with counts."""
-    told = client.chat(
+    reply = client.chat(
         server.model, messages=[{"role": "user", "content": server.question}], options={"temperature": 0}
     )
     generated = client.generate(server.model, prompt=server.question, options={"temperature": 0, "num_predict": 8})
 
-    assert told.message.content
-    assert told.done
-    assert told.eval_count
+    assert reply.message.content
+    assert reply.done
+    assert reply.eval_count
     assert generated.response
 
 
@@ -50,23 +50,23 @@ def test_tools(client: ollama.Client, server: Server, weather_schema: dict[str, 
     asked = client.chat(server.model, messages=messages, tools=tools, options={"temperature": 0})
     assert asked.message.tool_calls
     messages += [asked.message, {"role": "tool", "tool_name": "get_weather", "content": '{"temperature": 21}'}]
-    told = client.chat(server.model, messages=messages, tools=tools, options={"temperature": 0})
+    reply = client.chat(server.model, messages=messages, tools=tools, options={"temperature": 0})
 
     assert {"city"} == set(asked.message.tool_calls[0].function.arguments)
-    assert told.message.content
+    assert reply.message.content
 
 
 def test_structured(client: ollama.Client, server: Server) -> None:
     """`format` takes a schema."""
     schema = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 20}}, "required": ["name"]}
-    told = client.chat(
+    reply = client.chat(
         server.model,
         messages=[{"role": "user", "content": "Tell me of a city."}],
         format=schema,
         options={"temperature": 0},
     )
 
-    assert isinstance(json.loads(told.message.content or "")["name"], str)
+    assert isinstance(json.loads(reply.message.content or "")["name"], str)
 
 
 def test_embeddings(client: ollama.Client, server: Server) -> None:

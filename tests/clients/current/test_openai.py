@@ -67,11 +67,11 @@ def test_tools(client: openai.OpenAI, server: Server, tools: list[Any]) -> None:
     )
     call = asked.choices[0].message.tool_calls[0]  # type: ignore[index]
     messages += [asked.choices[0].message, {"role": "tool", "tool_call_id": call.id, "content": '{"temperature": 21}'}]
-    told = client.chat.completions.create(model=server.model, messages=messages, tools=tools, temperature=0)
+    reply = client.chat.completions.create(model=server.model, messages=messages, tools=tools, temperature=0)
 
     assert "tool_calls" == asked.choices[0].finish_reason
     assert {"city"} == set(json.loads(call.function.arguments))  # type: ignore[union-attr]
-    assert told.choices[0].message.content
+    assert reply.choices[0].message.content
 
 
 def test_streamed_tools(client: openai.OpenAI, server: Server, tools: list[Any]) -> None:
@@ -128,7 +128,7 @@ def test_responses_tools(client: openai.OpenAI, server: Server, weather_schema: 
         model=server.model, input=server.weather, tools=[tool], tool_choice="required", temperature=0
     )
     call = next(item for item in asked.output if item.type == "function_call")
-    told = client.responses.create(
+    reply = client.responses.create(
         model=server.model,
         previous_response_id=asked.id,
         tools=[tool],
@@ -137,7 +137,7 @@ def test_responses_tools(client: openai.OpenAI, server: Server, weather_schema: 
     )
 
     assert {"city"} == set(json.loads(call.arguments))
-    assert told.output_text
+    assert reply.output_text
 
 
 def test_responses_structured(client: openai.OpenAI, server: Server) -> None:

@@ -28,17 +28,17 @@ def model(server: Server) -> OpenAIChatModel:
 
 def test_chat(model: OpenAIChatModel, server: Server) -> None:
     """One turn."""
-    told = Agent(model, model_settings=SETTINGS).run_sync(server.question)
+    reply = Agent(model, model_settings=SETTINGS).run_sync(server.question)
 
-    assert told.output
+    assert reply.output
 
 
 def test_stream(model: OpenAIChatModel, server: Server) -> None:
     """A streamed turn adds up to what one piece says."""
 
     async def stream() -> str:
-        async with Agent(model, model_settings=SETTINGS).run_stream(server.question) as told:
-            return await told.get_output()
+        async with Agent(model, model_settings=SETTINGS).run_stream(server.question) as reply:
+            return await reply.get_output()
 
     assert Agent(model, model_settings=SETTINGS).run_sync(server.question).output == asyncio.run(stream())
 
@@ -54,17 +54,17 @@ def test_tools(model: OpenAIChatModel, server: Server) -> None:
         asked.append(city)
         return '{"temperature": 21}'
 
-    told = agent.run_sync(server.weather)
+    reply = agent.run_sync(server.weather)
 
     assert asked
-    assert told.output
+    assert reply.output
 
 
 def test_structured(model: OpenAIChatModel) -> None:
     """A typed result, which the agent asks for as a tool that must be called."""
-    told = Agent(model, output_type=City, model_settings=SETTINGS).run_sync("Tell me of a city.")
+    reply = Agent(model, output_type=City, model_settings=SETTINGS).run_sync("Tell me of a city.")
 
-    assert isinstance(told.output, City)
+    assert isinstance(reply.output, City)
 
 
 def test_errors(server: Server) -> None:

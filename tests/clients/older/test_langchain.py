@@ -52,12 +52,12 @@ def test_tools(model: ChatOpenAI, server: Server) -> None:
     bound = model.bind_tools([get_weather], tool_choice="any")
     asked = bound.invoke(server.weather)
     call = asked.tool_calls[0]
-    told = model.bind_tools([get_weather]).invoke(
+    reply = model.bind_tools([get_weather]).invoke(
         [HumanMessage(server.weather), asked, ToolMessage('{"temperature": 21}', tool_call_id=call["id"])]
     )
 
     assert ("get_weather", {"city"}) == (call["name"], set(call["args"]))
-    assert told.content
+    assert reply.content
 
 
 @pytest.mark.parametrize("method", ["json_schema", "function_calling"])

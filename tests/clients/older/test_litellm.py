@@ -23,10 +23,10 @@ def options(server: Server) -> dict[str, Any]:
 
 def test_chat(options: dict[str, Any], server: Server) -> None:
     """An answer with its usage."""
-    told = litellm.completion(messages=[{"role": "user", "content": server.question}], **options)
+    reply = litellm.completion(messages=[{"role": "user", "content": server.question}], **options)
 
-    assert told.choices[0].message.content
-    assert told.usage.total_tokens > 0
+    assert reply.choices[0].message.content
+    assert reply.usage.total_tokens > 0
 
 
 def test_stream(options: dict[str, Any], server: Server) -> None:
@@ -41,14 +41,14 @@ def test_stream(options: dict[str, Any], server: Server) -> None:
 def test_tools(options: dict[str, Any], server: Server, weather_schema: dict[str, Any]) -> None:
     """A call that must be made."""
     function = {"name": "get_weather", "description": "Get the weather in a city", "parameters": weather_schema}
-    told = litellm.completion(
+    reply = litellm.completion(
         messages=[{"role": "user", "content": server.weather}],
         tools=[{"type": "function", "function": function}],
         tool_choice="required",
         **options,
     )
 
-    assert {"city"} == set(json.loads(told.choices[0].message.tool_calls[0].function.arguments))
+    assert {"city"} == set(json.loads(reply.choices[0].message.tool_calls[0].function.arguments))
 
 
 def test_embeddings(options: dict[str, Any]) -> None:

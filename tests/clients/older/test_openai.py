@@ -19,12 +19,12 @@ def client(server: Server) -> Iterator[openai.OpenAI]:
 
 def test_chat(client: openai.OpenAI, server: Server) -> None:
     """An answer, and a completion of a plain prompt with log-probabilities."""
-    told = client.chat.completions.create(
+    reply = client.chat.completions.create(
         model=server.model, messages=[{"role": "user", "content": server.question}], temperature=0
     )
     text = client.completions.create(model=server.model, prompt="Hello", max_tokens=4, logprobs=2, echo=True)
 
-    assert told.choices[0].message.content
+    assert reply.choices[0].message.content
     assert text.choices[0].text.startswith("Hello")
     assert text.choices[0].logprobs is not None
 
@@ -47,7 +47,7 @@ def test_stream(client: openai.OpenAI, server: Server) -> None:
 def test_tools(client: openai.OpenAI, server: Server, weather_schema: dict[str, Any]) -> None:
     """A named function must be called."""
     function: Any = {"name": "get_weather", "description": "Get the weather in a city", "parameters": weather_schema}
-    told = client.chat.completions.create(
+    reply = client.chat.completions.create(
         model=server.model,
         messages=[{"role": "user", "content": server.weather}],
         tools=[{"type": "function", "function": function}],
@@ -55,7 +55,7 @@ def test_tools(client: openai.OpenAI, server: Server, weather_schema: dict[str, 
         temperature=0,
     )
 
-    assert {"city"} == set(json.loads(told.choices[0].message.tool_calls[0].function.arguments))  # type: ignore
+    assert {"city"} == set(json.loads(reply.choices[0].message.tool_calls[0].function.arguments))  # type: ignore
 
 
 def test_embeddings(client: openai.OpenAI, server: Server) -> None:

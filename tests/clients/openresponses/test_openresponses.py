@@ -135,7 +135,7 @@ def kinds(names: Any) -> Any:
     return getattr(names, "__args__", None) or list(names)
 
 
-def said(role: str, text: str, **more: object) -> Body:
+def message_item(role: str, text: str, **more: object) -> Body:
     """A message."""
     return {"type": "message", "role": role, "content": text, **more}
 
@@ -152,13 +152,16 @@ def case(name: str) -> Callable[[Case], Case]:
 
 @case("basic-response")
 def _basic(api: Api) -> None:
-    api.create([said("user", "Greet me in three words.")])
+    api.create([message_item("user", "Greet me in three words.")])
 
 
 @case("assistant-phase")
 def _phase(api: Api) -> None:
-    history = [said("assistant", "Let me look.", phase="commentary"), said("assistant", "Four.", phase="final_answer")]
-    api.create([*history, said("user", "Say the number again.")])
+    history = [
+        message_item("assistant", "Let me look.", phase="commentary"),
+        message_item("assistant", "Four.", phase="final_answer"),
+    ]
+    api.create([*history, message_item("user", "Say the number again.")])
 
 
 @case("response-output-phase-schema")
@@ -171,18 +174,18 @@ def _phase_schema(api: Api) -> None:
 
 @case("streaming-response")
 def _streaming(api: Api) -> None:
-    events = api.stream([said("user", "Count from 1 to 5.")])
+    events = api.stream([message_item("user", "Count from 1 to 5.")])
     whole(events[-1]["response"])
 
 
 @case("system-prompt")
 def _system(api: Api) -> None:
-    api.create([said("system", "You are a pirate and talk like one."), said("user", "Say hello.")])
+    api.create([message_item("system", "You are a pirate and talk like one."), message_item("user", "Say hello.")])
 
 
 @case("tool-calling")
 def _tool(api: Api) -> None:
-    question = [said("user", "What's the weather like in San Francisco?")]
+    question = [message_item("user", "What's the weather like in San Francisco?")]
     response = api.create(question, tools=[WEATHER])
     assert "function_call" in [item["type"] for item in response["output"]], response["output"]
 
@@ -195,12 +198,21 @@ def _image(api: Api) -> None:
 
 @case("multi-turn")
 def _turns(api: Api) -> None:
-    api.create([said("user", "I am Alice."), said("assistant", "Hello Alice!"), said("user", "What is my name?")])
+    api.create(
+        [
+            message_item("user", "I am Alice."),
+            message_item("assistant", "Hello Alice!"),
+            message_item("user", "What is my name?"),
+        ]
+    )
 
 
 @case("compact-response")
 def _compact(api: Api) -> None:
-    talk = [said("user", "The launch is on Tuesday; support hears of it first."), said("assistant", "Understood.")]
+    talk = [
+        message_item("user", "The launch is on Tuesday; support hears of it first."),
+        message_item("assistant", "Understood."),
+    ]
     answer = api.post({"model": api.model, "prompt_cache_key": "compact", "input": talk}, "/compact")
     spec.CompactResource.model_validate(answer)
     assert answer["object"] == "response.compaction"
@@ -209,13 +221,13 @@ def _compact(api: Api) -> None:
 
 @case("compact-missing-model")
 def _compact_nobody(api: Api) -> None:
-    api.post({"input": [said("user", "Compact this.")]}, "/compact", expected=(400, 422))
+    api.post({"input": [message_item("user", "Compact this.")]}, "/compact", expected=(400, 422))
 
 
 @case("websocket-response")
 def _socket(api: Api) -> None:
     with api.socket() as socket:
-        event = socket.create([said("user", "Count from 1 to 3.")])
+        event = socket.create([message_item("user", "Count from 1 to 3.")])
         whole(event["response"])
 
 
@@ -240,7 +252,7 @@ def _recovery(api: Api) -> None:
         first = socket.complete("The code word is copper. Reply with OK.")
     with api.socket() as socket:
         socket.rejected_tokens("Go on.", "previous_response_not_found", previous_response_id=first["id"])
-        socket.complete([said("user", "Then begin anew.")])
+        socket.complete([message_item("user", "Then begin anew.")])
 
 
 @case("websocket-previous-response-not-found")
@@ -260,10 +272,14 @@ def _eviction(api: Api) -> None:
 
 @case("websocket-compact-new-chain")
 def _compacted(api: Api) -> None:
-    talk = [said("user", "The code word is slate."), said("assistant", "OK."), said("user", "Keep that in mind.")]
+    talk = [
+        message_item("user", "The code word is slate."),
+        message_item("assistant", "OK."),
+        message_item("user", "Keep that in mind."),
+    ]
     output = api.post({"model": api.model, "input": talk}, "/compact")["output"]
     with api.socket() as socket:
-        socket.complete([*output, said("user", "Go on.")], tools=[])
+        socket.complete([*output, message_item("user", "Go on.")], tools=[])
 
 
 # Needs a model that sees.

@@ -403,9 +403,9 @@ def test_a_schema_matches_with_every_kind_of_tokenizer(kind: str) -> None:
             if text[-1] == end:
                 break
             matcher.append(text[-1])
-        said = "".join(streamed(kind, [start], [token for token in text if token != end], special=True))
+        output = "".join(streamed(kind, [start], [token for token in text if token != end], special=True))
 
-        assert {*json.loads(said)} in ({"a"}, {"a", "b"})
+        assert {*json.loads(output)} in ({"a"}, {"a", "b"})
         assert tokenizer.decode([start, *matcher._compiled.retokenize(text[:6])]) == tokenizer.decode(
             [start, *text[:6]]
         )

@@ -74,14 +74,14 @@ def test_longrope_sequences_of_all_lengths_share_a_batch(loaded: Models, alone: 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_long_factors_change_the_text(loaded: Models, alone: Callable, family: str) -> None:
     """The tiny models are sensitive to the factors."""
-    says = alone(family, SHORT[:9], 24)
+    output = alone(family, SHORT[:9], 24)
     switch = loaded(family).switch
     assert switch is not None
     runner = loaded(family).runner
     long_from_the_start = replace(switch, original_length=1)
     runner.switch = long_from_the_start
     try:
-        assert says != answers(loaded(family), {"within": SHORT[:9]})["within"]
+        assert output != answers(loaded(family), {"within": SHORT[:9]})["within"]
     finally:
         runner.switch = switch
 

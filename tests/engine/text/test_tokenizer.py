@@ -88,10 +88,10 @@ def test_reasoning_opened_by_the_template_continues() -> None:
     tokenizer = bundled(THINKING)
     thinking = tokenizer.render_chat(ASKED).generation_prompt
     quiet = tokenizer.render_chat(ASKED, arguments={"quiet": True}).generation_prompt
-    said = tokenizer.chat_format
+    chat_format = tokenizer.chat_format
 
-    assert [ReasoningDelta("hm"), TextDelta("yes")] == read(said, ["hm\n</think>\n\nyes"], [], thinking)
-    assert [TextDelta("yes")] == read(said, ["yes"], [], quiet)
+    assert [ReasoningDelta("hm"), TextDelta("yes")] == read(chat_format, ["hm\n</think>\n\nyes"], [], thinking)
+    assert [TextDelta("yes")] == read(chat_format, ["yes"], [], quiet)
 
 
 def test_a_continued_answer_returns_its_start() -> None:
@@ -148,12 +148,12 @@ def test_special_tokens_are_text_on_request() -> None:
     tokenizer = bundled()
     tokens = tokenizer.encode("a<|endoftext|>b", add_special=False)
 
-    def said(*, special: bool) -> str:
+    def output(*, special: bool) -> str:
         decoder = tokenizer.detokenizer((), special=special)
         return "".join(decoder.push(token) for token in tokens) + decoder.flush()
 
-    assert "ab" == said(special=False)
-    assert "a<|endoftext|>b" == said(special=True)
+    assert "ab" == output(special=False)
+    assert "a<|endoftext|>b" == output(special=True)
 
 
 def test_describe_tokens_returns_text_and_bytes() -> None:

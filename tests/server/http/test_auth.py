@@ -139,8 +139,8 @@ def test_the_route_is_in_log_and_metrics_with_and_without_keys(
         assert 200 == ask(served, "POST", "/v1/chat/completions", json_body=BODY, headers=headers).status
 
     assert [True] == [" POST /v1/chat/completions 200 " in line for line in caplog.messages]
-    told = ask(served, "GET", "/metrics", headers=headers).body.decode()
-    assert 'cellar_http_responses_total{route="/v1/chat/completions",status="200"} 1.0' in told
+    reply = ask(served, "GET", "/metrics", headers=headers).body.decode()
+    assert 'cellar_http_responses_total{route="/v1/chat/completions",status="200"} 1.0' in reply
 
 
 def test_without_keys_everything_is_open() -> None:

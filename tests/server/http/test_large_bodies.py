@@ -146,8 +146,8 @@ def test_an_exceeded_limit_names_its_parameter(
 ) -> None:
     """In the error format of each API."""
     answer = ask(app, "POST", path, json_body=body)
-    told = answer.json["error"]
-    message = told if isinstance(told, str) else told["message"]
+    reply = answer.json["error"]
+    message = reply if isinstance(reply, str) else reply["message"]
 
     assert 400 == answer.status
     assert f"'{param}'" in message
@@ -279,9 +279,9 @@ def test_the_arguments_of_all_calls_share_a_limit(app: Any) -> None:
     calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}] * 20
     body = {"messages": [MESSAGE, {"role": "assistant", "content": "", "tool_calls": calls}, MESSAGE]}
     ask(create_app(engine, settings()), "POST", CHAT, json_body=body)  # type: ignore[arg-type]
-    told = engine.tokenizer.rendered[0]["messages"][1]["tool_calls"]
+    reply = engine.tokenizer.rendered[0]["messages"][1]["tool_calls"]
 
-    kept = [call["function"]["arguments"] for call in told]
+    kept = [call["function"]["arguments"] for call in reply]
     assert [dict] * 10 + [str] * 10 == [*map(type, kept)]
 
 

@@ -117,8 +117,8 @@ def test_the_prefix_of_openai_paths_may_be_left_out(app: Any) -> None:
     ]
     for method, path, body in asked:
         short, full = (ask(app, method, begin + path, json_body=body) for begin in ("", "/v1"))
-        told = [{**answer.json, "id": "", "created": 0, "timings": ""} for answer in (short, full)]
-        assert (full.status, told[1]) == (short.status, told[0]), path
+        reply = [{**answer.json, "id": "", "created": 0, "timings": ""} for answer in (short, full)]
+        assert (full.status, reply[1]) == (short.status, reply[0]), path
     assert "Cellar is running" == ask(app, "GET", "/").body.decode()
     for path in ("/v1", "/v1/v1/models", "/v1/chat", "/chat", "/nothing", "//models", "/Models"):
         envelope(ask(app, "GET", path), 404, "unknown_url")

@@ -180,8 +180,8 @@ def test_an_exception_in_delivery_ends_its_stream_alone(path: str, begin: int) -
         client.sendall(post(path, {**asked, "stream": True}, "Connection: close"))
         text = chunks(read_all(client).partition(b"\r\n\r\n")[2])
 
-    *told, last, rest = text.split(b"\n\n")
-    assert begin == len(told)
+    *reply, last, rest = text.split(b"\n\n")
+    assert begin == len(reply)
     assert b"internal_error" in last
     assert b"" == rest
 

@@ -182,16 +182,16 @@ def test_prompt_logprobs_have_vllms_format(path: str, stream: bool) -> None:
     answer = post(path, prompt_logprobs=1, stream=stream)
     if stream:
         bodies = [event if path == CHAT else event["choices"][0] for event in answer.events[:-1]]
-        (told,) = [body["prompt_logprobs"] for body in bodies if "prompt_logprobs" in body]
+        (reply,) = [body["prompt_logprobs"] for body in bodies if "prompt_logprobs" in body]
     else:
         body = answer.json
-        told = (body if path == CHAT else body["choices"][0])["prompt_logprobs"]
+        reply = (body if path == CHAT else body["choices"][0])["prompt_logprobs"]
 
-    assert told[0] is None
+    assert reply[0] is None
     assert {
         "105": {"logprob": -0.5, "rank": None, "decoded_token": "i"},
         "100": {"logprob": -1.0, "rank": 1, "decoded_token": "<0>"},
-    } == told[1]
+    } == reply[1]
 
 
 def test_requested_tokens_follow_the_top_tokens() -> None:
@@ -224,9 +224,9 @@ def test_token_ids_are_returned_streamed_or_not(path: str) -> None:
     events = post(path, return_token_ids=True, stream=True).events[:-1]
 
     prompt = list(b"hi\n" if path == CHAT else b"hi")
-    told = [(event if path == CHAT else event["choices"][0]).get("prompt_token_ids") for event in events]
+    reply = [(event if path == CHAT else event["choices"][0]).get("prompt_token_ids") for event in events]
     assert prompt == (whole if path == CHAT else whole["choices"][0])["prompt_token_ids"]
-    assert [prompt, *[None] * (len(events) - 1)] == told
+    assert [prompt, *[None] * (len(events) - 1)] == reply
     assert [0] == whole["choices"][0]["token_ids"]
     assert [0] == [token for event in events for part in event["choices"] for token in part.get("token_ids", [])]
 
@@ -272,8 +272,8 @@ def test_prefill_progress_precedes_the_answer(path: str) -> None:
 
     events = post(path, script, stream=True, return_progress=True).events[:-1]
 
-    told = [event["prompt_progress"] for event in events[:2]]
-    assert [(9, 4, 6), (9, 4, 9)] == [(one["total"], one["cache"], one["processed"]) for one in told]
+    reply = [event["prompt_progress"] for event in events[:2]]
+    assert [(9, 4, 6), (9, 4, 9)] == [(one["total"], one["cache"], one["processed"]) for one in reply]
     assert all("prompt_progress" not in event for event in events[2:])
 
 

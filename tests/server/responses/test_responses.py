@@ -106,12 +106,12 @@ def test_a_stream_ends_in_the_answer_in_one_piece() -> None:
     """Sequence numbers from 0, no [DONE], and the same text."""
     answer = post(make(generating("Hello")), input="hi", stream=True)
 
-    told = events(answer)
+    reply = events(answer)
     assert "text/event-stream; charset=utf-8" == answer.headers["content-type"]
-    assert list(range(len(told))) == [event["sequence_number"] for event in told]
-    assert ("response.created", "response.completed") == (told[0]["type"], told[-1]["type"])
-    assert "Hello" == "".join(event["delta"] for event in told if event["type"].endswith("text.delta"))
-    assert "Hello" == told[-1]["response"]["output"][0]["content"][0]["text"]
+    assert list(range(len(reply))) == [event["sequence_number"] for event in reply]
+    assert ("response.created", "response.completed") == (reply[0]["type"], reply[-1]["type"])
+    assert "Hello" == "".join(event["delta"] for event in reply if event["type"].endswith("text.delta"))
+    assert "Hello" == reply[-1]["response"]["output"][0]["content"][0]["text"]
     assert b"[DONE]" not in answer.body
 
 
@@ -155,9 +155,9 @@ def test_input_items_become_a_conversation() -> None:
         ("assistant", "d"),
         ("assistant", "e"),
     ] == rendered(engine)
-    said = engine.tokenizer.rendered[-1]["messages"][2]
-    assert "hm" == said["reasoning_content"]
-    assert {"name": "add", "arguments": {"a": 1}} == said["tool_calls"][0]["function"]
+    received = engine.tokenizer.rendered[-1]["messages"][2]
+    assert "hm" == received["reasoning_content"]
+    assert {"name": "add", "arguments": {"a": 1}} == received["tool_calls"][0]["function"]
 
 
 def test_a_conversation_continues_a_response() -> None:
@@ -172,8 +172,8 @@ def test_a_conversation_continues_a_response() -> None:
     assert ["reasoning", "function_call"] == [item["type"] for item in first["output"]]
     assert ("add", '{"a": 1}') == (called["name"], called["arguments"])
     assert [("user", "1+1"), ("assistant", ""), ("tool", "2")] == rendered(engine)
-    said = engine.tokenizer.rendered[-1]["messages"][1]
-    assert ("hm", called["call_id"]) == (said["reasoning_content"], said["tool_calls"][0]["id"])
+    received = engine.tokenizer.rendered[-1]["messages"][1]
+    assert ("hm", called["call_id"]) == (received["reasoning_content"], received["tool_calls"][0]["id"])
     assert ("two", first["id"]) == (second["output"][0]["content"][0]["text"], second["previous_response_id"])
     listed = get(app, f"{second['id']}/input_items?order=asc").json
     assert ["message", "reasoning", "function_call", "function_call_output"] == [
@@ -467,10 +467,10 @@ def test_truncation_auto_drops_the_oldest_turns() -> None:
 
     assert 400 == post(app, input=items).status
     assert 200 == post(app, input=items, instructions="be", truncation="auto").status
-    said = rendered(engine)
-    assert [("system", "be"), ("user", "now")] == [said[0], said[-1]]
-    assert "user" == said[1][0]
-    assert 3 < len(said) < 12
+    received = rendered(engine)
+    assert [("system", "be"), ("user", "now")] == [received[0], received[-1]]
+    assert "user" == received[1][0]
+    assert 3 < len(received) < 12
     long = post(app, input="x" * 99, truncation="auto")
     assert (400, "context_length_exceeded", "input") == (
         long.status,
@@ -541,10 +541,10 @@ def test_a_background_response_needs_no_client() -> None:
         assert "Hel" == growing["output"][0]["content"][0]["text"]
         gate.open()
         done = await until(id, "completed")
-        told = events(await following)
-        assert list(range(2, 2 + len(told))) == [event["sequence_number"] for event in told]
-        assert ("response.in_progress", "response.completed") == (told[0]["type"], told[-1]["type"])
-        assert done == told[-1]["response"]
+        reply = events(await following)
+        assert list(range(2, 2 + len(reply))) == [event["sequence_number"] for event in reply]
+        assert ("response.in_progress", "response.completed") == (reply[0]["type"], reply[-1]["type"])
+        assert done == reply[-1]["response"]
 
     asyncio.run(work())
 

@@ -105,11 +105,11 @@ def test_a_connection_continues_its_latest_response(served: tuple[FakeEngine, in
     with connected(port) as socket:
         first = turn(socket, input="one")[-1]["response"]
         second = turn(socket, input="two", previous_response_id=first["id"])[-1]["response"]
-        said = conversation(engine)
+        answer = conversation(engine)
         gone = refusal(socket, input="x", previous_response_id=first["id"])
         turn(socket, input="three", previous_response_id=second["id"])
 
-    assert ["one", "".join(WORDS), "two"] == said
+    assert ["one", "".join(WORDS), "two"] == answer
     assert (400, "previous_response_not_found", "previous_response_id") == gone
     assert 5 == len(conversation(engine))
     with connected(port) as socket:

@@ -163,8 +163,8 @@ def test_any_pieces_make_a_valid_stream(pieces: list[AnswerDelta], status: str, 
     assert (response is not None) == (status == "completed")
     output = events[-1]["response"]["output"]
     assert output == [event["item"] for event in events if event["type"] == "response.output_item.done"]
-    said = "".join(part["text"] for item in output if item["type"] == "message" for part in item["content"])
-    assert "".join(piece.text for piece in pieces if isinstance(piece, TextDelta)) == said
+    answer = "".join(part["text"] for item in output if item["type"] == "message" for part in item["content"])
+    assert "".join(piece.text for piece in pieces if isinstance(piece, TextDelta)) == answer
     assert all("{}" == item["arguments"] for item in output[:-1] if item["type"] == "function_call")
 
 
