@@ -36,6 +36,8 @@ class Hyperparameters:
         self.architecture = self.metadata.text("general.architecture")
         self.context = self.size("context_length")
         self.hidden, self.heads = self.size("embedding_length"), self.uniform_size("attention.head_count")
+        if self.heads > self.hidden:
+            raise GgufError(f"its metadata counts {self.heads} heads for {self.hidden} columns")
         self.layers = self.size("block_count") - self.integer("nextn_predict_layers", 0)
         self.head_width = self.size("attention.key_length", max(self.hidden // self.heads, 1))
         if not 0 < self.layers <= len(self.tensors):
@@ -108,8 +110,11 @@ def read_config(model: GgufModel) -> Any:
     if reason is not None:
         raise GgufError(reason)
     own = Hyperparameters(model)
-    model_type, fields = ARCHITECTURES[own.architecture](own)
-    return AutoConfig.for_model(model_type, **_common_fields(own) | fields)
+    try:
+        model_type, fields = ARCHITECTURES[own.architecture](own)
+        return AutoConfig.for_model(model_type, **_common_fields(own) | fields)
+    except ArithmeticError as error:
+        raise GgufError(f"its metadata has numbers that do not fit together: {error}") from error
 
 
 def is_language_model(metadata: Metadata) -> bool:

@@ -217,14 +217,13 @@ class _Names:
             return LatentExpansion(*parts)
         if tensor is None:
             return self._fused_projection(name, shape)
-        order = self._row_order(name, shape[0])
         shift = -1.0 if self.architecture in SHIFTED_NORMS and name.endswith("norm.weight") else 0.0
         if ".experts." in name and name.endswith("proj") and len(shape) == 3:
             outputs = shape[2] if transposed else shape[1]
             return self._stack([tensor], None, outputs, shape, transposed)
         whole = _whole(tensor)
         _require_values(name, whole.stop * whole.columns, shape)
-        return Matrices((FileMatrix((whole,), order),), shape, shift=shift)
+        return Matrices((FileMatrix((whole,), self._row_order(name, shape[0])),), shape, shift=shift)
 
     def _gated_experts(self, name: str, shape: tuple[int, ...], transposed: bool) -> ParameterSource:
         """Gate and up projections of all experts, which transformers stores in one parameter."""
@@ -233,6 +232,8 @@ class _Names:
         if fused is not None:
             return self._stack([fused], None, width, shape, transposed)
         parts = [self._require(name.replace("gate_up_proj", part)) for part in ("gate_proj", "up_proj")]
+        for part in parts:
+            _require_values(part.name, 2 * math.prod(part.shape), shape)
         # gpt-oss alternates the rows of both.
         order = np.arange(width).reshape(2, -1).T.ravel() if transposed or name.endswith("bias") else None
         return self._stack(parts, order, width // 2, shape, transposed)

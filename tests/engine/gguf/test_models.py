@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -107,3 +109,26 @@ def test_other_files_are_refused_by_their_kind(
 
     with pytest.raises(ModelUnsupported, match=reason):
         load_file(tmp_path / "file.gguf")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "reason"),
+    [
+        ("llama.block_count", 2**31, "no size"),
+        ("llama.block_count", 10**6, "but it has .* tensors"),
+        ("llama.attention.head_count", 0, "no size"),
+        ("llama.attention.head_count", 65, "heads for 64 columns"),
+        ("llama.attention.head_count_kv", 2**31 - 1, "values, not the"),
+        ("llama.embedding_length", 96, "values, not the"),
+        ("llama.rope.freq_base", math.inf, "no finite number"),
+        ("llama.context_length", "long", "no integer"),
+        ("llama.feed_forward_length", [96, 96, 64], "differs between layers"),
+    ],
+)
+def test_metadata_that_does_not_fit_is_named(key: str, value: Any, reason: str, tmp_path: Path) -> None:
+    """Without memory for what it claims."""
+    source = read_model(write_checkpoint("llama", tmp_path))
+    write_types(source, tmp_path / "other.gguf", Type.F32, {key: value})
+
+    with pytest.raises(ModelUnsupported, match=reason):
+        load_file(tmp_path / "other.gguf")
