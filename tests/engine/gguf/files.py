@@ -1,6 +1,6 @@
 """GGUF files of tiny random models, in any type of weights, and the checks of the table in docs/gguf.md.
 
-`python -W ignore -m tests.engine.gguf.files` prints the table (minutes).
+`python -W ignore -m tests.engine.gguf.files [MODEL ...] [TYPE ...]` prints the table (minutes), or a part of it.
 """
 
 from __future__ import annotations
@@ -30,12 +30,17 @@ from engine.quantize.experts import QuantizedExperts
 from engine.quantize.layers import QuantizedLinear
 from kvcache.cache import Cache
 from kvcache.spec import Span
-from tests.engine.convert.checkpoints import CHECKPOINTS, SIZE, conversion, save_checkpoint
+from tests.engine.convert.checkpoints import CHECKPOINTS, SIZE, byte_level, conversion, save_checkpoint, save_model
 from tests.engine.kernels.test_blocks import HALVES, random_blocks
 
 # Columns of matrices that have blocks of every type.
 WIDTH = 256
-WIDE: dict[str, Any] = {"hidden_size": WIDTH, "intermediate_size": WIDTH, "head_dim": 64}
+WIDE: dict[str, Any] = {
+    "hidden_size": WIDTH,
+    "intermediate_size": WIDTH,
+    "moe_intermediate_size": WIDTH,
+    "head_dim": 64,
+}
 TYPES = (Type.F32, Type.F16, Type.BF16, Type.Q8_0, Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1) + (
     Type.Q3_K,
     Type.Q4_K,
@@ -208,27 +213,33 @@ def _logits(loaded: LoadedModel) -> Tensor:
     return feed(loaded, empty_cache(loaded), prompt())
 
 
-def table() -> Iterator[str]:
+def rows(names: list[str], kinds: list[Type]) -> Iterator[str]:
     """The lines of the table."""
-    yield f"| model | {' | '.join(kind.name for kind in TYPES)} |"
-    yield f"|{'---|' * (len(TYPES) + 1)}"
-    for name in sys.argv[1:] or CHECKPOINTS:
+    yield f"| model | {' | '.join(kind.name for kind in kinds)} |"
+    yield f"|{'---|' * (len(kinds) + 1)}"
+    for name in names:
         with tempfile.TemporaryDirectory() as own:
             source = read_model(write_wide(name, Path(own)))
-            results = [check_type(source, Path(own) / f"{kind.name}.gguf", kind) for kind in TYPES]
+            results = [check_type(source, Path(own) / f"{kind.name}.gguf", kind) for kind in kinds]
         yield f"| {name} | {' | '.join(results)} |"
 
 
 def write_wide(name: str, folder: Path) -> Path:
     """Write a checkpoint with matrices that have blocks of every type, and its file."""
     kind, own = CHECKPOINTS[name]
-    CHECKPOINTS["wide"] = (kind, own | WIDE)
-    return write_checkpoint("wide", folder)
+    save_model(kind, folder / "model", **own | WIDE)
+    byte_level().save_pretrained(folder / "model")
+    convert(conversion(folder / "model", folder / "model.gguf", "f32"))
+    return folder / "model.gguf"
 
 
 if __name__ == "__main__":
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
-    for line in table():
+    asked = sys.argv[1:]
+    # Names with a space are variants of a model type.
+    chosen = [name for name in asked if name in CHECKPOINTS] or [name for name in CHECKPOINTS if " " not in name]
+    kinds = [kind for kind in TYPES if kind.name in asked] or list(TYPES)
+    for line in rows(chosen, kinds):
         sys.stdout.write(line + "\n")
         sys.stdout.flush()
