@@ -17,7 +17,7 @@ from engine.convert.gguf_file import OnProgress, TensorPlan, WeightType, file_ty
 from engine.convert.tensors import gguf_tensors
 from engine.convert.vocabulary import tokenizer_metadata
 from engine.gguf.pre_tokenizers import PRE_TOKENIZERS
-from engine.load.checkpoint import missing_weights_reason, weight_files
+from engine.load.checkpoint import broken_weights_reason, missing_weights_reason, weight_files
 from engine.load.tokenizer_cache import read_tokenizer
 
 # The weight type of a checkpoint's dtype.
@@ -55,6 +55,9 @@ def plan_file(
         raise Inexpressible(f"the pre-tokenizer {pre_tokenizer} is none of {', '.join(PRE_TOKENIZERS)}")
     if not weight_files(folder):
         raise Inexpressible(missing_weights_reason(folder))
+    broken = broken_weights_reason(folder)
+    if broken is not None:
+        raise Inexpressible(broken)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     metadata = hyper_parameters(config)
     on_phase("tokenizer")

@@ -141,6 +141,15 @@ def missing_weights_reason(folder: Path) -> str:
     return f"it has no safetensors weights in the layout of transformers{others}"
 
 
+def broken_weights_reason(folder: Path) -> str | None:
+    """The weight file of a folder that is another kind of file, such as an incomplete download."""
+    for file in () if is_gguf(folder) else weight_files(folder):
+        kind = file_kind(file)
+        if kind != SAFETENSORS_FILE:
+            return f"{file.name} is {kind}"
+    return None
+
+
 def fingerprint(folder: Path) -> str:
     """A digest of the weights: of their sizes and a sample of their bytes, as all bytes would take seconds."""
     digest = hashlib.sha256()

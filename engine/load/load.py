@@ -32,6 +32,7 @@ from engine.grammar.compiler import GrammarCompiler
 from engine.load.checking import ModelChecks, log_margins
 from engine.load.checkpoint import (
     READ_ERRORS,
+    broken_weights_reason,
     configuration_bytes,
     default_threads,
     error_line,
@@ -246,7 +247,7 @@ def _read_model(
         dtype = _choose_dtype(settings, folder, config)
         model, report, matrices = _read_weights(name, folder, config, dtype)
     except READ_ERRORS as error:
-        raise ModelUnsupported(name, error_line(error)) from error
+        raise ModelUnsupported(name, broken_weights_reason(folder) or error_line(error)) from error
     if report["missing_keys"] or report["mismatched_keys"]:
         missing = sorted(report["missing_keys"]) or sorted(str(key) for key in report["mismatched_keys"])
         raise ModelUnsupported(name, f"its files lack weights, {len(missing)} in all, such as {missing[0]}")

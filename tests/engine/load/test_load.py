@@ -121,6 +121,21 @@ def test_weights_of_another_format_are_named(copy: Path, file: str) -> None:
         load_folder(copy)
 
 
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"version https://git-lfs.example/v1\n", "model.safetensors is a Git LFS pointer"),
+        (b"<html>Not found</html>", "model.safetensors is an HTML page"),
+        (b"", "model.safetensors is an empty file"),
+    ],
+)
+def test_weights_that_are_another_kind_of_file_are_named(copy: Path, content: bytes, reason: str) -> None:
+    (copy / "model.safetensors").write_bytes(content)
+
+    with pytest.raises(ModelUnsupported, match=reason):
+        load_folder(copy)
+
+
 def test_consolidated_copy_of_the_weights_is_ignored(copy: Path) -> None:
     """Mistral's checkpoints contain all weights twice."""
     before = fingerprint(copy)
