@@ -25,6 +25,7 @@ from engine.model import hooks, recurrence
 from engine.model.model_runner import ModelRunner
 from engine.model.runner import PackedRunner
 from engine.native.runner import NativeRunner
+from engine.quantize.calibration import CalibrationText, calibrate
 from engine.quantize.plan import LayerSurvey
 from engine.quantize.quantize import quantize
 from engine.quantize.store import WeightStore
@@ -86,7 +87,10 @@ def build(name: str, bits: Bits = 8, *, native: bool = True, invariant: bool = T
     traits = ModelTraits(vocabulary=VOCABULARY, recurrent=recurrent, dtype=torch.float32, attend=attend)
     survey = LayerSurvey(model)
     runner = find_runner(name, model, traits)
-    quantize(model, survey.close(), WeightStore(name, bits), dispatch.best_linear() if native else linear.prepare)
+    plan, prepare = survey.close(), dispatch.best_linear() if native else linear.prepare
+    # Several formats in one model.
+    text = CalibrationText("a text" * 20, lambda part: prompt(len(part), 2 * LENGTH))
+    quantize(model, plan, WeightStore(name, bits), prepare, lambda: calibrate(model, plan, text, "eager"))
     if native:
         runner = selection.select(model, runner, traits, context=CONTEXT).runner
     if invariant:
