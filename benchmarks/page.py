@@ -261,8 +261,6 @@ def scripted(figures: Figures, cpu: str) -> str:
 def quality(figures: Figures) -> str:
     """Perplexity and divergence of quantised weights: a row for each format, a column for each model."""
     parts = [f"{QUALITY_NOTE}\n{images('quality')}"]
-    if any(figures.rows("quality", cpu, model=TRAINED) for cpu in figures.machines("quality")):
-        parts.append(TRAINED_NOTE)
     for cpu in figures.machines("quality"):
         found = figures.rows("quality", cpu)
         models = list(dict.fromkeys((row["model"], row["outliers"]) for row in found))
