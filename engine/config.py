@@ -43,7 +43,7 @@ class ConfigError(ValueError):
 class EngineConfig:
     """The settings of an engine.
 
-    model              a local folder, a hub id such as Qwen/Qwen3-0.6B, or None for the bundled model
+    model              a local folder or GGUF file, a hub id such as Qwen/Qwen3-0.6B, or None for the bundled model
     dtype              of weights and activations; "auto": the fastest on this machine
     kv_dtype           of keys and values in the cache; "auto": `dtype`
     quantize           of linear layers and experts at load, on a CPU; "auto": int8 or int4 where that is faster
