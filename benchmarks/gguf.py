@@ -48,7 +48,7 @@ from benchmarks.known import PEERS, Resources
 from benchmarks.peers import CONTEXT_STEP, MIN_CONTEXT, Sizes, check
 from benchmarks.result import add_json_option, measured, model_name
 from benchmarks.shapes import SHAPES, write_folder, write_gguf
-from benchmarks.token_scores import AT_ONCE, LIKELY, Place, ask_ours, ask_peer, loss
+from benchmarks.token_scores import AT_ONCE, LIKELY, Loss, Place, ask_ours, ask_peer, loss
 from engine.load.gguf_model import read_gguf_config, read_gguf_model
 from engine.load.resources import processor_count
 
@@ -61,7 +61,7 @@ FULL = Sizes(depth=512, decoded=32, long=2048, asked=64, answered=64)
 ALONE_SLOTS = 1
 # Sampled texts for the accuracy: how many, the random tokens at their start, and the sampled ones.
 TEXTS, START_TOKENS, TEXT_TOKENS, QUICK_TOKENS = 4, 8, 48, 8
-START, MEMORY, PERPLEXITY, DISTANCE = "start, ms", "resident, MiB", "perplexity, times", "distance, nats"
+START, MEMORY, PERPLEXITY, DISTANCE = "start, ms", "resident, MiB", "perplexity, %", "distance, millinats"
 # Figures of which less is better, beside those in milliseconds.
 LESS_IS_BETTER = (MEMORY, DISTANCE)
 _quantisation = re.compile(r"[-.](i?q\d\w*|bf16|f16|f32|mxfp4\w*)$", re.IGNORECASE)
@@ -281,10 +281,21 @@ def accuracy(machine: Machine, file: GgufFile) -> list[Row]:
     texts, places = sampled(file.path, QUICK_TOKENS if machine.given.quick else TEXT_TOKENS)
     with machine.servers(file, AT_ONCE, max(map(len, texts))) as (servers, _):
         ours, peers = asyncio.run(scores(servers, texts, places))
-    pair = (loss(places, ours), loss(places, peers))
-    figures = [paired("accuracy", PERPLEXITY, *(each.perplexity for each in pair))]
-    figures.append(paired("accuracy", DISTANCE, *(each.distance for each in pair)))
-    return [row | {"ratio": better(row)} for row in medians(figures, file.about)]
+    return accuracy_rows(file, loss(places, ours), loss(places, peers))
+
+
+def accuracy_rows(file: GgufFile, ours: Loss, peers: Loss) -> list[Row]:
+    """Return the change of the perplexity in percent, which has no ratio, and the error in millinats."""
+    about = file.about | {"cell": "accuracy"}
+    changes = (round(100 * (each.perplexity - 1), 3) for each in (ours, peers))
+    perplexity = about | {"figure": PERPLEXITY} | dict(zip(("cellar", "other"), changes, strict=True))
+    distance = about | {
+        "figure": DISTANCE,
+        "cellar": 1000 * ours.distance,
+        "other": 1000 * peers.distance,
+        "ratio": 1.0,
+    }
+    return [perplexity, distance | {"ratio": better(distance)}]
 
 
 def sampled(path: Path, length: int) -> tuple[list[list[int]], list[Place]]:
@@ -326,7 +337,7 @@ def table(found: Sequence[Row]) -> Table:
     for heading in ("model", "weights", "cell", "figure", "Cellar", "llama.cpp", "times better"):
         result.add_column(heading, justify="right" if heading in ("Cellar", "llama.cpp", "times better") else "left")
     for row in found:
-        values = (digits(row[name]) for name in ("cellar", "other", "ratio"))
+        values = (digits(row[name]) if name in row else "" for name in ("cellar", "other", "ratio"))
         result.add_row(row["model"], row["weights"], row["cell"], row["figure"], *values)
     return result
 

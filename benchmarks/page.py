@@ -31,8 +31,8 @@ GGUF_FIGURES = SPEEDS | {
     "first token, ms": ("prompt of 512", "first token, ms"),
     "start, ms": ("server", "start, ms"),
     "memory, MiB": ("server", "resident, MiB"),
-    "perplexity": ("accuracy", "perplexity, times"),
-    "error, nats": ("accuracy", "distance, nats"),
+    "perplexity, %": ("accuracy", "perplexity, %"),
+    "error, millinats": ("accuracy", "distance, millinats"),
 }
 REUSE = {"second turn of 2048": "second turn of a chat", "users 2 to 64 of 2048": "users of one system prompt"}
 COLD, WARM = "first token cold, ms", "warm, ms"
@@ -73,9 +73,9 @@ threads and are measured over HTTP, without drafts. "perplexity": its increase i
 GGUF_NOTE = """\
 As Cellar / llama.cpp, and in brackets how many times better Cellar is: a higher rate, a lower time, size or error. Both
 serve the same file with two threads, in turns, without drafts. Streams: 64 tokens of prompt and 64 of output each.
-"start" is the time to readiness; "memory" is resident after a prompt of 2,048 tokens in one slot. Perplexity relative
-to the dequantised weights in float32, and the root mean square error of log-probabilities in nats: on texts that the
-dequantised model samples.
+"start" is the time to readiness; "memory" is resident after a prompt of 2,048 tokens in one slot. Accuracy
+beside the dequantised weights in float32: the change of the perplexity, and the root mean square error of
+log-probabilities, on texts that the dequantised model samples.
 """
 
 SPECULATION_NOTE = """\

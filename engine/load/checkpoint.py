@@ -67,7 +67,8 @@ def _in_folder(model: str, folder: Path, reason: str) -> Path:
     """The folder if it has a config.json, else its only GGUF model. Raises ModelMissing."""
     if (folder / "config.json").is_file():
         return folder
-    files = sorted(file for file in folder.iterdir() if file.suffix.lower() == ".gguf" and file.is_file())
+    # A repository without a file of a model has no folder in the cache, which glob permits.
+    files = sorted(file for file in folder.glob("*") if file.suffix.lower() == ".gguf" and file.is_file())
     found = sorted({_first_shard(model, file) for file in files})
     models = [file for file in found if _is_language_model(file)] if len(found) > 1 else found
     if len(models) > 1:

@@ -11,9 +11,21 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.gguf import MEMORY, START_TOKENS, TEXTS, GgufFile, Rows, better, main, make_parser, sampled, sessions
-from benchmarks.quality import LIKELY
+from benchmarks.gguf import (
+    MEMORY,
+    START_TOKENS,
+    TEXTS,
+    GgufFile,
+    Rows,
+    accuracy_rows,
+    better,
+    main,
+    make_parser,
+    sampled,
+    sessions,
+)
 from benchmarks.shapes import write_folder, write_gguf
+from benchmarks.token_scores import LIKELY, Loss
 from tests.benchmarks.test_peers import TINY
 
 
@@ -62,6 +74,13 @@ def test_sizes_and_errors_are_better_when_less() -> None:
 
     assert 1.5 == better(row | {"figure": MEMORY})
     assert 0.5 == better(row | {"figure": "decode, tokens/s"})
+
+
+def test_accuracy_has_the_units_of_the_page() -> None:
+    rows = accuracy_rows(GgufFile(Path("tiny-Q4_0.gguf")), Loss(1.01, 0.002), Loss(1.03, 0.006))
+
+    assert [(1.0, 3.0), (2.0, 6.0)] == [(row["cellar"], row["other"]) for row in rows]
+    assert [None, 3.0] == [row.get("ratio") for row in rows]
 
 
 def test_sampled_tokens_have_the_log_probabilities_of_the_dequantised_model(tmp_path: Path) -> None:

@@ -69,7 +69,10 @@ def test_a_benchmark_without_a_section_is_no_source() -> None:
 def test_gguf_files_have_a_table() -> None:
     """A row for each file, with a column for each figure that was measured."""
     about = {"model": "tiny", "weights": "Q4_K_M", "cellar": 2.0, "other": 3.0, "ratio": 1.5}
-    rows = [about | {"cell": "server", "figure": "start, ms"}, about | {"cell": "accuracy", "figure": "distance, nats"}]
+    rows = [
+        about | {"cell": "server", "figure": "start, ms"},
+        about | {"cell": "accuracy", "figure": "distance, millinats"},
+    ]
     text = page([result("2026-01-01", decode(1.0)), result("2026-01-02", *rows, benchmark="gguf")])
 
     (line,) = [line for line in text.splitlines() if line.startswith("| tiny | Q4_K_M |")]
