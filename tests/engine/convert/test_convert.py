@@ -9,8 +9,9 @@ from typing import cast
 import pytest
 import torch
 from gguf import GGMLQuantizationType, GGUFReader, dequantize
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, MistralConfig
 
+from engine.convert.architectures import hyper_parameters
 from engine.convert.convert import convert
 from engine.convert.gguf_file import WeightType
 from engine.convert.tensors import interleaved
@@ -54,6 +55,13 @@ def test_halves_of_a_head_are_interleaved() -> None:
     rows = torch.arange(8.0).unsqueeze(1)
 
     assert [0, 2, 1, 3, 4, 6, 5, 7] == interleaved(rows, 4).flatten().tolist()
+
+
+def test_window_that_the_architecture_lacks_limits_the_context() -> None:
+    """Within its size it has no effect."""
+    config = MistralConfig(sliding_window=512, max_position_embeddings=4096)
+
+    assert 512 == hyper_parameters(config)["llama.context_length"]
 
 
 @pytest.mark.parametrize("weight_type", ["f32", "f16", "bf16", "q8_0"])
