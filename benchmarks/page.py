@@ -86,9 +86,13 @@ depths; `auto`: the depth is chosen at run time.
 QUALITY_NOTE = """\
 Perplexity relative to float32, and the mean divergence of the predictions from float32 in nats. The bundled model on
 held-out conversations, also with outliers: 1 % of the columns scaled by 32, which changes nothing in float32 and makes
-the model hard to quantise. Gemma 3 270M on the language reference of Python: its reference is the Q4_K_M file with
-dequantised weights, so that file loses by rounding activations only, and the other formats are made from it. Cellar's
-int4 is made from float weights: K formats of 4 to 8 bits, 5.2 on average at most, chosen with a calibration text.
+the model hard to quantise. Cellar's int4 is made from float weights: K formats of 4 to 8 bits, 5.2 on average at most,
+chosen with a calibration text.
+"""
+
+TRAINED_NOTE = """\
+Gemma 3 270M on the language reference of Python: its reference is the Q4_K_M file with dequantised weights, so that
+file loses by rounding activations only, and the other formats are made from it.
 """
 
 COMMANDS = """\
@@ -261,6 +265,8 @@ def scripted(figures: Figures, cpu: str) -> str:
 def quality(figures: Figures) -> str:
     """Perplexity and divergence of quantised weights: a row for each format, a column for each model."""
     parts = [f"{QUALITY_NOTE}\n{images('quality')}"]
+    if any(figures.rows("quality", cpu, model=TRAINED) for cpu in figures.machines("quality")):
+        parts.append(TRAINED_NOTE)
     for cpu in figures.machines("quality"):
         found = figures.rows("quality", cpu)
         models = list(dict.fromkeys((row["model"], row["outliers"]) for row in found))
