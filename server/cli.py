@@ -163,7 +163,7 @@ def convert(
     force
         Replace an existing target.
     """
-    from server.conversion import run_conversion
+    from server.commands.convert import run_conversion
 
     try:
         check_environment()
