@@ -53,6 +53,8 @@ TYPES = (Type.F32, Type.F16, Type.BF16, Type.Q8_0, Type.Q4_0, Type.Q4_1, Type.Q5
 # Largest difference of logits from those of the dequantised weights, relative to their size: activations have 8 bits,
 # which changes the logits of random models by up to 0.12. One wrong matrix changes them by more than 1.
 ROUNDING = 0.25
+# The same with experts: routers choose others for some tokens. int8 of the same weights has 0.32 and 0.34.
+ROUTED_ROUNDING = 0.6
 # A super-scale of random blocks, for weights of about 0.1.
 SCALE = 2e-4
 
@@ -206,7 +208,8 @@ def check_type(source: GgufModel, file: Path, kind: Type) -> str:
     with torch.inference_mode():
         expected_logits = dequantised(input_ids=torch.tensor([prompt()])).logits[0]
     error = float((_logits(served) - expected_logits).norm() / expected_logits.norm())
-    return "PASS" if error < ROUNDING else f"logits differ by {error:.2f}"
+    routed = any(isinstance(module, QuantizedExperts) for module in served.model.modules())
+    return "PASS" if error < (ROUTED_ROUNDING if routed else ROUNDING) else f"logits differ by {error:.2f}"
 
 
 def _logits(loaded: LoadedModel) -> Tensor:
@@ -227,7 +230,11 @@ def rows(names: list[str], kinds: list[Type]) -> Iterator[str]:
 def write_wide(name: str, folder: Path) -> Path:
     """Write a checkpoint with matrices that have blocks of every type, and its file."""
     kind, own = CHECKPOINTS[name]
-    save_model(kind, folder / "model", **own | WIDE)
+    wide = WIDE | ({"query_pre_attn_scalar": WIDE["head_dim"]} if kind.startswith("gemma") else {})
+    if kind.startswith("deepseek"):
+        # The width of the rotated part of a head.
+        del wide["head_dim"]
+    save_model(kind, folder / "model", **own | wide)
     byte_level().save_pretrained(folder / "model")
     convert(conversion(folder / "model", folder / "model.gguf", "f32"))
     return folder / "model.gguf"
