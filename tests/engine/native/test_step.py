@@ -107,7 +107,7 @@ def test_quantised_experts_equal_the_modules(family: str, weights: Weights) -> N
     ("family", "weights"), [("llama", 32), ("llama", 16), ("llama", 8), ("gpt_oss", 32), ("gpt_oss", 8), ("gpt_oss", 4)]
 )
 def test_sizes_that_are_no_multiples_of_vectors(family: str, weights: Weights) -> None:
-    """In some rows of quantised experts a code or the choice of an expert differs by rounding."""
+    """In some rows of experts with 4 bits, another expert is chosen because of rounding."""
     # torch's product of experts needs rows in multiples of 16 bytes.
     width = 101 if family == "llama" else 100
     odd = {"hidden_size": 68, "intermediate_size": width, "head_dim": 10, "vocab_size": VOCABULARY + 3}
@@ -118,7 +118,7 @@ def test_sizes_that_are_no_multiples_of_vectors(family: str, weights: Weights) -
     assert isinstance(model.runner, NativeRunner)
     sizes = (expected[0] - actual[0]).abs().amax(1) / expected[0].abs().max()
     assert float(sizes.quantile(0.9)) < (1e-5 if weights == 32 else 5e-2)
-    assert float(sizes.max()) < (1e-5 if weights == 32 else 0.3)
+    assert float(sizes.max()) < (1e-5 if weights == 32 else 0.3 if weights == 4 else 5e-2)
 
 
 @pytest.mark.parametrize("weights", [32, 16, 8, 4])
