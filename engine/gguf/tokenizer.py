@@ -68,11 +68,6 @@ class _Uncopied:
         return self._backend
 
 
-def read_end_tokens(metadata: Mapping[str, Any]) -> frozenset[int]:
-    """The tokens that end a generation: EOS, end of turn, and others by their text. Raises GgufError."""
-    return read_vocabulary(metadata).end_tokens
-
-
 def _backend(vocabulary: Vocabulary, metadata: Mapping[str, Any]) -> Tokenizer:
     """The tokenizer without added tokens. Raises GgufError for an unsupported kind."""
     match vocabulary.kind:

@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Regex, pre_tokenizers
 from benchmarks.gemma import gguf_file
 from engine.gguf.container import GgufError, read_metadata
 from engine.gguf.pre_tokenizers import PRE_TOKENIZERS
-from engine.gguf.tokenizer import read_end_tokens, read_tokenizer
+from engine.gguf.tokenizer import read_tokenizer
 from engine.gguf.vocabulary import read_vocabulary
 from tests.engine.gguf.vocabularies import (
     BYTES,
@@ -284,7 +284,7 @@ def with_tokens(*tokens: str, **ids: int) -> dict[str, Any]:
 )
 def test_end_tokens_are_found_by_key_and_by_text(tokens: tuple[str, ...], ids: dict[str, int], ends: set[int]) -> None:
     """<|end|> of gpt-oss ends a message only, and </s> of Gemma 4 is plain text."""
-    assert ends == read_end_tokens(with_tokens(*tokens, **ids))
+    assert ends == read_vocabulary(with_tokens(*tokens, **ids)).end_tokens
 
 
 def test_tokens_that_are_found_by_their_text_are_special() -> None:

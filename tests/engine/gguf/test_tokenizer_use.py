@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from engine.gguf.chat_template import read_chat_template
-from engine.gguf.tokenizer import read_end_tokens, read_tokenizer
+from engine.gguf.tokenizer import read_tokenizer
+from engine.gguf.vocabulary import read_vocabulary
 from engine.grammar.compiler import GrammarCompiler
 from engine.text.tokenizer import Tokenizer
 from engine.types.request import Grammar
@@ -86,7 +87,7 @@ def test_tokens_of_grammars_have_their_bytes(kind: str) -> None:
 def test_grammars_permit_their_text_only(kind: str) -> None:
     """Random permitted tokens are one of the two texts."""
     tokenizer, chance = served(kind), random.Random(0)
-    ends = read_end_tokens(exported(kind))
+    ends = read_vocabulary(exported(kind)).end_tokens
     end = min(ends)
     grammars = GrammarCompiler(tokenizer, vocabulary_size=size(kind), end_tokens=[end])
     prefix = tokenizer.encode("the", add_special=False)
