@@ -108,8 +108,8 @@ def guessing(kind: str, outputs: dict[str, Answer], some: Sequence[Request]) -> 
     return {
         "right": lambda: drafters.always_right(texts, lengths),
         "partly": lambda: drafters.partly_right(texts, lengths, VOCABULARY),
-        "random": lambda: drafters.of_random_length(VOCABULARY),
-        "end": lambda: drafters.says_the_end(END),
+        "random": lambda: drafters.random_tokens(VOCABULARY),
+        "end": lambda: drafters.end_tokens(END),
         "lookup": lambda: LookupDrafter(OutputStore(4096)),
     }[kind]()
 

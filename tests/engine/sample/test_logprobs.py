@@ -159,7 +159,7 @@ def compared(models: Models, references: References, family: str, seeds: range) 
             slots=chance.choice((1, 2, 4)),
             chunk=chance.choice((3, 16, 256)),
             cells=CONTEXT + 30 if seed % 2 == 0 else 4 * CONTEXT,
-            speculation=Speculation(None, drafters.of_random_length(VOCABULARY), FixedDepth(3), lambda: 0.0),
+            speculation=Speculation(None, drafters.random_tokens(VOCABULARY), FixedDepth(3), lambda: 0.0),
         )
         engine._scheduler._max_scored = chance.choice((1, 5, 1000))
         jobs = traffic(seed, pool)

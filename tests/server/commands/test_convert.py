@@ -8,7 +8,7 @@ import pytest
 
 from server.cli import make_app
 
-BUNDLED = Path(__file__).parents[2] / "models" / "target"
+BUNDLED = Path(__file__).parents[3] / "models" / "target"
 
 
 def run(*arguments: object) -> int:
