@@ -56,7 +56,9 @@ def download(model: str) -> Path:
 def _file_names(name: str) -> list[str]:
     """The files of a repository; of its local cache if the hub does not list them."""
     try:
-        return list(HfApi(endpoint=_endpoint()).list_repo_files(name))
+        # Listing a tree retries for 23 s while the hub is unreachable.
+        siblings = HfApi(endpoint=_endpoint()).model_info(name, revision="main").siblings
+        return [file.rfilename for file in siblings or ()]
     except (HTTPError, OSError):
         cached = _cached_names(name)
         if not cached:
