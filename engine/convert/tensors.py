@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -11,6 +10,7 @@ from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, MODEL_TENSOR, TENSOR_NAMES, Tenso
 from torch import Tensor
 
 from engine.convert.architectures import Inexpressible, architecture, head_size, rope_parameters
+from engine.gguf.config import llama3_factors
 from engine.gguf.weights import INTERLEAVED_ROTATION, SHIFTED_NORMS
 
 _SUFFIXES = (".weight", ".bias")
@@ -95,17 +95,8 @@ def rotary_factors(config: Any) -> Iterator[tuple[str, Tensor]]:
     rope = rope_parameters(config)
     kind = rope.get("rope_type")
     if kind == "llama3":
-        yield f"{TENSOR_NAMES[MODEL_TENSOR.ROPE_FREQS]}.weight", _llama3_factors(rope, head_size(config))
+        factors = llama3_factors(rope, rope["rope_theta"], head_size(config) // 2)
+        yield f"{TENSOR_NAMES[MODEL_TENSOR.ROPE_FREQS]}.weight", torch.from_numpy(factors).float()
     if kind == "longrope":
         for which, name in ((MODEL_TENSOR.ROPE_FACTORS_LONG, "long"), (MODEL_TENSOR.ROPE_FACTORS_SHORT, "short")):
             yield f"{TENSOR_NAMES[which]}.weight", torch.tensor(rope[f"{name}_factor"], dtype=torch.float32)
-
-
-def _llama3_factors(rope: dict[str, Any], width: int) -> Tensor:
-    """Divisors of the rotary frequencies: 1 for short wavelengths, the factor for long ones, a mix between."""
-    frequencies = rope["rope_theta"] ** -(torch.arange(0, width, 2, dtype=torch.float64) / width)
-    turns = rope["original_max_position_embeddings"] * frequencies / (2 * math.pi)
-    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-    smooth = ((turns - low) / (high - low)).clamp(0, 1)
-    divisors: Tensor = 1 / ((1 - smooth) / rope["factor"] + smooth)
-    return divisors.float()

@@ -17,7 +17,12 @@ from engine.convert.gguf_file import OnProgress, TensorPlan, WeightType, file_ty
 from engine.convert.tensors import gguf_tensors
 from engine.convert.vocabulary import tokenizer_metadata
 from engine.gguf.pre_tokenizers import PRE_TOKENIZERS
-from engine.load.checkpoint import broken_weights_reason, missing_weights_reason, weight_files
+from engine.load.checkpoint import (
+    broken_weights_reason,
+    incomplete_weights_reason,
+    missing_weights_reason,
+    weight_files,
+)
 from engine.load.tokenizer_cache import read_tokenizer
 
 # The weight type of a checkpoint's dtype.
@@ -86,9 +91,8 @@ def _read_model(folder: Path, config: Any) -> Any:
         attn_implementation="eager",
         output_loading_info=True,
     )
-    missing = sorted(report["missing_keys"]) or sorted(str(key) for key in report["mismatched_keys"])
-    if missing:
-        raise Inexpressible(f"its files lack weights, {len(missing)} in all, such as {missing[0]}")
+    if (reason := incomplete_weights_reason(report)) is not None:
+        raise Inexpressible(reason)
     return model
 
 

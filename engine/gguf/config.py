@@ -241,7 +241,7 @@ def _frequency_factors(own: Hyperparameters, base: float) -> Fields:
     """The scaling of Llama 3 if the factors are its own; otherwise they are used as they are, in LongRoPE's form."""
     factors = own.factors("rope_freqs.weight")
     llama3 = {"rope_type": "llama3", "factor": max(factors), **_LLAMA3}
-    if np.allclose(factors, _llama3_factors(llama3, base, len(factors)), rtol=1e-4, atol=0):
+    if np.allclose(factors, llama3_factors(llama3, base, len(factors)), rtol=1e-4, atol=0):
         return llama3
     return {
         "rope_type": "longrope",
@@ -252,7 +252,8 @@ def _frequency_factors(own: Hyperparameters, base: float) -> Fields:
     }
 
 
-def _llama3_factors(rope: Fields, base: float, pairs: int) -> NDArray[np.float64]:
+def llama3_factors(rope: Fields, base: float, pairs: int) -> NDArray[np.float64]:
+    """Divisors of the rotary frequencies: 1 for short wavelengths, the factor for long ones, a mix between."""
     lengths = 2 * math.pi * base ** (np.arange(pairs) / pairs)
     original, low, high = rope["original_max_position_embeddings"], rope["low_freq_factor"], rope["high_freq_factor"]
     smooth = np.clip((original / lengths - low) / (high - low), 0.0, 1.0)

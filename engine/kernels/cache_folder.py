@@ -53,6 +53,16 @@ def scratch_folder(folder: Path) -> Iterator[Path]:
             os.close(lock)
 
 
+@contextmanager
+def replacing(file: Path) -> Iterator[Path]:
+    """A path to write to; at the end, its file atomically replaces `file`, also in a folder that did not exist."""
+    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with scratch_folder(file.parent) as folder:
+        scratch = folder / file.name
+        yield scratch
+        os.replace(scratch, file)
+
+
 def trim(max_bytes: int = MAX_BYTES) -> None:
     """Remove the least recently used files down to `max_bytes`, but no files in use."""
     with suppress(OSError):

@@ -7,7 +7,9 @@ The path of a model is a folder in the layout of transformers, or a GGUF file, t
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
@@ -140,6 +142,14 @@ def missing_weights_reason(folder: Path) -> str:
     found = sorted(file.name for file in folder.iterdir() if file.suffix.lower() in suffixes)
     others = f"; {found[0]} has another format" if found else ""
     return f"it has no safetensors weights in the layout of transformers{others}"
+
+
+def incomplete_weights_reason(report: Mapping[str, Any]) -> str | None:
+    """The weights that the files lack, by the report of transformers; None: the model has all."""
+    missing = sorted(report["missing_keys"]) or sorted(str(key) for key in report["mismatched_keys"])
+    if not missing:
+        return None
+    return f"its files lack weights, {len(missing)} in all, such as {missing[0]}"
 
 
 def broken_weights_reason(folder: Path) -> str | None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import io
 import logging
-import os
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.kernels import packing
-from engine.kernels.cache_folder import mark_used, scratch_folder
+from engine.kernels.cache_folder import mark_used, replacing
 from engine.native import decoder
 from engine.native.decoder import DecoderSpec
 from engine.quantize.experts import QuantizedExperts
@@ -68,11 +67,8 @@ class DecoderFile:
             buffer = io.BytesIO()
             _DecoderPickler(buffer, self._named).dump(decoders)
             content = buffer.getvalue()
-            self._file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with scratch_folder(self._file.parent) as folder:
-                scratch = folder / self._file.name
+            with replacing(self._file) as scratch:
                 scratch.write_bytes(self._digest + _digest(content) + content)
-                os.replace(scratch, self._file)
         except (OSError, ValueError, pickle.PicklingError) as error:
             log.info("the layers are detected again at the next start: %s", error)
 

@@ -37,6 +37,7 @@ from engine.load.checkpoint import (
     default_threads,
     error_line,
     fingerprint,
+    incomplete_weights_reason,
     is_gguf,
     is_small,
     missing_weights_reason,
@@ -146,8 +147,7 @@ def _load(config: EngineConfig, on_phase: Callable[[str], None], reserved_bytes:
     on_phase("quantize" if quantises else "native step")
     layers = LayersToQuantize(model, checks.quantization_plan(), matrices, f"{digest} {dtype}")
     quantised = quantize_layers(config, layers, available, reading)
-    weights_format = quantised.format
-    selection, invariant = checks.select(weights_format, context=config.context or max_context(text_config))
+    selection, invariant = checks.select(quantised.format, context=config.context or max_context(text_config))
     compute_dtype = torch.float32 if selection.reason is None else dtype
     sizes = _sizes(model, selection.runner.layers, compute_dtype, kv_dtype)
     reserved = sizes.weights_bytes + (0 if encoder is None else encoder.budget_bytes)
@@ -160,7 +160,7 @@ def _load(config: EngineConfig, on_phase: Callable[[str], None], reserved_bytes:
         fingerprint=digest,
         architecture=type(model).__name__,
         parameters=parameters,
-        dtype=_dtype_name(compute_dtype, weights_format or str(dtype).removeprefix("torch.")),
+        dtype=_dtype_name(compute_dtype, quantised.format or str(dtype).removeprefix("torch.")),
         vocabulary=text_config.vocab_size,
         context=context,
         slots=slots,
@@ -169,7 +169,7 @@ def _load(config: EngineConfig, on_phase: Callable[[str], None], reserved_bytes:
         device=config.device,
         batch_invariant=invariant,
         not_native_reason=selection.reason,
-        quantization_estimate=estimate(model, available) if not weights_format and config.device == "cpu" else None,
+        quantization_estimate=estimate(model, available) if not quantised.format and config.device == "cpu" else None,
     )
     ends = _end_tokens(model, tokenizer)
     grammars = GrammarCompiler(tokenizer, vocabulary_size=text_config.vocab_size, end_tokens=ends)
@@ -248,9 +248,8 @@ def _read_model(
         model, report, matrices = _read_weights(name, folder, config, dtype)
     except READ_ERRORS as error:
         raise ModelUnsupported(name, broken_weights_reason(folder) or error_line(error)) from error
-    if report["missing_keys"] or report["mismatched_keys"]:
-        missing = sorted(report["missing_keys"]) or sorted(str(key) for key in report["mismatched_keys"])
-        raise ModelUnsupported(name, f"its files lack weights, {len(missing)} in all, such as {missing[0]}")
+    if (reason := incomplete_weights_reason(report)) is not None:
+        raise ModelUnsupported(name, reason)
     if dtype == torch.float64:
         # The default, a grouped matrix product, does not support float64.
         model.set_experts_implementation("eager")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import platform
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -23,7 +22,7 @@ import torch
 import transformers
 
 import kvcache.spec
-from engine.kernels.cache_folder import cache_folder, mark_used, scratch_folder, trim
+from engine.kernels.cache_folder import cache_folder, mark_used, replacing, trim
 from engine.model.layers import CachedLayer
 from engine.quantize.plan import QuantizationPlanNames
 from kvcache.spec import AttentionRange, LayerSpec, Rotation
@@ -95,11 +94,8 @@ class OutcomeFile:
     def write(self, outcome: Outcome) -> None:
         """Store the outcome; a failure is logged."""
         try:
-            self.file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with scratch_folder(self.file.parent) as folder:
-                scratch = folder / self._name
+            with replacing(self.file) as scratch:
                 scratch.write_text(json.dumps(asdict(outcome)), encoding="utf-8")
-                os.replace(scratch, self.file)
         except OSError as error:
             log.info("the checks are repeated at the next start: %s", error)
             return

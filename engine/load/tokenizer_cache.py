@@ -13,7 +13,6 @@ import io
 import itertools
 import json
 import logging
-import os
 import pickle
 import platform
 from collections.abc import Iterator
@@ -29,7 +28,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from engine import gguf
 from engine.gguf.container import read_metadata
 from engine.gguf.tokenizer import read_tokenizer as read_gguf_tokenizer
-from engine.kernels.cache_folder import cache_folder, mark_used, scratch_folder, trim
+from engine.kernels.cache_folder import cache_folder, mark_used, replacing, trim
 from engine.load.checkpoint import is_gguf
 from engine.text.vocabulary import VocabularySummary, summarize
 
@@ -129,11 +128,8 @@ def _write(entry: Path, tokenizer: Any, vocabulary: VocabularySummary) -> None:
         content = _encoded(tokenizer, vocabulary)
         if not _same(_decoded(content)[0], tokenizer):
             raise ValueError("its backend cannot be rebuilt")
-        entry.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with scratch_folder(entry.parent) as folder:
-            scratch = folder / entry.name
+        with replacing(entry) as scratch:
             scratch.write_bytes(content)
-            os.replace(scratch, entry)
     except Exception as error:
         # Tokenizers have many classes, and none of them may fail a start.
         log.info("the tokenizer is built from its own files at the next start, too: %s", error)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from engine.kernels.cache_folder import cache_folder, mark_used, scratch_folder, trim
+from engine.kernels.cache_folder import cache_folder, mark_used, replacing, trim
 from engine.kernels.formats import LAYOUTS, WeightFormat
 from engine.kernels.packing import PackedMatrix, PackedStorage
 from engine.kernels.rounding import Bits
@@ -67,12 +66,9 @@ class WeightStore:
         if sum(tensor.nbytes for tensor in tensors.values()) < MIN_BYTES:
             return
         try:
-            self.file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with scratch_folder(self.file.parent) as folder:
-                scratch = folder / self.file.name
+            with replacing(self.file) as scratch:
                 formats = {name: packed.format for name, packed in layers.items()}
                 save_file(tensors, scratch, metadata={"formats": json.dumps(formats)})
-                os.replace(scratch, self.file)
         except (OSError, SafetensorError) as error:
             log.warning("the quantised weights are not stored for the next start: %s", error)
             return
