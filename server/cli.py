@@ -9,7 +9,7 @@ import logging
 import os
 import re
 import sys
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -17,15 +17,19 @@ from cyclopts import App, ArgumentCollection, Parameter
 from cyclopts.config import Env
 
 from bench.options import BenchOptions
+from server.config_file import ConfigFile, ConfigFileError, exposes_keys, find
 from server.http.version import version
+from server.options import options as declared_options
+from server.options import serve_arguments, serve_environment
 from server.settings import ENVIRONMENT_PREFIX, LogLevel, Settings, is_world_readable, make_disk_cache
-from server.settings import options as serve_options
 from server.store.database import StoreError
 from server.store.store import check_store
 
 if TYPE_CHECKING:
     from engine.engine import Engine
 
+# Commands with options of their own, besides those of `cellar serve`.
+SECTIONS = {"bench": BenchOptions}
 # The argument of the commands, and variables of compose.yaml and the scripts in docker/.
 OTHER_VARIABLES = frozenset({"CELLAR_MODEL", "CELLAR_MEMORY", "CELLAR_IMAGES"})
 _service_link = re.compile(r"_SERVICE_(HOST|PORT)|_PORT_\d+_(TCP|UDP)")
@@ -45,11 +49,22 @@ class Environment(Env):
             argument.tokens[:] = [token for token in argument.tokens if token.value or token.source != self.source]
 
 
+class File(ConfigFile):
+    """Options from the configuration file. Ends the process if the file is wrong."""
+
+    def __call__(self, app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+        """Add the tokens of the file."""
+        try:
+            super().__call__(app, commands, arguments)
+        except ConfigFileError as error:
+            print(f"cellar: {error}", file=sys.stderr)
+            sys.exit(EXIT_USAGE)
+
+
 def check_environment() -> None:
     """Raise ValueError for a CELLAR_ variable that belongs to no option, with the nearest name."""
-    bench = {f"{ENVIRONMENT_PREFIX}{field.name.upper()}" for field in fields(BenchOptions)}
-    serving = {variable for option in serve_options() for variable in option.variables}
-    variables = serving | bench | OTHER_VARIABLES
+    kinds = (Settings, *SECTIONS.values())
+    variables = OTHER_VARIABLES.union(*(option.variables for kind in kinds for option in declared_options(kind)))
     for name, value in sorted(os.environ.items()):
         if not name.startswith(ENVIRONMENT_PREFIX) or name in variables or _is_service_link(name, value):
             continue
@@ -63,12 +78,12 @@ def _is_service_link(name: str, value: str) -> bool:
 
 
 def make_app() -> App:
-    """The command line. Every option is also an environment variable; the command line wins."""
+    """The command line. Every option is also an environment variable and a key of the configuration file."""
     app = App(
         name="cellar",
         help="An OpenAI-compatible LLM inference server.",
         version=version,
-        config=Environment(ENVIRONMENT_PREFIX, command=False),
+        config=(Environment(ENVIRONMENT_PREFIX, command=False), File(SECTIONS)),
         default_parameter=Parameter(negative=()),
     )
     app.command(serve)
@@ -130,14 +145,14 @@ def bench(
         _print_line(f"cellar: {error}")
         sys.exit(EXIT_USAGE)
     _warn_of_exposed_keys(settings)
-    serve_arguments = ServeArguments(
-        arguments=(*([model] if model else []), *settings.arguments()),
-        environment={"CELLAR_API_KEY": ",".join(keys)} if keys else {},
+    served = ServeArguments(
+        arguments=(*([model] if model else []), *serve_arguments(settings)),
+        environment=serve_environment(keys),
         names=settings.served_names or ([model] if model and bench_settings.base_url else []),
         api_key=keys[0] if keys else None,
         context=settings.context,
     )
-    sys.exit(measured(bench_settings, serve_arguments))
+    sys.exit(measured(bench_settings, served))
 
 
 def convert(
@@ -174,10 +189,12 @@ def convert(
 
 
 def _warn_of_exposed_keys(settings: Settings) -> None:
+    file = find(settings.config)
+    exposed = [str(file)] if file is not None and exposes_keys(file) else []
     if settings.key_file and is_world_readable(Path(settings.key_file)):
-        _print_line(
-            f"cellar: warning: every user of this machine can read {settings.key_file}; chmod o-r keeps the key"
-        )
+        exposed.append(settings.key_file)
+    for path in exposed:
+        _print_line(f"cellar: warning: every user of this machine can read {path}; chmod o-r keeps the key")
 
 
 def run(settings: Settings) -> int:

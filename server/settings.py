@@ -1,7 +1,7 @@
 """The settings of one server: every option of `cellar serve` is declared here, once, as a field of `Settings`.
 
-The command line (cli.py), the environment variables, `cellar serve --help` and the table of options in the README
-(docs/options.py) are derived from these fields.
+The command line (cli.py), the environment variables, the configuration file (config_file.py), `cellar serve --help`
+and the table of options in the README (docs/options.py) are derived from these fields.
 """
 
 from __future__ import annotations
@@ -10,11 +10,10 @@ import ipaddress
 import math
 import re
 import stat
-from collections.abc import Iterator, Sequence
-from dataclasses import Field, dataclass, field, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Literal
 
 from cyclopts import Parameter, Token
 
@@ -29,7 +28,7 @@ LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 
 _origin = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#*\s]+")
 # Fields that are no options.
-_internal = Parameter(parse=False)
+INTERNAL = Parameter(parse=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +74,7 @@ class Settings:
                    passing ASGI's `send`; False where middleware has to see every body; no option
     """
 
-    model: Annotated[str | None, _internal] = None
+    model: Annotated[str | None, INTERNAL] = None
     host: Annotated[str, Parameter(help="Address to listen on. Any but a loopback address needs an API key.")] = (
         "127.0.0.1"
     )
@@ -259,8 +258,15 @@ class Settings:
     insecure_no_auth: Annotated[
         bool, Parameter(help="Allow an address that is not loopback without API keys.", show_default="off")
     ] = False
-    limits: Annotated[ClientLimits, _internal] = field(default_factory=ClientLimits)
-    direct_writes: Annotated[bool, _internal] = True
+    config: Annotated[
+        str | None,
+        Parameter(
+            help="TOML file with options: the names above without the dashes, as in max-waiting = 16.",
+            show_default="cellar.toml in the user's configuration folder, if it exists",
+        ),
+    ] = None
+    limits: Annotated[ClientLimits, INTERNAL] = field(default_factory=ClientLimits)
+    direct_writes: Annotated[bool, INTERNAL] = True
 
     def check(self) -> None:
         """Raise ValueError for settings that cannot work or open the server by accident, OSError for the key file."""
@@ -351,68 +357,6 @@ class Settings:
             disk_cache_bytes=self.disk_cache_bytes,
             host_cache_bytes=self.host_cache_bytes,
         )
-
-    def arguments(self) -> Iterator[str]:
-        """The command line of another `cellar serve` with these settings, without address and API keys."""
-        for option in options():
-            value = getattr(self, option.field)
-            if option.field in ("host", "port", "keys", "key_file") or value == option.default:
-                continue
-            for item in value if isinstance(value, tuple) else [value]:
-                yield from [option.flag] if item is True else [option.flag, str(item)]
-
-
-@dataclass(frozen=True, slots=True)
-class Option:
-    """One option of `cellar serve`.
-
-    flags         the current name first, then its aliases
-    choices       the accepted words, if there are only few values
-    default_text  the default in words
-    """
-
-    field: str
-    flags: tuple[str, ...]
-    choices: tuple[str, ...]
-    help: str
-    default: object
-    default_text: str
-
-    @property
-    def flag(self) -> str:
-        """The current name."""
-        return self.flags[0]
-
-    @property
-    def variables(self) -> tuple[str, ...]:
-        """The environment variables of all names."""
-        return tuple(ENVIRONMENT_PREFIX + flag[2:].replace("-", "_").upper() for flag in self.flags)
-
-
-def options() -> list[Option]:
-    """All options of `cellar serve`, in the order of `Settings`."""
-    hints = get_type_hints(Settings, include_extras=True)
-    return [
-        _option(each, hints[each.name]) for each in fields(Settings) if _internal not in hints[each.name].__metadata__
-    ]
-
-
-def _option(declared: Field[Any], hint: Any) -> Option:
-    value_type, parameter = get_args(hint)
-    names = parameter.name or (f"--{declared.name.replace('_', '-')}",)
-    return Option(
-        field=declared.name,
-        flags=(*names, *(parameter.alias or ())),
-        choices=_words(value_type),
-        help=parameter.help or "",
-        default=declared.default,
-        default_text=str(parameter.show_default or declared.default),
-    )
-
-
-def _words(value_type: Any) -> tuple[str, ...]:
-    parts = (value_type, *get_args(value_type)) if get_origin(value_type) in (Union, UnionType) else (value_type,)
-    return tuple(word for part in parts if get_origin(part) is Literal for word in get_args(part))
 
 
 def _model_name(model: str) -> str:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from server.store.database import MEMORY, Database, Row, StoreError, Value, connect, is_url
+from server.xdg import data_folder
 
 LEASE_SECONDS = 30.0
 MAX_MEMORY_BYTES = 64 * 2**20
@@ -266,10 +267,8 @@ def describe_location(setting: str | None) -> str:
 
 def default_location() -> str:
     """A file in the user's data folder (XDG), or MEMORY if it cannot be written."""
-    data = Path(os.environ.get("XDG_DATA_HOME", ""))
     try:
-        # The specification says to ignore a relative path.
-        folder = (data if data.is_absolute() else Path.home() / ".local" / "share") / "cellar"
+        folder = data_folder()
     except RuntimeError:  # no home folder
         return MEMORY
     there = next(parent for parent in (folder, *folder.parents) if parent.exists())

@@ -20,6 +20,7 @@ from bench.prompts import TokenIdPrompts, TokenRatio, WordPrompts, fit_ratio
 from bench.samples import LoadRun, Sample, outcomes, percentile
 from bench.target import BenchError
 from server.cli import make_app
+from server.options import serve_arguments
 from server.settings import Settings
 from tests.server.peer import MEASURED, Peer, running_peer
 
@@ -337,7 +338,7 @@ def test_the_started_server_gets_the_same_options() -> None:
 
     assert [
         *("--quantize", "int8", "--slots", "3", "--served-model-name", "a", "--served-model-name", "b", "--lenient")
-    ] == list(given.arguments())
+    ] == list(serve_arguments(given))
 
 
 def test_a_started_server_ends_with_its_block(tmp_path: Path) -> None:

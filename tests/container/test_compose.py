@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from engine.kernels.cache_folder import cache_folder
-from server.settings import options
+from server.options import options
 from tests.container.dockerfile import ROOT, last, stages
 
 SERVICE: dict[str, Any] = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]["cellar"]
