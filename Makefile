@@ -3,10 +3,12 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3; 
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
+WHEEL = $(BIN)/python -m pip --disable-pip-version-check wheel --quiet --no-deps --wheel-dir dist .
+KERNELS := build/kernels
 CLIENTS := current older evaluation fuzz openresponses
 FAST := not slow and not gpu and not container
 
-.PHONY: help serve test test-all test-container test-clients mutants check bench train clean
+.PHONY: help serve test test-all test-container test-clients mutants check bench train wheel clean
 .DEFAULT_GOAL := help
 
 help:  ## show this list
@@ -44,6 +46,11 @@ bench: .venv/test  ## start a server on the bundled model and measure it; figure
 
 train: .venv/train  ## make the bundled models anew (hours on a CPU; resumable)
 	$(BIN)/python -m models.recipe all
+
+wheel: .venv/serve  ## build two wheels in dist: with the C++ kernels of this platform, and without (KERNELS=folder: cross-built ones)
+	$(if $(filter build/kernels,$(KERNELS)),$(BIN)/python -m engine.kernels.cpu.build $(KERNELS))
+	KERNELS= $(WHEEL)
+	KERNELS=$(KERNELS) $(WHEEL)
 
 clean:  ## remove the environment and all that was built
 	rm -rf .venv out dist build mutants .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -3,6 +3,8 @@
     python -m engine.kernels.cpu.build FOLDER     builds all variants for this machine architecture into FOLDER, as for
                                                   wheels and images
 
+torch is imported only to find the variants of this processor: builds of wheels do without it.
+
 The name of a cached file has a digest of its sources, compiler and flags, and the file ends with a digest of its
 content: a truncated file is built again, never loaded. A library is built in a scratch folder and renamed atomically,
 so several processes may build at once. Without a compiler there is no library, and the callers fall back to torch.
@@ -11,18 +13,20 @@ so several processes may build at once. Without a compiler there is no library, 
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import platform
 import shutil
 import stat
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 
-import torch
-
 from engine.kernels.cache_folder import cache_folder, mark_used, scratch_folder, trim
+
+log = logging.getLogger("cellar.engine")
 
 SOURCE = Path(__file__).parent
 PREBUILT = SOURCE / "prebuilt"
@@ -67,6 +71,8 @@ def variants(kernel: str) -> tuple[str, ...]:
 
 def _supported_variants() -> set[str]:
     """The variants of all kernels that this processor can run, by the CPU capabilities that torch reports."""
+    import torch
+
     capability = torch.backends.cpu.get_cpu_capability()
     wide = capability == "AVX512"
     vnni = wide and torch.cpu._is_vnni_supported()
@@ -110,31 +116,43 @@ def library(
     )
     mark_used(target)
     if not _is_sound(target):
+        log.info("%s compiles the %s kernel for %s, once on this machine", Path(compiler).name, kernel, variant)
+        started = time.monotonic()
         _build(compiler, kernel, variant, target)
+        log.info("compiled the %s kernel in %.0f s", kernel, time.monotonic() - started)
         mark_used(target)
         _prune(target.parent, f"{kernel}-{variant}-*.so")
         trim()
     return target
 
 
+def prebuilt_names(machine: str) -> dict[str, tuple[str, str]]:
+    """The file names of all prebuilt libraries of an architecture, each with its kernel and variant."""
+    every = [(kernel, variant) for kernel in KERNELS for variant in buildable(kernel, machine)]
+    return {_name(kernel, variant, "prebuilt", (), machine): (kernel, variant) for kernel, variant in every}
+
+
 def prebuild(folder: Path) -> list[Path]:
-    """Build all variants of all kernels for this architecture, with the names that `library` looks for."""
+    """Build all variants of all kernels for this architecture, with the names that `library` looks for.
+
+    Sound files of an earlier build are kept.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    compiler = _compiler(None)
-    all_of = [(kernel, variant) for kernel in KERNELS for variant in buildable(kernel, platform.machine())]
-    targets = [folder / _name(kernel, variant, "prebuilt", ()) for kernel, variant in all_of]
-    for (kernel, variant), target in zip(all_of, targets, strict=True):
-        _build(compiler, kernel, variant, target)
-    return targets
+    compiler, names = _compiler(None), prebuilt_names(platform.machine())
+    for number, (name, (kernel, variant)) in enumerate(names.items(), 1):
+        if not _is_sound(folder / name):
+            log.info("kernel %d of %d: %s for %s", number, len(names), kernel, variant)
+            _build(compiler, kernel, variant, folder / name)
+    return [folder / name for name in names]
 
 
-def _name(kernel: str, variant: str, builder: str, flags: tuple[str, ...]) -> str:
+def _name(kernel: str, variant: str, builder: str, flags: tuple[str, ...], machine: str | None = None) -> str:
     """A file name with a digest of the sources, compiler and flags."""
     key = hashlib.sha256()
     for source in _sources():
         key.update(source.read_bytes())
     key.update("\0".join((builder, *_FLAGS, *flags)).encode())
-    return f"{kernel}-{variant}-{platform.machine()}-{key.hexdigest()[:16]}.so"
+    return f"{kernel}-{variant}-{machine or platform.machine()}-{key.hexdigest()[:16]}.so"
 
 
 def _sources() -> list[Path]:
@@ -223,4 +241,5 @@ def _private_folder(cache: Path) -> Path:
 if __name__ == "__main__":
     if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
         sys.exit("usage: python -m engine.kernels.cpu.build FOLDER")
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
     prebuild(Path(sys.argv[1]))
