@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import re
 import threading
@@ -13,7 +12,7 @@ from llguidance import LLTokenizer
 
 from engine.errors import GrammarTooCostly, InvalidRequest, Overloaded
 from engine.grammar.matcher import CompiledGrammar, GrammarMatcher
-from engine.grammar.sandbox import GrammarSandbox, GrammarVocabulary
+from engine.grammar.sandbox import GrammarSandbox, GrammarVocabulary, with_slices
 from engine.text.tokenizer import Tokenizer
 from engine.types.request import Grammar
 
@@ -45,6 +44,9 @@ class GrammarCompiler:
 
     def __init__(self, tokenizer: Tokenizer, *, vocabulary_size: int, end_tokens: Iterable[int]) -> None:
         self._tokenizer, self._vocabulary_size, self._end_tokens = tokenizer, vocabulary_size, sorted(end_tokens)
+        # Parts of the vocabulary in the order of construction.
+        self._tokens: GrammarVocabulary | None = None
+        self._unsliced: LLTokenizer | None = None
         self._vocabulary: LLTokenizer | None = None
         self._sandbox: GrammarSandbox | None = None
         self._cache: OrderedDict[bytes, CompiledGrammar] = OrderedDict()
@@ -96,7 +98,7 @@ class GrammarCompiler:
 
     def _check_in_sandbox(self, digest: bytes, source: str) -> None:
         """Raise GrammarTooCostly if the grammar exceeds the limits of the sandbox."""
-        assert self._sandbox is not None, "the sandbox starts with the vocabulary"
+        assert self._sandbox is not None, "the sandbox starts with the tokens"
         if digest not in self._sandbox_faults:
             self._sandbox_faults[digest] = self._sandbox.check(source)
             if len(self._sandbox_faults) > _MAX_SANDBOX_RESULTS:
@@ -104,30 +106,53 @@ class GrammarCompiler:
         if fault := self._sandbox_faults[digest]:
             raise GrammarTooCostly("grammar", fault)
 
-    def prepare(self) -> None:
-        """Build the vocabulary before the first grammar needs it; no error for a model without support for grammars."""
-        with self._compiling, contextlib.suppress(InvalidRequest):
-            self._load_vocabulary()
+    def prepare(self) -> bool:
+        """Build a part of the vocabulary before the first grammar needs it; whether another part is missing.
+
+        llguidance holds the GIL for a whole part, so streams pause. No error for a model without support for grammars.
+        """
+        with self._compiling:
+            try:
+                self._build_part()
+            except InvalidRequest:
+                return False
+            return self._vocabulary is None
 
     def _load_vocabulary(self) -> LLTokenizer:
         """The vocabulary for llguidance, built once: 0.2 seconds and 20 MB for 32,000 tokens."""
-        if self._vocabulary is None:
-            if not self._end_tokens:
-                raise InvalidRequest("grammar", "this model has no EOS token, which a grammar needs")
-            tokens, markers = self._tokenizer.token_bytes(self._vocabulary_size)
-            encode = self._tokenizer.encode_inside_text
-            vocabulary = GrammarVocabulary(tokens, markers, end_tokens=self._end_tokens, encode=encode)
-            self._sandbox = GrammarSandbox(vocabulary)
-            # The sandbox builds its vocabulary in parallel.
-            self._sandbox.start()
-            try:
-                self._vocabulary = vocabulary.to_llguidance()
-            except ValueError as error:
-                self._sandbox.close()
-                raise InvalidRequest(
-                    "grammar", f"llguidance does not support this model's tokenizer: {error}"
-                ) from error
+        while self._vocabulary is None:
+            self._build_part()
         return self._vocabulary
+
+    def _build_part(self) -> None:
+        """Build the next part of the vocabulary, if one is missing. Raises InvalidRequest."""
+        if self._vocabulary is not None:
+            return
+        if self._tokens is None:
+            self._tokens = self._read_tokens()
+        elif self._unsliced is None:
+            self._unsliced = self._build_unsliced(self._tokens)
+        else:
+            self._vocabulary, self._unsliced = with_slices(self._unsliced), None
+
+    def _read_tokens(self) -> GrammarVocabulary:
+        """Read the tokens, and start the sandbox, which builds a vocabulary in parallel."""
+        if not self._end_tokens:
+            raise InvalidRequest("grammar", "this model has no EOS token, which a grammar needs")
+        tokens, markers = self._tokenizer.token_bytes(self._vocabulary_size)
+        encode = self._tokenizer.encode_inside_text
+        vocabulary = GrammarVocabulary(tokens, markers, end_tokens=self._end_tokens, encode=encode)
+        self._sandbox = GrammarSandbox(vocabulary)
+        self._sandbox.start()
+        return vocabulary
+
+    def _build_unsliced(self, tokens: GrammarVocabulary) -> LLTokenizer:
+        try:
+            return tokens.to_llguidance()
+        except ValueError as error:
+            assert self._sandbox is not None, "the sandbox starts with the tokens"
+            self._sandbox.close()
+            raise InvalidRequest("grammar", f"llguidance does not support this model's tokenizer: {error}") from error
 
     def _cached(self, digest: bytes) -> CompiledGrammar | None:
         with self._lock:

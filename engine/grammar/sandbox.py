@@ -75,8 +75,13 @@ class GrammarVocabulary:
         return self._encode(text)
 
     def to_llguidance(self) -> LLTokenizer:
-        """Build the vocabulary of llguidance; it holds the GIL for 1.3 s at 262,000 tokens."""
-        return LLTokenizer(TokenizerWrapper(self), n_vocab=len(self.tokens), eos_token=self.end_tokens)
+        """Build the vocabulary of llguidance without slices; holds the GIL, 0.5 s with 262,000 tokens."""
+        return LLTokenizer(TokenizerWrapper(self), n_vocab=len(self.tokens), eos_token=self.end_tokens, slices=[])
+
+
+def with_slices(vocabulary: LLTokenizer) -> LLTokenizer:
+    """Add the slices that speed up masks; holds the GIL, 0.6 s with 262,000 tokens."""
+    return vocabulary.with_slices(LLTokenizer.general_slices())
 
 
 class GrammarSandbox:
@@ -155,7 +160,8 @@ def _serve(pipe: Connection) -> None:
     lengths, markers, end_tokens = json.loads(pipe.recv_bytes())
     text = io.BytesIO(pipe.recv_bytes())
     tokens = [text.read(length) for length in lengths]
-    vocabulary = GrammarVocabulary(tokens, markers, end_tokens=end_tokens, encode=_encode_nothing).to_llguidance()
+    vocabulary = GrammarVocabulary(tokens, markers, end_tokens=end_tokens, encode=_encode_nothing)
+    sliced = with_slices(vocabulary.to_llguidance())
     pipe.send_bytes(b"")
     _limit_memory()
     while True:
@@ -165,7 +171,7 @@ def _serve(pipe: Connection) -> None:
             return
         # Ends the subprocess if its parent is gone.
         signal.alarm(2 * math.ceil(_COMPILE_TIMEOUT_SECONDS))
-        fault = _check_grammar(vocabulary, source)
+        fault = _check_grammar(sliced, source)
         signal.alarm(0)
         pipe.send_bytes(fault.encode())
 

@@ -146,10 +146,11 @@ class FakeGrammars:
 
     def __init__(self) -> None:
         self.compiled: list[Grammar] = []
-        self.prepared = False
+        self.missing_parts = 3
 
-    def prepare(self) -> None:
-        self.prepared = True
+    def prepare(self) -> bool:
+        self.missing_parts -= 1
+        return self.missing_parts > 0
 
     def compile(self, grammar: Grammar) -> None:
         self.compiled.append(grammar)

@@ -188,15 +188,20 @@ def test_the_exit_codes_differ() -> None:
 
 
 def test_grammar_tables_are_built_when_idle(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After some checks without running requests."""
+    """Each part after some checks without running requests."""
     monkeypatch.setattr("server.lifecycle.IDLE_CHECK_SECONDS", 0)
-    looks = iter([1, 0, 0, 0, 1, 1, *[0] * 1000])
-    engine, output = FakeEngine(), list[str]()
-    monkeypatch.setattr(engine, "stats", lambda: Stats(running=next(looks)))
+    idle = [0] * IDLE_CHECKS
+    checks = iter([1, *idle[1:], 1, 1, *idle, 0, 1, *idle, *[0] * 1000])
+    engine, output, missing = FakeEngine(), list[str](), list[int]()
 
-    prepare = run_until(engine, output, lambda: engine.grammars.prepared)
+    def stats() -> Stats:
+        missing.append(engine.grammars.missing_parts)
+        return Stats(running=next(checks))
 
-    assert (0, 6 + IDLE_CHECKS) == (prepare, 1006 - len(list(looks)))
+    monkeypatch.setattr(engine, "stats", stats)
+
+    assert 0 == run_until(engine, output, lambda: engine.grammars.missing_parts == 0)
+    assert [3] * (2 + 2 * IDLE_CHECKS) + [2, 1] + [1] * IDLE_CHECKS == missing
     assert output[0].startswith("Cellar")
 
 

@@ -54,7 +54,7 @@ def grammars_of(folder: Path) -> GrammarCompiler:
 
 
 def test_prepare_builds_the_vocabulary(tmp_path: Path) -> None:
-    """Once; a concurrent request waits for it. A model without an end token has none."""
+    """Part by part; a concurrent request waits for a part. A model without an end token has none."""
     save_tokenizer(tmp_path)
     early = grammars_of(tmp_path)
     with early._compiling:
@@ -62,12 +62,14 @@ def test_prepare_builds_the_vocabulary(tmp_path: Path) -> None:
         preparing.start()
         assert early._vocabulary is None
     preparing.join()
+    assert early._vocabulary is None
+    assert [True, False, False] == [early.prepare() for _ in range(3)]
     vocabulary = early._vocabulary
 
     early.compile(Grammar('start: "a"'))
     assert vocabulary is not None
     assert vocabulary is early._vocabulary
-    GrammarCompiler(early._tokenizer, vocabulary_size=VOCABULARY, end_tokens=()).prepare()
+    assert not GrammarCompiler(early._tokenizer, vocabulary_size=VOCABULARY, end_tokens=()).prepare()
 
 
 def letter(compiler: GrammarCompiler, text: str) -> int:
