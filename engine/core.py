@@ -21,6 +21,7 @@ from engine.grammar.matcher import GrammarMatcher
 from engine.load.cache import model_cache, offload_config
 from engine.load.load import LoadedModel
 from engine.schedule.encoder_inputs import EncoderInputs
+from engine.schedule.inspection import Inspection
 from engine.schedule.prefill_budget import Budget
 from engine.schedule.scheduler import ScheduledSequence, Scheduler
 from engine.schedule.sequence import Sequence
@@ -28,6 +29,7 @@ from engine.schedule.step import Stepper, StepResult
 from engine.schedule.step_cost import StepCost, Work
 from engine.types.events import Delta, Event, Failed, Finished, FinishReason, PrefillProgress, Started, TokenLogprob
 from engine.types.request import Request
+from engine.types.snapshot import EngineSnapshot
 from engine.types.status import Stats
 from kvcache.encoder_files import EncoderFiles
 
@@ -58,6 +60,7 @@ class Core:
         budget = Budget(self._cost, most=config.chunk, target_seconds=config.itl_target_seconds)
         scored = max(_SCORED_LOGITS_BYTES // (4 * loaded.info.vocabulary), _MIN_SCORED_TOKENS)
         self._scheduler = Scheduler(self.cache, budget, max_scored=scored, on_start=self._on_slot_assigned)
+        self._inspection = Inspection(self.cache, self._scheduler, clock)
         encoder_files = EncoderFiles(offload_config(config, loaded.identity), torch.device(config.device))
         self.encoder_inputs = EncoderInputs(loaded.encoder, encoder_files)
         self._sequences: dict[str, Sequence] = {}
@@ -97,8 +100,7 @@ class Core:
         """Remove a request, running or waiting, without an event; unknown and finished ids are ignored."""
         sequence = self._sequences.get(request_id)
         if sequence is not None:
-            self._scheduler.remove(sequence)
-            self._close(sequence)
+            self._leave(sequence)
 
     def step(self) -> list[tuple[str, Event]]:
         """Compute one batch; its events with the ids of their requests, in order."""
@@ -147,6 +149,10 @@ class Core:
             written_tokens_total=counts.written,
             drafts=self._speculation.counts(),
         )
+
+    def snapshot(self, owner: str, salt: bytes) -> EngineSnapshot:
+        """The state now, with sequences of `owner` and cached prefixes under `salt`."""
+        return self._inspection.snapshot(owner, salt, self.stats())
 
     def _on_slot_assigned(self, sequence: Sequence, cached_length: int) -> None:
         if not sequence.stats.record_start(cached_length, self._clock()):
@@ -309,8 +315,7 @@ class Core:
         undelivered = tuple(sequence.output[sequence.text.released_tokens :])
         usage, timings = sequence.usage(), sequence.stats.timings(began)
         self._emit(sequence, Finished(reason, stop, usage, timings, end_logprob, undelivered))
-        self._scheduler.remove(sequence)
-        self._close(sequence)
+        self._leave(sequence)
         self._finish_seconds += self._clock() - began
 
     def _fail(self, sequence: Sequence, reason: str, *, own: bool = False) -> None:
@@ -320,7 +325,14 @@ class Core:
         self._totals["failed"] += 1
         self._emit(sequence, Failed(reason, own))
         # Its cells may hold values that are not finite: they are not cached.
+        self._inspection.record_finished(sequence)
         self._scheduler.discard(sequence)
+        self._close(sequence)
+
+    def _leave(self, sequence: Sequence) -> None:
+        """Remove a finished or cancelled sequence and cache its tokens."""
+        self._inspection.record_finished(sequence)
+        self._scheduler.remove(sequence)
         self._close(sequence)
 
     def _close(self, sequence: Sequence) -> None:

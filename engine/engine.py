@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
+from functools import partial
 
 from engine.config import EngineConfig
 from engine.core import Core
@@ -24,12 +25,13 @@ from engine.embedder.tokenizer import EmbeddingTokenizer
 from engine.errors import Draining, EngineDead, EngineError, InvalidRequest, Loading, ModelError, Overloaded
 from engine.grammar.compiler import GrammarCompiler
 from engine.load.load import LoadedModel, load
-from engine.loop import Cancel, Command, Embed, EngineLoop, Stop, Submit, Watchdog
+from engine.loop import Cancel, Command, Embed, EngineLoop, Inspect, Stop, Submit, Watchdog
 from engine.output.stop_regex import check_stop_regex
 from engine.output.stream import RequestStream
 from engine.text.tokenizer import Tokenizer
 from engine.types.events import Event, Failed
 from engine.types.request import EmbeddingJob, Request
+from engine.types.snapshot import EngineSnapshot
 from engine.types.status import DraftingInfo, EmbeddingModelInfo, MemoryPlan, ModelInfo, Stats
 from engine.validity import check_request
 
@@ -96,6 +98,8 @@ class Engine:
         self._drafting = DraftingInfo()
         self._stats = Stats()
         self._queue_limit = QueueLimit(config.max_waiting)
+        # Requested snapshots, by owner and salt.
+        self._snapshots: dict[tuple[str, bytes], asyncio.Future[EngineSnapshot]] = {}
 
     def start(self) -> None:
         """Start the thread, which loads the model first. Call it inside the event loop that uses the engine."""
@@ -175,6 +179,19 @@ class Engine:
     def stats(self) -> Stats:
         """The statistics after the last step."""
         return self._stats
+
+    async def snapshot(self, owner: str, salt: bytes) -> EngineSnapshot:
+        """The state between two steps, with sequences of `owner` and cached prefixes under `salt`.
+
+        Concurrent calls of an owner share one snapshot. Raises Loading, and EngineDead if the engine thread ends.
+        """
+        self._require_model()
+        pending = self._snapshots.get((owner, salt))
+        if pending is None:
+            pending = self._snapshots[owner, salt] = self._loop.create_future()
+            pending.add_done_callback(lambda _: self._snapshots.pop((owner, salt)))
+            self._inbox.put(Inspect(owner, salt, partial(self._call_on_loop, partial(_set_result, pending))))
+        return await asyncio.shield(pending)
 
     @asynccontextmanager
     async def open(self, request: Request) -> AsyncIterator[RequestStream]:
@@ -300,6 +317,8 @@ class Engine:
         if failure is not None:
             self._failed.set()
             self._fail_streams("the engine stopped")
+            for pending in self._snapshots.values():
+                pending.set_exception(failure)
 
     # The methods below run on the engine thread.
 
@@ -337,3 +356,8 @@ class Engine:
     def _call_on_loop(self, callback: Callable[..., None], *values: object) -> None:
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(callback, *values)
+
+
+def _set_result(future: asyncio.Future[EngineSnapshot], snapshot: EngineSnapshot) -> None:
+    if not future.done():
+        future.set_result(snapshot)

@@ -13,6 +13,7 @@ from engine.embedder.scheduler import EmbeddingScheduler
 from engine.grammar.matcher import GrammarMatcher
 from engine.types.events import Event
 from engine.types.request import EmbeddingJob, Request
+from engine.types.snapshot import EngineSnapshot
 from engine.types.status import Stats
 
 # While idle, a flush to disk that failed is tried again this often.
@@ -44,11 +45,20 @@ class Cancel:
 
 
 @dataclass(frozen=True, slots=True)
+class Inspect:
+    """Pass a snapshot to `deliver`: sequences of `owner`, and cached prefixes under `salt`."""
+
+    owner: str
+    salt: bytes
+    deliver: Callable[[EngineSnapshot], None]
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     """End the loop."""
 
 
-Command = Submit | Embed | Cancel | Stop
+Command = Submit | Embed | Cancel | Inspect | Stop
 
 
 class Watchdog:
@@ -152,6 +162,8 @@ class EngineLoop:
                 self._core.cancel(request_id)
                 if self._embedding is not None:
                     self._embedding.cancel(request_id)
+            case Inspect(owner, salt, deliver):
+                deliver(self._core.snapshot(owner, salt))
 
     def _handle_commands(self, inbox: queue.SimpleQueue[Command], watchdog: Watchdog, *, wait: bool) -> bool:
         """Execute all queued commands; `wait` for the first one for a while. False after a Stop."""

@@ -18,6 +18,7 @@ from kvcache.component import SavedTensors
 from kvcache.errors import OutOfCells
 from kvcache.kv_buffer import CellIndex, copy_cells
 from kvcache.rotary import rotate
+from kvcache.snapshot import CellCounts
 from kvcache.spec import AttentionRange, GroupSpec, Span
 
 HOLE = -1
@@ -60,6 +61,20 @@ class AttentionGroup:
     def used_by_slots(self) -> int:
         """Cells in the table of at least one slot."""
         return int(np.count_nonzero(self._used_mask()))
+
+    def count_cells(self) -> CellCounts:
+        """The cells of the pool by their use."""
+        uses = np.zeros(self.pool.cells, dtype=np.int16)
+        for slot in range(len(self._lengths)):
+            uses[self._without_holes(self.table(slot))] += 1
+        used = int(np.count_nonzero(uses))
+        cached = self.pool.cells - self.pool.free_cells - used
+        return CellCounts(self.pool.cells, used, int(np.count_nonzero(uses > 1)), cached)
+
+    def slots_with(self, cell: int, position: int) -> tuple[int, ...]:
+        """The slots whose token at `position` has this cell."""
+        lengths = enumerate(self._lengths)
+        return tuple(slot for slot, length in lengths if position < length and self._tables[slot, position] == cell)
 
     def resume_length(self, slot: int, length: int) -> int:
         """The largest length, at most the one asked for, whose next token attends to no hole."""

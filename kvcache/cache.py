@@ -24,9 +24,11 @@ from kvcache.attention_group import AttentionGroup
 from kvcache.component import CacheComponent, CacheComponents, shortfall
 from kvcache.errors import BadSpan, CacheError
 from kvcache.forward import Forward
+from kvcache.node import Node
 from kvcache.offload import OffloadConfig
 from kvcache.prefix import PrefixCounts, PrefixMatch, PrefixTree
 from kvcache.recurrent import RecurrentStates
+from kvcache.snapshot import PrefixNode
 from kvcache.spec import LayerSpec, Span, group_layers
 
 # Tokens evicted at once from a long leaf: a 64th of all cells, 256 at most. Eviction then runs every 32nd step of 8
@@ -185,6 +187,13 @@ class Cache:
         """The longest match in the prefix tree; `reuse_prefix` may reach less."""
         return self._tree.match(np.asarray(tokens, dtype=np.int64), salt)
 
+    def prefix_nodes(self, salt: bytes, limit: int) -> list[PrefixNode]:
+        """Up to `limit` resident nodes of the prefix tree, most recently used first: a node stands before its children.
+
+        Slots are found by the cells of layers with full attention; without such layers `slots` is empty.
+        """
+        return [self._prefix_node(node) for node in self._tree.recent_nodes(salt, limit)]
+
     def evict_for(self, spans: Sequence[Span]) -> int:
         """Evict cached prefixes, least recently used first, until the spans fit; the missing cells (0: they fit)."""
         self._check_idle()
@@ -252,6 +261,16 @@ class Cache:
             if self.recurrent_states is None and length == self.cached_length(slot):
                 continue  # all tokens stay, and there are no states to release
             self._components.truncate(slot, self._resume_length(slot, length))
+
+    def _prefix_node(self, node: Node) -> PrefixNode:
+        assert node.parent is not None, "a root is not resident"
+        parent = None if node.parent.parent is None else node.parent.id
+        slots: tuple[int, ...] = ()
+        if self._full_groups:
+            group = self._full_groups[0]
+            cells = node.references[self._components.index(group)]
+            slots = group.slots_with(int(cells[0]), node.start)
+        return PrefixNode(node.id, parent, node.start, len(node.tokens), slots)
 
     def _evict_until(self, check: Callable[[CacheComponent[Any]], None]) -> int:
         """Evict cached prefixes until a check passes for all components; the missing cells."""

@@ -60,6 +60,7 @@ class EntrySlice:
 class Node:
     """A node with its edge: `tokens` from position `start` on, below `parent`. A root has no parent and no tokens.
 
+    id                 of this node among all nodes of the tree since its start
     resident           `references` own the edge's content in cells; else the content is offloaded
     entry_slices       offloaded content from the start of the edge on; the whole edge unless the node is resident
     fixed_end          the edge is never extended: later tokens become a child
@@ -71,6 +72,7 @@ class Node:
         "children",
         "entry_slices",
         "fixed_end",
+        "id",
         "last_used",
         "parent",
         "references",
@@ -81,8 +83,8 @@ class Node:
         "tokens",
     )
 
-    def __init__(self, tokens: TokenArray, parent: Node | None, start: int, salt: bytes) -> None:
-        self.tokens, self.parent, self.start, self.salt = tokens, parent, start, salt
+    def __init__(self, id: int, tokens: TokenArray, parent: Node | None, start: int, salt: bytes) -> None:
+        self.id, self.tokens, self.parent, self.start, self.salt = id, tokens, parent, start, salt
         self.children: dict[int, Node] = {}
         self.references: ComponentReferences = []
         self.entry_slices: list[EntrySlice] = []

@@ -10,6 +10,7 @@ children, so the least recently used resident node has no resident child.
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import TypeAlias
@@ -37,6 +38,7 @@ class RadixTree:
         # By component, the resident nodes that `trim` can reduce.
         self.trimmable: tuple[LruOrder, ...] = tuple(OrderedDict() for _ in components)
         self.node_count = 0
+        self._ids = itertools.count(1)
         self.offload = OffloadTier(offload, self._components, token_bytes=token_bytes, on_lost=self._drop_lost_entry)
 
     def match(self, tokens: TokenArray, salt: bytes) -> tuple[list[Node], int]:
@@ -58,7 +60,7 @@ class RadixTree:
     def node_at_end(self, path: Sequence[Node], depth: int, salt: bytes) -> Node:
         """The node that ends at `depth`: the root, the last node of a matched path, or its upper part after a split."""
         if not path:
-            return self.roots.setdefault(salt, Node(np.empty(0, dtype=np.int64), None, 0, salt))
+            return self.roots.setdefault(salt, self._make_node(np.empty(0, dtype=np.int64), None, 0, salt))
         if depth == path[-1].stop:
             return path[-1]
         upper = self.split(path[-1], depth - path[-1].start)
@@ -73,7 +75,7 @@ class RadixTree:
         if above.parent is not None and not above.children and not above.fixed_end:
             above.tokens = np.concatenate((above.tokens, tokens))
             return above
-        child = Node(tokens, above, above.stop, above.salt)
+        child = self._make_node(tokens, above, above.stop, above.salt)
         above.children[int(tokens[0])] = child
         self.node_count += 1
         return child
@@ -81,7 +83,7 @@ class RadixTree:
     def split(self, node: Node, at: int) -> Node:
         """Split a node's edge; the returned upper part takes the node's place in the tree."""
         assert node.parent is not None, "a root has no edge"
-        upper = Node(node.tokens[:at], node.parent, node.start, node.salt)
+        upper = self._make_node(node.tokens[:at], node.parent, node.start, node.salt)
         upper.last_used, upper.resident, upper.resident_children = node.last_used, node.resident, int(node.resident)
         node.parent.children[int(node.tokens[0])] = upper
         upper.children[int(node.tokens[at])] = node
@@ -151,6 +153,13 @@ class RadixTree:
             each.parent = None
             self.node_count -= 1
             self.offload.set_entry_slices(each, [])
+
+    def recent_nodes(self, salt: bytes, limit: int) -> list[Node]:
+        """Up to `limit` resident nodes of a salt, most recently used first: a node stands before its children."""
+        return list(itertools.islice((node for node in reversed(self.lru) if node.salt == salt), limit))
+
+    def _make_node(self, tokens: TokenArray, parent: Node | None, start: int, salt: bytes) -> Node:
+        return Node(next(self._ids), tokens, parent, start, salt)
 
     def _detach(self, node: Node) -> None:
         """Remove a node from its parent, and a root without other children from the tree."""

@@ -20,10 +20,12 @@ from server.routes import (
     anthropic,
     capabilities,
     completions,
+    engine_state,
     models,
     monitoring,
     ollama,
     openapi,
+    page,
     responses,
     scoring,
     tokens,
@@ -63,7 +65,18 @@ def create_app(engine: Engine, settings: Settings) -> FastAPI:
     app.state.large_bodies = large_body_limiter()
     service = Service(engine, settings, Metrics(engine))
     app.router.route_class = LenientRoute if settings.lenient else StrictRoute
-    for routes in (capabilities, completions, scoring, tokens, models, anthropic, ollama, monitoring):
+    for routes in (
+        capabilities,
+        completions,
+        scoring,
+        tokens,
+        models,
+        anthropic,
+        ollama,
+        monitoring,
+        engine_state,
+        page,
+    ):
         routes.add(app, service)
     closing.push_async_callback(responses.add(app, service).close)
     openapi.install(app)
@@ -76,7 +89,7 @@ def create_app(engine: Engine, settings: Settings) -> FastAPI:
 def _wrap(app: FastAPI, settings: Settings, metrics: Metrics) -> None:
     """Add the middleware, the outermost last."""
     app.add_middleware(BodyLimitMiddleware, limit=settings.limits.body_bytes)
-    app.add_middleware(AuthMiddleware, keys=settings.all_keys)
+    app.add_middleware(AuthMiddleware, keys=settings.all_keys, open_paths=page.open_paths())
     app.add_middleware(
         BoundaryMiddleware,
         hosts=settings.hosts,

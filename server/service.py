@@ -16,6 +16,7 @@ from anyio import CapacityLimiter
 from engine.errors import Draining, EngineDead, Loading, SequenceFailed, Unsatisfiable
 from engine.types.events import Delta, Event, Failed
 from engine.types.request import EmbeddingJob, Request
+from engine.types.snapshot import EngineSnapshot
 from engine.types.status import EmbeddingModelInfo
 from server.http.auth import caller
 from server.http.errors import MODEL_NOT_FOUND, ApiError
@@ -112,6 +113,11 @@ class Service:
         job = replace(job, id=_scoped_id(owner, job.id), owner=owner)
         async with self.engine.embed(job) as stream, self._observed(stream, endpoint, 0) as events:
             yield events
+
+    async def snapshot(self) -> EngineSnapshot:
+        """The engine's state, with sequences and cached prefixes of the caller's organisation alone."""
+        owner = caller().owner
+        return await self.engine.snapshot(owner, _owner_salt(owner, b""))
 
     def _scoped_to_owner(self, request: Request) -> Request:
         """The request with its owner: the salt excludes cached prefixes of other owners, and the id is unique for the

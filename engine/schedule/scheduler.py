@@ -184,6 +184,14 @@ class Scheduler:
             if sequence.slot is not None and span.start < len(sequence.request.prompt):
                 self._insert_span(sequence, span)
 
+    def waits_for_leader(self, sequence: Sequence) -> bool:
+        """Whether an older sequence is about to compute the next tokens of this one."""
+        leader = self._leaders.get(sequence)
+        if leader is None or leader.sequence.slot is None or leader.sequence.context.shifts:
+            return False
+        computed = self._cache.cached_length(leader.sequence.slot)
+        return self._uncomputed_tokens(leader.sequence) > 1 and computed < leader.shared_length
+
     def _admit(self) -> None:
         """Give slots to waiting sequences: free ones while cells suffice, then by preemption."""
         while self.waiting and (self._slots.free_count or not self._shares_are_fair):
@@ -289,17 +297,9 @@ class Scheduler:
     def _update_followers(self) -> None:
         """Let followers reuse the prefixes of leaders that computed them, or that will not any more."""
         for sequence in tuple(self._leaders):
-            if not self._waits_for_leader(sequence):
+            if not self.waits_for_leader(sequence):
                 sequence.update_cached(self._reuse_prefix(sequence))
                 self._choose_leader(sequence)
-
-    def _waits_for_leader(self, sequence: Sequence) -> bool:
-        """Whether an older sequence is about to compute the next tokens of this one."""
-        leader = self._leaders.get(sequence)
-        if leader is None or leader.sequence.slot is None or leader.sequence.context.shifts:
-            return False
-        computed = self._cache.cached_length(leader.sequence.slot)
-        return self._uncomputed_tokens(leader.sequence) > 1 and computed < leader.shared_length
 
     def _choose_leader(self, sequence: Sequence) -> None:
         """Wait for the older sequence with the longest shared prefix, if that is longer than the cached length."""
@@ -360,7 +360,7 @@ class Scheduler:
             one: (one.rank, self._admitted_at[one] + _DEADLINE_FACTOR * self._uncomputed_tokens(one))
             for one in self.running
         }
-        followers = {one for one in self.running if self._waits_for_leader(one)}
+        followers = {one for one in self.running if self.waits_for_leader(one)}
         for follower in reversed(self.running):
             if follower in followers:
                 leader = self._leaders[follower].sequence

@@ -1,10 +1,10 @@
-"""Authentication by API key. Every path but /health and /ready needs a key, so a new route is closed by default."""
+"""Authentication by API key. Every path needs a key unless it is listed as open: a new route is closed by default."""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 
@@ -41,11 +41,12 @@ _current_caller: ContextVar[Caller] = ContextVar("caller", default=_ANONYMOUS)
 class AuthMiddleware:
     """ASGI middleware: answers 401 to requests without a valid key. Without keys it accepts every request.
 
-    keys  `key`, or `organisation:key`; keys of one organisation are one owner
+    keys        `key`, or `organisation:key`; keys of one organisation are one owner
+    open_paths  that need no key, beside OPEN_PATHS
     """
 
-    def __init__(self, app: ASGIApp, keys: Iterable[str]) -> None:
-        self.app = app
+    def __init__(self, app: ASGIApp, keys: Iterable[str], open_paths: Collection[str] = ()) -> None:
+        self.app, self._open_paths = app, OPEN_PATHS.union(open_paths)
         self._owners = dict(_owners_of(tuple(keys)))
         self._digests = list(self._owners)
 
@@ -68,7 +69,7 @@ class AuthMiddleware:
         await error_response(error, scope["path"])(scope, receive, send)
 
     def _is_authorized(self, scope: Scope) -> bool:
-        if not self._digests or scope["path"] in OPEN_PATHS:
+        if not self._digests or scope["path"] in self._open_paths:
             return True
         presented = list(_credentials(scope))
         # A proxy may read the other one of two credentials.

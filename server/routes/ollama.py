@@ -10,7 +10,7 @@ from typing import Any
 
 import anyio.to_thread
 from fastapi import FastAPI, Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import Response
 
 from engine.errors import EngineError
 from engine.types.status import EmbeddingModelInfo as EmbeddingModel
@@ -121,13 +121,6 @@ def _add_embeddings(app: FastAPI, service: Service) -> None:
 
 
 def _add_cards(app: FastAPI, service: Service) -> None:
-    # Ollama's command line requests this path first.
-    @app.head("/", include_in_schema=False)
-    @app.get("/", include_in_schema=False)
-    async def greet() -> Response:
-        """Confirm that a server is running."""
-        return PlainTextResponse("Cellar is running")
-
     @app.get("/api/version", responses={**OLLAMA_ERRORS, 200: {"model": Version}})
     async def get_version() -> Response:
         """The version of this server."""

@@ -19,6 +19,7 @@ from engine.chat_format.detection import Vocabulary, detect_chat_format
 from engine.errors import ContextTooLong, Draining, EngineError, GrammarTooCostly, InvalidRequest, Loading
 from engine.types.events import Delta, Event, Failed, Finished, Logprob, Started, Timings, TokenLogprob, Usage
 from engine.types.request import EmbeddingJob, Grammar, RenderedPrompt, Request
+from engine.types.snapshot import EngineSnapshot
 from engine.types.status import DraftingInfo, EmbeddingModelInfo, MemoryPlan, ModelInfo, Stats
 from server.lifecycle import Lifecycle, listen
 from server.settings import ClientLimits, Settings

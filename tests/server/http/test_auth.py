@@ -1,4 +1,4 @@
-"""Authentication: every route but two needs a key."""
+"""Authentication: every route but the probes and the page needs a key."""
 
 from __future__ import annotations
 
@@ -34,19 +34,24 @@ def routes(app: Any) -> list[tuple[str, str]]:
     ]
 
 
-def test_every_route_but_two_needs_a_key(app: Any) -> None:
+def test_every_route_but_probes_and_page_needs_a_key(app: Any) -> None:
     """The list is read from the app, so a new route is closed by default."""
     refused = {path for method, path in routes(app) if ask(app, method, path, json_body=BODY).status == 401}
     known = {path for _, path in routes(app)}
 
-    assert {"/health", "/ready"} == known - refused
+    assert {"/", "/health", "/ready"} == known - refused
     assert {"/health", "/ready"} == OPEN_PATHS
 
 
 @pytest.mark.parametrize(
     "path",
     [
-        "/",
+        "/page",
+        "/page/",
+        "/page/index.html",
+        "/page/../v1/models",
+        "/v1/engine",
+        "/engine",
         "/v1",
         "/v1/models/",
         "//v1/models",

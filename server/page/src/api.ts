@@ -1,0 +1,141 @@
+// Calls of the server's API.
+import type { Capabilities, ChatSettings, EngineState, Failure, Message, ToolCall } from './types';
+
+const KEY = 'cellar.key';
+
+export function apiKey(): string {
+  return sessionStorage.getItem(KEY) ?? '';
+}
+
+export function setApiKey(key: string): void {
+  if (key) sessionStorage.setItem(KEY, key);
+  else sessionStorage.removeItem(KEY);
+}
+
+export class ApiFailure extends Error {
+  constructor(
+    readonly status: number,
+    message: string,
+    readonly field: string | null = null,
+    readonly code: string = '',
+    readonly phase: string = '',
+  ) {
+    super(message);
+  }
+}
+
+interface ErrorBody {
+  error?: { message?: string; param?: string | null; code?: string; phase?: string };
+}
+
+async function call(path: string, init: RequestInit = {}): Promise<Response> {
+  const headers = new Headers(init.headers);
+  if (apiKey()) headers.set('Authorization', `Bearer ${apiKey()}`);
+  let response: Response;
+  try {
+    response = await fetch(path, { ...init, headers, cache: 'no-store', credentials: 'omit' });
+  } catch (error) {
+    if (init.signal?.aborted) throw error;
+    throw new ApiFailure(0, 'The server does not answer.');
+  }
+  if (response.ok) return response;
+  const body = (await response.json().catch(() => ({}))) as ErrorBody;
+  const { message, param, code, phase } = body.error ?? {};
+  throw new ApiFailure(response.status, message ?? response.statusText, param ?? null, code, phase);
+}
+
+export async function readCapabilities(): Promise<{ model: Capabilities; names: string[] }> {
+  const body = (await (await call('/v1/capabilities')).json()) as { model: Capabilities };
+  const models = (await (await call('/v1/models')).json()) as { data: { id: string; meta: { n_slots?: number } }[] };
+  return { model: body.model, names: models.data.filter((model) => model.meta.n_slots).map((model) => model.id) };
+}
+
+export async function readEngine(signal: AbortSignal): Promise<EngineState> {
+  return (await (await call('/v1/engine', { signal })).json()) as EngineState;
+}
+
+export function failureOf(error: unknown): Failure {
+  if (!(error instanceof ApiFailure)) return { title: 'Error', message: String(error), field: null };
+  const title = error.status ? `Error ${error.status}` : 'No connection';
+  return { title, message: error.message, field: error.field };
+}
+
+// What a delta of an answer adds.
+export interface Delta {
+  content?: string | null;
+  reasoning_content?: string | null;
+  tool_calls?: { index: number; id?: string; function?: { name?: string; arguments?: string } }[];
+}
+
+export interface Chunk {
+  choices: { delta: Delta; finish_reason: string | null }[];
+  usage?: {
+    prompt_tokens: number;
+    completion_tokens: number;
+    context_shifts?: number;
+    prompt_tokens_details?: { cached_tokens?: number };
+  } | null;
+  timings?: { predicted_per_second?: number; predicted_n?: number; predicted_ms?: number; draft_n?: number; draft_n_accepted?: number };
+  error?: { message: string; param?: string | null; code?: string };
+}
+
+const NUMBERS = ['temperature', 'top_p', 'top_k', 'min_p', 'repetition_penalty', 'max_tokens', 'seed'] as const;
+
+function parsed(text: string, name: string): unknown {
+  try {
+    return JSON.parse(text);
+  } catch (error) {
+    throw new ApiFailure(400, `${name} in Settings is not JSON: ${(error as Error).message}.`, null, 'invalid_json');
+  }
+}
+
+export function requestBody(messages: Message[], settings: ChatSettings): Record<string, unknown> {
+  const body: Record<string, unknown> = { stream: true, stream_options: { include_usage: true } };
+  if (settings.model) body['model'] = settings.model;
+  for (const name of NUMBERS) if (settings[name].trim()) body[name] = Number(settings[name]);
+  if (settings.overflow) body['overflow'] = settings.overflow;
+  if (settings.schema.trim()) {
+    const schema = parsed(settings.schema, 'The JSON schema');
+    body['response_format'] = { type: 'json_schema', json_schema: { name: 'answer', strict: true, schema } };
+  }
+  if (settings.tools.trim()) body['tools'] = parsed(settings.tools, 'The list of tools');
+  const system = settings.system.trim() ? [{ role: 'system', content: settings.system }] : [];
+  body['messages'] = [...system, ...messages.map(wireMessage)];
+  return body;
+}
+
+function wireMessage(message: Message): Record<string, unknown> {
+  if (message.role === 'tool') return { role: 'tool', tool_call_id: message.callId, content: message.content };
+  const calls = message.calls?.map((one: ToolCall) => ({
+    id: one.id,
+    type: 'function',
+    function: { name: one.name, arguments: one.arguments },
+  }));
+  return { role: message.role, content: message.content, ...(calls?.length ? { tool_calls: calls } : {}) };
+}
+
+// The chunks of a streamed answer. Aborting the signal closes the connection, which frees the slot of the server.
+export async function* streamChat(body: Record<string, unknown>, signal: AbortSignal): AsyncGenerator<Chunk> {
+  const headers = { 'Content-Type': 'application/json' };
+  const response = await call('/v1/chat/completions', { method: 'POST', headers, body: JSON.stringify(body), signal });
+  const reader = response.body!.pipeThrough(new TextDecoderStream()).getReader();
+  let text = '';
+  for (;;) {
+    const { done, value } = await reader.read().catch((error: unknown) => {
+      if (signal.aborted) throw error;
+      throw new ApiFailure(0, 'The connection ended before the answer did.');
+    });
+    if (done) throw new ApiFailure(0, 'The connection ended before the answer did.');
+    text += value;
+    const events = text.split('\n\n');
+    text = events.pop() ?? '';
+    for (const event of events) {
+      const data = event.startsWith('data: ') ? event.slice(6) : '';
+      if (data === '[DONE]') return;
+      if (!data) continue;
+      const chunk = JSON.parse(data) as Chunk;
+      if (chunk.error) throw new ApiFailure(500, chunk.error.message, chunk.error.param ?? null, chunk.error.code);
+      yield chunk;
+    }
+  }
+}

@@ -1,0 +1,116 @@
+// Conversations in the browser's local storage, one entry each.
+import type { ChatSettings, Conversation, Message } from './types';
+
+const PREFIX = 'cellar.conversation.';
+const FORMAT = 'cellar-conversations';
+
+export const DEFAULT_SETTINGS: ChatSettings = {
+  model: '',
+  system: '',
+  temperature: '',
+  top_p: '',
+  top_k: '',
+  min_p: '',
+  repetition_penalty: '',
+  max_tokens: '',
+  seed: '',
+  overflow: '',
+  schema: '',
+  tools: '',
+};
+
+export function newId(): string {
+  return Array.from(crypto.getRandomValues(new Uint8Array(9)), (byte) => byte.toString(36).padStart(2, '0')).join('');
+}
+
+export function newConversation(settings: ChatSettings = DEFAULT_SETTINGS): Conversation {
+  return { id: newId(), title: 'New conversation', named: false, updated: Date.now(), messages: [], settings: { ...settings } };
+}
+
+export function loadConversations(): Conversation[] {
+  const found: Conversation[] = [];
+  for (const key of Object.keys(localStorage)) {
+    if (!key.startsWith(PREFIX)) continue;
+    const conversation = valid(localStorage.getItem(key));
+    if (conversation) found.push(conversation);
+  }
+  return found.sort((one, other) => other.updated - one.updated);
+}
+
+// False if the browser's storage is full.
+export function saveConversation(conversation: Conversation): boolean {
+  try {
+    localStorage.setItem(PREFIX + conversation.id, JSON.stringify(conversation));
+    return true;
+  } catch {
+    return false;
+  }
+}
+
+export function deleteConversation(id: string): void {
+  localStorage.removeItem(PREFIX + id);
+}
+
+export function titleOf(conversation: Conversation): string {
+  if (conversation.named) return conversation.title;
+  const first = conversation.messages.find((message) => message.role === 'user')?.content.trim().replace(/\s+/g, ' ') ?? '';
+  return first ? (first.length > 60 ? `${first.slice(0, 59)}…` : first) : 'New conversation';
+}
+
+export function exported(conversations: Conversation[]): string {
+  return JSON.stringify({ format: FORMAT, version: 1, conversations }, null, 2);
+}
+
+// The conversations of an exported file, with new ids; an Error with the reason for any other file.
+export function imported(text: string): Conversation[] {
+  let file: unknown;
+  try {
+    file = JSON.parse(text);
+  } catch {
+    throw new Error('The file is not JSON.');
+  }
+  const list = (file as { format?: unknown; conversations?: unknown } | null)?.conversations;
+  if ((file as { format?: unknown } | null)?.format !== FORMAT || !Array.isArray(list)) {
+    throw new Error('The file is not an export of this page.');
+  }
+  return list.map((entry, at) => {
+    const conversation = checked(entry);
+    if (!conversation) throw new Error(`Conversation ${at + 1} of the file is damaged.`);
+    return { ...conversation, id: newId() };
+  });
+}
+
+function valid(text: string | null): Conversation | null {
+  try {
+    return checked(JSON.parse(text ?? 'null'));
+  } catch {
+    return null;
+  }
+}
+
+function checked(entry: unknown): Conversation | null {
+  const one = entry as Partial<Conversation> | null;
+  if (!one || typeof one.id !== 'string' || typeof one.title !== 'string' || !Array.isArray(one.messages)) return null;
+  if (!one.messages.every(isMessage)) return null;
+  return {
+    id: one.id,
+    title: one.title,
+    named: one.named === true,
+    updated: typeof one.updated === 'number' ? one.updated : 0,
+    // An answer that was streaming when the page was closed.
+    messages: one.messages.map((message) => (message.state === 'streaming' ? { ...message, state: 'stopped' } : message)),
+    settings: checkedSettings(one.settings),
+  };
+}
+
+function isMessage(entry: unknown): entry is Message {
+  const one = entry as Partial<Message> | null;
+  const roles: unknown[] = ['user', 'assistant', 'tool'];
+  return !!one && typeof one.id === 'string' && typeof one.content === 'string' && roles.includes(one.role);
+}
+
+function checkedSettings(entry: unknown): ChatSettings {
+  const given = (entry ?? {}) as Record<string, unknown>;
+  const texts = Object.keys(DEFAULT_SETTINGS).map((name) => [name, typeof given[name] === 'string' ? given[name] : '']);
+  return Object.fromEntries(texts) as unknown as ChatSettings;
+}
