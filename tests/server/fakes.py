@@ -197,6 +197,9 @@ class FakeEngine:
     embedding: EmbeddingModelInfo | None = None
     embedding_tokenizer: FakeEmbeddingTokenizer = field(default_factory=FakeEmbeddingTokenizer)
     jobs: list[EmbeddingJob] = field(default_factory=list)
+    # The state of the engine; and the owner and salt of each request for it.
+    state: EngineSnapshot = EngineSnapshot(Stats(), 0.0, 64, (), (), (), ())
+    inspected: list[tuple[str, bytes]] = field(default_factory=list)
     cut: set[asyncio.Event] = field(default_factory=set)
 
     def start(self) -> None:
@@ -225,6 +228,10 @@ class FakeEngine:
 
     def stats(self) -> Stats:
         return self.numbers
+
+    async def snapshot(self, owner: str, salt: bytes) -> EngineSnapshot:
+        self.inspected.append((owner, salt))
+        return self.state
 
     @asynccontextmanager
     async def open(self, request: Request) -> AsyncIterator[PlayedStream]:
