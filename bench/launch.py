@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -24,16 +24,29 @@ LOG_LINES = 5
 
 
 @contextmanager
-def cellar(arguments: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> Iterator[str]:
-    """Start `cellar serve` with these arguments; yield its base URL when it is ready, end it after."""
+def cellar(
+    arguments: Sequence[str],
+    log: Path,
+    environment: Mapping[str, str] | None = None,
+    on_wait: Callable[[str], None] | None = None,
+) -> Iterator[str]:
+    """Start `cellar serve` with these arguments; yield its base URL when it is ready, end it after.
+
+    While it loads, `on_wait` is called with the URL of its server a few times a second.
+    """
     command = (*CELLAR, *arguments, "--host", "127.0.0.1", "--port", PORT)
-    with started(command, ready="/ready", log=log, environment=environment) as url:
+    with started(command, ready="/ready", log=log, environment=environment, on_wait=on_wait) as url:
         yield url
 
 
 @contextmanager
 def started(
-    command: Sequence[str], *, ready: str, log: Path, environment: Mapping[str, str] | None = None
+    command: Sequence[str],
+    *,
+    ready: str,
+    log: Path,
+    environment: Mapping[str, str] | None = None,
+    on_wait: Callable[[str], None] | None = None,
 ) -> Iterator[str]:
     """Start any server, with a free port for {port}; yield its base URL once `ready` answers 200, end it after.
 
@@ -45,12 +58,20 @@ def started(
     words = [word.replace(PORT, str(port)) for word in command]
     with log.open("wb") as out:
         try:
-            server = subprocess.Popen(words, stdout=out, stderr=out, env={**os.environ, **(environment or {})})
+            server = subprocess.Popen(
+                words,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                env={**os.environ, **(environment or {})},
+                # Ctrl-C on the terminal is for this process alone.
+                process_group=0,
+            )
         except OSError as error:
             raise BenchError(f"{words[0]} cannot be started: {error}") from error
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        wait_until_ready(server, f"http://127.0.0.1:{port}{ready}", log)
+        wait_until_ready(server, f"http://127.0.0.1:{port}", ready, log, on_wait)
         yield f"http://127.0.0.1:{port}/v1"
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -62,13 +83,17 @@ def started(
             server.wait()
 
 
-def wait_until_ready(server: subprocess.Popen[bytes], url: str, log: Path) -> None:
+def wait_until_ready(
+    server: subprocess.Popen[bytes], url: str, ready: str, log: Path, on_wait: Callable[[str], None] | None
+) -> None:
     """Wait until the server is ready; BenchError if it ends before or takes an hour."""
     give_up = time.monotonic() + READY_SECONDS
     while server.poll() is None and time.monotonic() < give_up:
         try:
-            if httpx.get(url, trust_env=False).status_code == 200:
+            if httpx.get(url + ready, trust_env=False).status_code == 200:
                 return
+            if on_wait is not None:
+                on_wait(url)
         except httpx.TransportError:
             pass
         time.sleep(0.1)

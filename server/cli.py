@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from cyclopts import App, ArgumentCollection, Parameter
+from cyclopts import App, ArgumentCollection, Group, Parameter
 from cyclopts.config import Env
 
 from bench.options import BenchOptions
@@ -24,12 +24,14 @@ from server.options import serve_arguments, serve_environment
 from server.settings import ENVIRONMENT_PREFIX, LogLevel, Settings, is_world_readable, make_disk_cache
 from server.store.database import StoreError
 from server.store.store import check_store
+from server.terminal.options import ChatOptions, RunOptions
 
 if TYPE_CHECKING:
     from engine.engine import Engine
 
 # Commands with options of their own, besides those of `cellar serve`.
-SECTIONS = {"bench": BenchOptions}
+SECTIONS = {"bench": BenchOptions, "chat": ChatOptions, "run": RunOptions}
+SERVER_GROUP = Group("Options of a server that is started", sort_key=1)
 # The argument of the commands, and variables of compose.yaml and the scripts in docker/.
 OTHER_VARIABLES = frozenset({"CELLAR_MODEL", "CELLAR_MEMORY", "CELLAR_IMAGES"})
 _service_link = re.compile(r"_SERVICE_(HOST|PORT)|_PORT_\d+_(TCP|UDP)")
@@ -87,6 +89,8 @@ def make_app() -> App:
         default_parameter=Parameter(negative=()),
     )
     app.command(serve)
+    app.command(chat)
+    app.command(run_prompt, name="run")
     app.command(bench)
     # Its arguments are no settings: none comes from the environment.
     app.command(convert, config=())
@@ -117,6 +121,65 @@ def serve(model: str | None = None, *, options: Annotated[Settings | None, Param
         sys.exit(EXIT_USAGE)
     _warn_of_exposed_keys(settings)
     sys.exit(run(settings))
+
+
+def chat(
+    model: str | None = None,
+    *,
+    chat_options: Annotated[ChatOptions | None, Parameter(name="*")] = None,
+    options: Annotated[Settings | None, Parameter(name="*", group=SERVER_GROUP)] = None,
+) -> None:
+    """Chat with a model on the terminal. /help lists the commands of the chat, Ctrl-D ends it.
+
+    Parameters
+    ----------
+    model
+        As for `cellar serve`. Default: the model of the server at --host and --port, else the bundled model.
+    """
+    from server.commands.chat import run_chat
+
+    settings = _checked_client_settings(options)
+    sys.exit(run_chat(model, chat_options or ChatOptions(), settings))
+
+
+def run_prompt(
+    model: str,
+    prompt: Annotated[str | None, Parameter(show_env_var=False)] = None,
+    /,
+    *,
+    run_options: Annotated[RunOptions | None, Parameter(name="*")] = None,
+    options: Annotated[Settings | None, Parameter(name="*", group=SERVER_GROUP)] = None,
+) -> None:
+    """Answer one prompt: the answer goes to stdout, everything else to stderr.
+
+    The exit code is 0 for an answer, 1 if there is none, and 2 for wrong options.
+
+    Parameters
+    ----------
+    model
+        As for `cellar serve`; cellar-tiny is the small bundled model.
+    prompt
+        The prompt. Text from a pipe is added to it, or is the prompt.
+    """
+    from server.commands.run import run_once
+
+    settings = _checked_client_settings(options)
+    sys.exit(run_once(model, prompt, run_options or RunOptions(), settings))
+
+
+def _checked_client_settings(options: Settings | None) -> Settings:
+    """The settings of a command whose output is for programs or a chat: messages go to stderr."""
+    settings = options or Settings()
+    try:
+        check_environment()
+        settings.check()
+        exposed = _exposed_files(settings)
+    except (ValueError, OSError) as error:
+        print(f"cellar: {error}", file=sys.stderr)
+        sys.exit(EXIT_USAGE)
+    for path in exposed:
+        print(_exposure(path), file=sys.stderr)
+    return settings
 
 
 def bench(
@@ -189,12 +252,22 @@ def convert(
 
 
 def _warn_of_exposed_keys(settings: Settings) -> None:
+    for path in _exposed_files(settings):
+        _print_line(_exposure(path))
+
+
+def _exposed_files(settings: Settings) -> list[str]:
+    """The files with API keys that every user of this machine can read."""
     file = find(settings.config)
-    exposed = [str(file)] if file is not None and exposes_keys(file) else []
-    if settings.key_file and is_world_readable(Path(settings.key_file)):
-        exposed.append(settings.key_file)
-    for path in exposed:
-        _print_line(f"cellar: warning: every user of this machine can read {path}; chmod o-r keeps the key")
+    key_file = settings.key_file
+    return [
+        *([str(file)] if file is not None and exposes_keys(file) else []),
+        *([key_file] if key_file and is_world_readable(Path(key_file)) else []),
+    ]
+
+
+def _exposure(path: str) -> str:
+    return f"cellar: warning: every user of this machine can read {path}; chmod o-r keeps the key"
 
 
 def run(settings: Settings) -> int:

@@ -50,6 +50,8 @@ def _model(service: Service) -> ModelCapabilities:
         chat=bool(tokenizer.template),
         tools=tokenizer.chat_format.supports_tool_calls,
         reasoning=tokenizer.chat_format.supports_reasoning,
+        # No route accepts media.
+        input_modalities=["text"],
         template_arguments=sorted(undeclared_variables(tokenizer.template) - RESERVED_ARGUMENTS),
         drafters=list(service.engine.drafting.kinds),
         batch_invariant=info.batch_invariant,

@@ -29,6 +29,7 @@ class Endpoint(TypedDict):
 class ModelCapabilities(TypedDict):
     """Capabilities of the model; `template_arguments` are names for `chat_template_kwargs`.
 
+    input_modalities  kinds of content in messages: text
     batch_invariant  whether logits are bitwise identical for any batch, chunking and prefix hit; else they differ by
                      rounding, which may change the order of almost equally likely tokens
     """
@@ -39,6 +40,7 @@ class ModelCapabilities(TypedDict):
     chat: bool
     tools: bool
     reasoning: bool
+    input_modalities: list[Literal["text", "image"]]
     template_arguments: list[str]
     drafters: list[str]
     batch_invariant: bool

@@ -1,0 +1,126 @@
+"""`cellar run`: the answer to one prompt on stdout."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from server.commands.chat import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, end_by_signals, starting
+from server.settings import Settings
+from server.terminal.client import AnswerEnd, AnswerPiece, ServerError
+from server.terminal.connection import ServedModel, connected
+from server.terminal.conversation import Conversation
+from server.terminal.options import RunOptions
+from server.terminal.screen import printable
+
+CHAT_PATH, COMPLETION_PATH = "/v1/chat/completions", "/v1/completions"
+# 128 + SIGPIPE, as of other programs in a pipe.
+EXIT_PIPE = 141
+
+
+class PromptError(ValueError):
+    """The prompt or the schema cannot be read; the text is for the user."""
+
+
+def run_once(model: str, prompt: str | None, options: RunOptions, settings: Settings) -> int:
+    """Print the answer to a prompt; the exit code."""
+    messages = Console(stderr=True, highlight=False)
+    try:
+        text, schema = read_prompt(prompt), _read_schema(options.json_schema)
+        with (
+            end_by_signals(),
+            starting(messages) as note,
+            connected(model, options.url, settings, note=note) as served,
+        ):
+            path, body = _request(served, text, schema, options)
+            end = _print_answer(served, path, body, note)
+    except PromptError as error:
+        return _fail(messages, str(error), EXIT_USAGE)
+    except ServerError as error:
+        return _fail(messages, str(error), EXIT_FAILED)
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # At exit Python would write the rest of its buffer, and fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_PIPE
+    if end is not None and end.finish_reason == "length":
+        messages.print("cellar: the answer is cut at --max-tokens or the context", soft_wrap=True)
+        return EXIT_FAILED if schema is not None else 0
+    return 0
+
+
+def _fail(messages: Console, text: str, code: int) -> int:
+    messages.print(Text(f"cellar: {text}"), soft_wrap=True)
+    return code
+
+
+def read_prompt(prompt: str | None) -> str:
+    """The prompt and the text from a pipe behind it. Raises PromptError."""
+    try:
+        piped = "" if sys.stdin is None or sys.stdin.isatty() else sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError as error:
+        raise PromptError(f"the text from the pipe is not {error.encoding}: {error.reason}") from error
+    text = "\n\n".join(part for part in (prompt or "", piped.strip("\n")) if part.strip())
+    if not text:
+        raise PromptError("a prompt is missing: cellar run MODEL PROMPT, or a text from a pipe")
+    return text
+
+
+def _read_schema(path: Path | None) -> Any:
+    if path is None:
+        return None
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise PromptError(f"--json-schema {path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise PromptError(f"--json-schema {path} is not JSON: {error}") from error
+
+
+def _request(served: ServedModel, text: str, schema: Any, options: RunOptions) -> tuple[str, dict[str, Any]]:
+    """Path and body: a chat or, for a model without chat template, a completion of the text."""
+    conversation = Conversation(system=options.system, parameters=options.parameters)
+    if schema is not None:
+        json_schema = {"name": "answer", "schema": schema, "strict": True}
+        conversation.parameters["response_format"] = {"type": "json_schema", "json_schema": json_schema}
+    described = served.client.capabilities().get("model") or {}
+    if described.get("chat", True):
+        conversation.add_user(text)
+        return CHAT_PATH, conversation.body(served.name)
+    if options.system:
+        raise PromptError(f"{served.name} has no chat template, so --system has no place in its prompt")
+    return COMPLETION_PATH, {**conversation.parameters, "model": served.name, "prompt": text}
+
+
+def _print_answer(
+    served: ServedModel, path: str, body: dict[str, Any], note: Callable[[str], None]
+) -> AnswerEnd | None:
+    """Print the answer while it arrives; its end. Raises ServerError and BrokenPipeError."""
+    shown = printable if sys.stdout.isatty() else str
+    end, text = None, ""
+    note(f"{served.name}: prompt")
+    with closing(served.client.stream(path, body)) as pieces:
+        for piece in pieces:
+            match piece:
+                case AnswerEnd():
+                    end = piece
+                case AnswerPiece(reasoning=True):
+                    note(f"{served.name}: reasoning")
+                case AnswerPiece():
+                    note("")
+                    text = piece.text
+                    sys.stdout.write(shown(text))
+                    sys.stdout.flush()
+    if not text.endswith("\n"):
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+    return end

@@ -1,0 +1,1 @@
+"""Commands for people: a client of the chat API, on a terminal or in a pipe."""

@@ -1,0 +1,1 @@
+"""Commands on a real pseudo-terminal, against a server with the bundled model."""

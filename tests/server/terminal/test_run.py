@@ -1,0 +1,118 @@
+"""`cellar run` in pipes: the answer alone on stdout, messages on stderr, exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.server.terminal.session import ROOT, TerminalSession
+
+ANSWER = "A slot is one sequence's place in the shared cache. Each running request holds one slot.\n"
+COMMAND = (sys.executable, "-c", "from server.cli import main; main()", "run")
+QUESTION = "What is a slot?"
+Home = dict[str, str]
+
+
+def run(home: Home, *arguments: str, piped: bytes = b"") -> tuple[int, str, str]:
+    """Exit code, stdout and stderr."""
+    done = subprocess.run(
+        [*COMMAND, *arguments], cwd=ROOT, input=piped, capture_output=True, env={**os.environ, **home}, timeout=120
+    )
+    return done.returncode, done.stdout.decode(), done.stderr.decode()
+
+
+def test_the_answer_alone_is_on_stdout(url: str, home: Home) -> None:
+    """With a prompt as argument, from a pipe, or half of it from each."""
+    greedy = ("cellar-tiny", "--url", url, "--temperature", "0")
+
+    assert (0, ANSWER, "") == run(home, *greedy, QUESTION)
+    assert (0, ANSWER, "") == run(home, *greedy, piped=QUESTION.encode())
+    code, answer, messages = run(home, *greedy, "Repeat this:", "--max-tokens", "3", piped=b"one two three four")
+    assert 0 == code
+    assert 0 < len(answer.split()) <= 3
+    assert "cellar: the answer is cut at --max-tokens or the context\n" == messages
+
+
+def test_a_model_is_started_for_one_prompt(home: Home) -> None:
+    """Its log goes nowhere near the answer."""
+    started = ("cellar-tiny", QUESTION, "--port", "0", "--threads", "1", "--temperature", "0")
+
+    assert (0, ANSWER, "") == run(home, *started)
+
+
+def test_a_schema_is_satisfied(url: str, home: Home, tmp_path: Path) -> None:
+    """A cut answer does not satisfy it: exit code 1."""
+    schema = tmp_path / "schema.json"
+    schema.write_text(
+        json.dumps(
+            {
+                "type": "object",
+                "properties": {"name": {"type": "string", "maxLength": 8}},
+                "required": ["name"],
+                "additionalProperties": False,
+            }
+        )
+    )
+    with_schema = ("cellar-tiny", "Give a name.", "--url", url, "--json-schema", str(schema))
+
+    code, answer, _ = run(home, *with_schema)
+    assert (0, {"name"}) == (code, json.loads(answer).keys())
+    assert 1 == run(home, *with_schema, "--max-tokens", "2")[0]
+    schema.write_text("{")
+    code, answer, messages = run(home, *with_schema)
+    assert (2, "") == (code, answer)
+    assert f"--json-schema {schema} is not JSON" in messages
+
+
+@pytest.mark.parametrize(
+    ("arguments", "piped", "code", "message"),
+    [
+        (["cellar-tiny"], b"", 2, "a prompt is missing"),
+        (["cellar-tiny"], b"\xff\xfe", 2, "the text from the pipe is not utf-8"),
+        (["other", "x"], b"", 1, "has no model other, only cellar-tiny"),
+        (["cellar-tiny", "x", "--temperature", "9"], b"", 1, "less than or equal to 2. (400)"),
+        (["cellar-tiny", "x", "--json-schema", "/nonexistent"], b"", 2, "cannot be read: No such file or directory"),
+        (["cellar-tiny", "x", "--config", "/nonexistent"], b"", 2, "there is no configuration file /nonexistent"),
+    ],
+)
+def test_errors_are_on_stderr(
+    url: str, home: Home, arguments: list[str], piped: bytes, code: int, message: str
+) -> None:
+    """With an exit code, and nothing on stdout."""
+    ended, answer, messages = run(home, *arguments, "--url", url, piped=piped)
+
+    assert (code, "") == (ended, answer)
+    assert message in messages
+    assert 1 == messages.count("\n")
+
+
+def test_a_closed_pipe_ends_the_answer(url: str, home: Home) -> None:
+    """As of `| head -c 5`: the exit code of other programs, and no traceback."""
+    command = [*COMMAND, "cellar-tiny", QUESTION, "--url", url, "--temperature", "0"]
+    with subprocess.Popen(
+        command,
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, **home},
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert b"A" == process.stdout.read(1)
+        process.stdout.close()
+        assert b"" == process.stderr.read()
+    assert 141 == process.returncode
+
+
+def test_a_terminal_gets_the_text_and_the_pipe_every_byte(url: str, home: Home) -> None:
+    """On a terminal the spinner of the start is gone when the answer is there."""
+    arguments = ["run", "cellar-tiny", QUESTION, "--url", url, "--temperature", "0"]
+    with TerminalSession(arguments, home) as session:
+        assert 0 == session.end()
+        assert ANSWER.strip() in session.text
