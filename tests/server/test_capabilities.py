@@ -82,6 +82,7 @@ def test_support_depends_on_the_model() -> None:
         "chat": True,
         "tools": True,
         "reasoning": True,
+        "input_modalities": ["text"],
         "template_arguments": ["enable_thinking", "reasoning_effort", "verbosity"],
         "drafters": ["lookup"],
         "batch_invariant": True,
