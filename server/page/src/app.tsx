@@ -31,6 +31,7 @@ export function App() {
   const [status, setStatus] = useState('');
   const [notice, setNotice] = useState('');
   const [attempt, setAttempt] = useState(0);
+  const [replaced, setReplaced] = useState<Conversation | null>(null);
   const server = useServer(attempt);
   const busy = answering !== null;
   const latest = useRef(current);
@@ -44,10 +45,7 @@ export function App() {
   });
 
   const keep = useCallback((conversation: Conversation, saved = true) => {
-    setConversations((all) => {
-      const others = all.filter((one) => one.id !== conversation.id);
-      return conversation.messages.length || saved ? [conversation, ...others].sort((one, other) => other.updated - one.updated) : all;
-    });
+    setConversations((all) => [conversation, ...all.filter((one) => one.id !== conversation.id)].sort((one, other) => other.updated - one.updated));
     setCurrent((now) => (now.id === conversation.id ? conversation : now));
     if (saved && !saveConversation(conversation)) setNotice('The storage of this browser is full: export conversations, then delete some.');
   }, []);
@@ -55,6 +53,8 @@ export function App() {
   const ask = useCallback(
     (conversation: Conversation, history: Message[]) => {
       const answer: Message = { id: newId(), role: 'assistant', content: '', state: 'streaming' };
+      const shortened = !conversation.messages.every((message) => history.includes(message));
+      setReplaced(shortened ? conversation : null);
       let now: Conversation = { ...conversation, messages: [...history, answer], updated: Date.now() };
       keep(now);
       setStatus('Answering');
@@ -90,8 +90,15 @@ export function App() {
         const answers = calls.map((call, place): Message => ({ id: newId(), role: 'tool', content: results[place] ?? '', callId: call.id }));
         ask(latest.current, [...latest.current.messages.slice(0, at + 1), ...answers]);
       },
+      restore:
+        replaced?.id === current.id
+          ? () => {
+              keep({ ...latest.current, messages: replaced.messages });
+              setReplaced(latest.current);
+            }
+          : null,
     }),
-    [ask],
+    [ask, keep, replaced, current.id],
   );
 
   useEffect(() => {
@@ -102,6 +109,19 @@ export function App() {
   useEffect(() => {
     document.title = current.messages.length ? `${titleOf(current)} – Cellar` : 'Cellar';
   }, [current]);
+  // Escape closes what lies over the chat on narrow screens; while an answer streams it stops the answer.
+  useEffect(() => {
+    const close = (event: KeyboardEvent) => {
+      if (event.key !== 'Escape' || event.defaultPrevented || busyRef.current) return;
+      setDrawer(false);
+      if (!matchMedia(WIDE).matches) setPanel(null);
+    };
+    addEventListener('keydown', close);
+    return () => removeEventListener('keydown', close);
+  }, []);
+  useEffect(() => {
+    if (drawer) document.querySelector<HTMLElement>('.sidebar .new')?.focus();
+  }, [drawer]);
   // Conversations of other tabs.
   useEffect(() => {
     const changed = () => setConversations(loadConversations());
@@ -151,13 +171,13 @@ export function App() {
           <button type="button" class="icon drawer-button" aria-label="Conversations" aria-expanded={drawer} onClick={() => setDrawer(!drawer)}>
             <Lines />
           </button>
-          <h1>
-            {titleOf(current)}
-            <span class={`server ${server.state}`}>
+          <div class="heading">
+            <h1>{titleOf(current)}</h1>
+            <p class={`server ${server.state}`}>
               <i aria-hidden="true" />
               {server.text}
-            </span>
-          </h1>
+            </p>
+          </div>
           <nav aria-label="Panels">
             {(['engine', 'settings'] as const).map((name) => (
               <button key={name} type="button" aria-pressed={panel === name} onClick={() => setPanel(panel === name ? null : name)}>

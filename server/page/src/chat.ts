@@ -11,7 +11,6 @@ export class Answering {
   private readonly started = performance.now();
   private firstText: number | null = null;
   private reasoningEnd: number | null = null;
-  private chunks = 0;
   private cut = false;
 
   constructor(
@@ -51,19 +50,10 @@ export class Answering {
     this.publish(this.message, true);
   }
 
-  // The figures of a stopped answer, for which the server sends none: a chunk has about one token.
+  // The figures of a stopped answer, for which the server sends none.
   private measured(): AnswerStats {
-    const seconds = (performance.now() - this.started - (this.firstText ?? 0)) / 1000;
-    return {
-      firstToken: this.firstText,
-      tokens: this.chunks,
-      tokensPerSecond: seconds > 0 ? this.chunks / seconds : null,
-      promptTokens: 0,
-      cachedTokens: 0,
-      draftedTokens: 0,
-      acceptedTokens: 0,
-      contextShifts: 0,
-    };
+    const none = { tokens: 0, tokensPerSecond: null, promptTokens: 0, cachedTokens: 0, draftedTokens: 0, acceptedTokens: 0, contextShifts: 0 };
+    return { firstToken: this.firstText, ...none };
   }
 
   private add(chunk: Chunk): void {
@@ -71,10 +61,7 @@ export class Answering {
     const message: Message = { ...this.message };
     if (choice) {
       const { content, reasoning_content: reasoning, tool_calls: calls } = choice.delta;
-      if (content || reasoning || calls) {
-        this.chunks += 1;
-        this.firstText ??= performance.now() - this.started;
-      }
+      if (content || reasoning || calls) this.firstText ??= performance.now() - this.started;
       if (reasoning) message.reasoning = (message.reasoning ?? '') + reasoning;
       if (content) {
         if (message.reasoning) this.reasoningEnd ??= performance.now();

@@ -19,7 +19,7 @@ export function EngineView({ state, failed }: { state: EngineState | null; faile
     <div class={failed ? 'engine stale' : 'engine'}>
       {failed && <p class="hint bad">No answer: these are the last figures.</p>}
       <dl class="tiles">
-        <Tile label="tokens / s" value={format(rates.at(-1) ?? 0)}>
+        <Tile label="tokens / s" value={counts.running && rates.length ? format(rates.at(-1)!) : '–'} note={counts.running ? '' : 'idle'}>
           <Sparkline values={rates} />
         </Tile>
         <Tile label="slots" value={`${counts.running} / ${state.slots.length}`} note={counts.waiting ? `${counts.waiting} waiting` : 'none waiting'} />

@@ -7,6 +7,8 @@ export interface MessageActions {
   edit(id: string, text: string): void;
   regenerate(id: string): void;
   answerCalls(id: string, results: string[]): void;
+  // Puts back the messages that the last edit or regeneration replaced.
+  restore: (() => void) | null;
 }
 
 interface Props {
@@ -100,9 +102,16 @@ function Answer({ message, results, busy, last, actions }: Props) {
           {message.stats && <Figures stats={message.stats} />}
           <div class="actions">
             {message.content && <CopyButton text={message.content} />}
-            <button type="button" class="quiet" disabled={busy} onClick={() => actions.regenerate(message.id)}>
-              {message.failure ? 'Try again' : 'Regenerate'}
-            </button>
+            {last && (
+              <button type="button" class="quiet" disabled={busy} onClick={() => actions.regenerate(message.id)}>
+                {message.failure ? 'Try again' : 'Regenerate'}
+              </button>
+            )}
+            {last && actions.restore && (
+              <button type="button" class="quiet" disabled={busy} onClick={actions.restore}>
+                Restore what it replaced
+              </button>
+            )}
           </div>
         </footer>
       )}
@@ -192,10 +201,12 @@ function Figures({ stats }: { stats: AnswerStats }) {
     <ul class="figures" aria-label="Figures of this answer">
       {stats.tokensPerSecond !== null && <li title="Tokens generated per second">{format(stats.tokensPerSecond)} tok/s</li>}
       {stats.firstToken !== null && <li title="Time from the request to the first text">first token {milliseconds(stats.firstToken)}</li>}
-      <li title="Tokens of the answer">{stats.tokens.toLocaleString('en')} tokens</li>
-      <li title="Prompt tokens found in the prefix cache">
-        {stats.cachedTokens.toLocaleString('en')} of {stats.promptTokens.toLocaleString('en')} prompt tokens cached
-      </li>
+      {stats.tokens > 0 && <li title="Tokens of the answer">{stats.tokens.toLocaleString('en')} tokens</li>}
+      {stats.promptTokens > 0 && (
+        <li title="Prompt tokens found in the prefix cache">
+          {stats.cachedTokens.toLocaleString('en')} of {stats.promptTokens.toLocaleString('en')} prompt tokens cached
+        </li>
+      )}
       {stats.draftedTokens > 0 && (
         <li title="Draft tokens accepted, speculative decoding">
           {stats.acceptedTokens} of {stats.draftedTokens} drafts accepted

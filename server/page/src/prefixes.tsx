@@ -11,6 +11,25 @@ interface Placed {
   rows: number;
 }
 
+// Nodes without branches between them, used by the same slots, are drawn as one.
+function merged(nodes: EnginePrefix[]): EnginePrefix[] {
+  const kept = new Map<number, EnginePrefix>();
+  const children = new Map<number | null, number>();
+  for (const node of nodes) children.set(node.parent, (children.get(node.parent) ?? 0) + 1);
+  const moved = new Map<number, number>();
+  for (const node of nodes) {
+    const parent = node.parent === null ? null : (moved.get(node.parent) ?? node.parent);
+    const above = parent === null ? undefined : kept.get(parent);
+    if (above && children.get(node.parent) === 1 && above.slots.join() === node.slots.join()) {
+      kept.set(above.id, { ...above, length: above.length + node.length });
+      moved.set(node.id, above.id);
+    } else {
+      kept.set(node.id, { ...node, parent });
+    }
+  }
+  return [...kept.values()];
+}
+
 // Nodes with their rows: a leaf has one, a node above has those of its leaves. Most recently used branches come first.
 function place(nodes: EnginePrefix[]): { placed: Placed[]; rows: number; hidden: number } {
   const children = new Map<number | null, EnginePrefix[]>();
@@ -36,13 +55,15 @@ function place(nodes: EnginePrefix[]): { placed: Placed[]; rows: number; hidden:
   return { placed, rows, hidden };
 }
 
-export function PrefixTree({ nodes }: { nodes: EnginePrefix[] }) {
-  if (!nodes.length) return <p class="hint">Empty.</p>;
+export function PrefixTree({ nodes: all }: { nodes: EnginePrefix[] }) {
+  if (!all.length) return <p class="hint">Empty.</p>;
+  const nodes = merged(all);
   const { placed, rows, hidden } = place(nodes);
   const longest = Math.max(...placed.map(({ node }) => node.start + node.length), 1);
   const tokens = nodes.reduce((sum, node) => sum + node.length, 0);
-  const shared = nodes.filter((node) => nodes.filter((other) => other.parent === node.id).length > 1);
-  const summary = `${tokens.toLocaleString('en')} tokens in ${nodes.length} nodes, ${shared.length} with branches`;
+  const shared = nodes.filter((node) => nodes.filter((other) => other.parent === node.id).length > 1 || node.slots.length > 1);
+  const sharedTokens = shared.reduce((sum, node) => sum + node.length, 0);
+  const summary = `${tokens.toLocaleString('en')} tokens in ${nodes.length} ${nodes.length === 1 ? 'branch' : 'branches'}, ${sharedTokens.toLocaleString('en')} of them shared`;
   // Square roots keep short prefixes visible beside long ones.
   const x = (position: number) => Math.sqrt(position / longest) * WIDTH;
   return (

@@ -16,6 +16,8 @@ interface Props {
   onNotice(text: string): void;
 }
 
+const LICENCES = document.querySelector<HTMLMetaElement>('meta[name="licences"]')?.content ?? '';
+
 function download(name: string, text: string): void {
   const url = URL.createObjectURL(new Blob([text], { type: 'application/json' }));
   const link = document.createElement('a');
@@ -66,6 +68,9 @@ export function Sidebar(props: Props) {
         <button type="button" class="quiet" onClick={() => file.current?.click()}>
           Import
         </button>
+        <a class="quiet" href={LICENCES} target="_blank" rel="noopener">
+          Licences
+        </a>
         <input ref={file} type="file" accept="application/json,.json" hidden aria-label="File of conversations" onChange={(event) => void load(event)} />
       </footer>
     </aside>

@@ -97,8 +97,7 @@ function checked(entry: unknown): Conversation | null {
     title: one.title,
     named: one.named === true,
     updated: typeof one.updated === 'number' ? one.updated : 0,
-    // An answer that was streaming when the page was closed.
-    messages: one.messages.map((message) => (message.state === 'streaming' ? { ...message, state: 'stopped' } : message)),
+    messages: one.messages.map(checkedMessage),
     settings: checkedSettings(one.settings),
   };
 }
@@ -107,6 +106,26 @@ function isMessage(entry: unknown): entry is Message {
   const one = entry as Partial<Message> | null;
   const roles: unknown[] = ['user', 'assistant', 'tool'];
   return !!one && typeof one.id === 'string' && typeof one.content === 'string' && roles.includes(one.role);
+}
+
+// The message without what this page does not know; a file may hold anything.
+function checkedMessage(given: Message): Message {
+  const message: Message = { id: given.id, role: given.role, content: given.content };
+  if (typeof given.reasoning === 'string') message.reasoning = given.reasoning;
+  if (typeof given.reasoningSeconds === 'number') message.reasoningSeconds = given.reasoningSeconds;
+  if (typeof given.callId === 'string') message.callId = given.callId;
+  if (Array.isArray(given.calls)) {
+    message.calls = given.calls.map((call) => ({ id: String(call.id), name: String(call.name), arguments: String(call.arguments) }));
+  }
+  // An answer was streaming when the page was closed.
+  if (given.state === 'cut') message.state = 'cut';
+  else if (given.state) message.state = 'stopped';
+  if (given.stats && Object.values(given.stats).every((value) => value === null || typeof value === 'number')) message.stats = given.stats;
+  if (given.failure) {
+    const { title, message: text, field } = given.failure;
+    message.failure = { title: String(title), message: String(text), field: typeof field === 'string' ? field : null };
+  }
+  return message;
 }
 
 function checkedSettings(entry: unknown): ChatSettings {
