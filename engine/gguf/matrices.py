@@ -17,7 +17,7 @@ from engine.kernels.formats import WeightFormat
 from engine.kernels.packing import PackedMatrix, PackedStorage
 from engine.kernels.rounding import pack_floats
 from engine.quantize.plan import QuantizationPlan
-from engine.quantize.quantizer import matrix_name, planned_matrices
+from engine.quantize.quantizer import PlannedMatrix, matrix_name, planned_matrices
 
 log = logging.getLogger("cellar.engine")
 
@@ -63,6 +63,19 @@ class FileMatrices:
         self.formats = {each.name: self._format(each.name, each.weight) for each in planned_matrices(limited)}
         return limited
 
+    def exact_parameters(self, plan: QuantizationPlan) -> frozenset[str]:
+        """The parameters of which every matrix is in the plan and has an exact format: `quantize` needs no weights."""
+        exact = {own.name for own in planned_matrices(self.limit(plan)) if self._has_exact_format(own)}
+        stacks = {
+            f"{name}.{stack.parameter}": [matrix_name(name, stack, number) for number in range(len(stack.stored))]
+            for name, experts in plan.experts.items()
+            for stack in (experts.up, experts.down)
+        }
+        layers = {f"{layer.name}.weight": [layer.name] for layer in plan.layers}
+        return frozenset(
+            name for name, own in (stacks | layers).items() if exact.issuperset(own) and name not in self._tied
+        )
+
     def quantize(self, name: str, weight: Tensor, storage: PackedStorage) -> PackedMatrix:
         """The matrix in its format: exact, or with one of int8 from its dequantised `weight`.
 
@@ -105,6 +118,10 @@ class FileMatrices:
         if matrix is None or matrix.type is None or not self._is_exact(matrix, weight):
             return _WIDER
         return EXACT_FORMATS[matrix.type]
+
+    def _has_exact_format(self, own: PlannedMatrix) -> bool:
+        matrix = self._matrix(own.name)
+        return matrix is not None and self._is_exact(matrix, own.weight)
 
     def _is_exact(self, matrix: FileMatrix, weight: Tensor) -> bool:
         return matrix.type in EXACT_FORMATS and matrix.shape == tuple(weight.shape)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from engine.config import BUNDLED_NAME, EngineConfig
 from engine.kernels import dispatch, reference
 from engine.kernels.products import TiledProduct
 from engine.kernels.reference import AttentionFunction
-from engine.load.checkpoint import configuration_bytes, is_small
+from engine.load.checkpoint import Checkpoint, is_small
 from engine.load.outcomes import Outcome, OutcomeFile
 from engine.load.selection import RunnerSelection, select
 from engine.load.selftest import ModelTraits, find_runner, is_batch_invariant, restore_runner
@@ -22,9 +22,41 @@ from engine.model.model_runner import ModelRunner
 from engine.model.rope import RopeSwitch
 from engine.model.runner import PackedRunner
 from engine.native.runner import NativeRunner
-from engine.quantize.plan import LayerSurvey, QuantizationPlan, plan_from_names
+from engine.quantize.plan import LayerSurvey, QuantizationPlan, QuantizationPlanNames, plan_from_names
 
 log = logging.getLogger("cellar.engine")
+
+
+@dataclass(frozen=True, slots=True)
+class EarlierChecks:
+    """The outcome of an earlier start, which is read before the weights.
+
+    digest   of the weights
+    file     None: the model is checked at every start
+    outcome  None: there is no earlier start
+    attend   the preferred attention kernel
+    """
+
+    digest: str
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    attend: AttentionFunction
+    file: OutcomeFile | None
+    outcome: Outcome | None
+
+    @property
+    def quantised(self) -> QuantizationPlanNames | None:
+        """The layers to quantise."""
+        return None if self.outcome is None else self.outcome.quantised
+
+
+def read_earlier_checks(
+    config: EngineConfig, checkpoint: Checkpoint, digest: str, dtype: torch.dtype, kv_dtype: torch.dtype
+) -> EarlierChecks:
+    """The outcome for the weights with a digest, the dtype of the model, and that of cached keys and values."""
+    attend = _attention_kernel(config, dtype, kv_dtype)
+    file = _outcome_file(config, checkpoint, (digest, dtype, kv_dtype), attend)
+    return EarlierChecks(digest, dtype, kv_dtype, attend, file, None if file is None else file.read())
 
 
 class ModelChecks:
@@ -33,25 +65,14 @@ class ModelChecks:
     earlier  the outcome of an earlier start; None: everything is checked
     """
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        folder: Path,
-        model: Any,
-        weights: tuple[str, torch.dtype, torch.dtype],
-        *,
-        quantises: bool,
-    ) -> None:
-        """Read the earlier outcome; without one, start the survey of layers to quantise.
+    def __init__(self, config: EngineConfig, model: Any, checks: EarlierChecks, *, quantises: bool) -> None:
+        """Without an earlier outcome, start the survey of layers to quantise.
 
-        weights    their digest, the dtype of the model, and the dtype of cached keys and values
         quantises  whether layers are quantised or repacked
         """
         self._config, self._model = config, model
-        _, self._dtype, self._kv_dtype = weights
-        self._attend = _attention_kernel(config, self._dtype, self._kv_dtype)
-        self._file = _outcome_file(config, folder, weights, self._attend)
-        self.earlier = None if self._file is None else self._file.read()
+        self._dtype, self._kv_dtype, self._attend = checks.dtype, checks.kv_dtype, checks.attend
+        self._file, self.earlier = checks.file, checks.outcome
         self._plan: QuantizationPlan | None = None
         if self.earlier is not None and self.earlier.quantised is not None:
             self._plan = plan_from_names(model, self.earlier.quantised)
@@ -161,11 +182,11 @@ def _attention_kernel(config: EngineConfig, dtype: torch.dtype, kv_dtype: torch.
 
 
 def _outcome_file(
-    config: EngineConfig, folder: Path, weights: tuple[object, ...], attend: AttentionFunction
+    config: EngineConfig, checkpoint: Checkpoint, weights: tuple[object, ...], attend: AttentionFunction
 ) -> OutcomeFile | None:
     """The file of the outcome; None for small models: their checks take less than a second."""
-    if is_small(folder):
+    if is_small(checkpoint.path):
         return None
     settings = (config.device, config.kernels, config.mla, config.context, config.quantize == "none", config.dtype)
     kernel = getattr(attend, "__qualname__", type(attend).__qualname__)
-    return OutcomeFile((weights, configuration_bytes(folder), settings, kernel))
+    return OutcomeFile((weights, checkpoint.configuration, settings, kernel))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from safetensors import SafetensorError
 from engine.config import BUNDLED_NAME
 from engine.errors import ModelMissing
 from engine.gguf.config import is_language_model
-from engine.gguf.container import GgufError, read_metadata, shard_files
+from engine.gguf.container import GgufError, GgufModel, Metadata, read_metadata, read_model, shard_files
 from engine.load.file_kind import GGUF_FILE, JSON_FILE, SAFETENSORS_FILE, file_kind
 from engine.load.hub import CONSOLIDATED_FILES, download
 from engine.load.resources import processor_count
@@ -123,9 +124,30 @@ def is_gguf(path: Path) -> bool:
     return path.is_file()
 
 
-def configuration_bytes(path: Path) -> bytes:
-    """The content of config.json, or a digest of the metadata of a GGUF file."""
-    return read_metadata(path).digest.encode() if is_gguf(path) else (path / "config.json").read_bytes()
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """The files of one model, parsed once.
+
+    gguf           the content of a GGUF file; None: the path is a folder
+    configuration  the content of config.json, or a digest of the metadata of a GGUF file
+    """
+
+    path: Path
+    gguf: GgufModel | None
+    configuration: bytes
+
+    @property
+    def metadata(self) -> Metadata | None:
+        """The metadata of a GGUF file."""
+        return None if self.gguf is None else self.gguf.metadata
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """The checkpoint at the path of a model; weights are mapped, not read. Raises GgufError, OSError."""
+    if is_gguf(path):
+        content = read_model(path)
+        return Checkpoint(path, content, content.metadata.digest.encode())
+    return Checkpoint(path, None, (path / "config.json").read_bytes())
 
 
 def weight_files(folder: Path) -> list[Path]:

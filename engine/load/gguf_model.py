@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from engine.gguf.config import file_type, read_config, stored_dtype
-from engine.gguf.container import GgufError, read_model
+from engine.gguf.container import GgufError, GgufModel, read_model
 from engine.gguf.matrices import FileMatrices
 from engine.gguf.weights import parameter_sources, read_parameters
 from engine.load.construction import construct
 from engine.load.resources import processor_count
+from engine.model.rope import original_length
+from engine.quantize.plan import QuantizationPlanNames, plan_from_names
 
 
 def read_gguf_config(file: Path) -> Any:
     """The configuration of the language model in a file, with the dtype of its weights. Raises GgufError, OSError."""
-    model = read_model(file)
-    config = read_config(model)
-    config.dtype = stored_dtype(model)
+    return gguf_config(read_model(file))
+
+
+def gguf_config(content: GgufModel) -> Any:
+    """See `read_gguf_config`. Raises GgufError."""
+    config = read_config(content)
+    config.dtype = stored_dtype(content)
     return config
 
 
@@ -30,15 +38,30 @@ def read_gguf_model(file: Path, config: Any, dtype: torch.dtype) -> tuple[Any, d
 
     Raises GgufError, OSError.
     """
-    content = read_model(file)
+    return gguf_model(read_model(file), config, dtype)
+
+
+def gguf_model(
+    content: GgufModel, config: Any, dtype: torch.dtype, repacked: QuantizationPlanNames | None = None
+) -> tuple[Any, dict[str, Any], FileMatrices]:
+    """See `read_gguf_model`. Raises GgufError.
+
+    repacked  a plan of matrices to replace before the model runs: the ones with an exact format are not dequantised
+    """
     with torch.device("meta"):
         skeleton = construct(partial(AutoModelForCausalLM.from_config, config))
     sources = parameter_sources(content, skeleton, config)
+    matrices = FileMatrices(sources, skeleton, file_type(content.metadata) or "GGUF")
+    # Long rotary factors are calibrated by running the model at each start (engine/load/selftest.py).
+    has_long_factors = original_length(skeleton) is not None
+    plan = None if repacked is None or has_long_factors else plan_from_names(skeleton, repacked)
+    unread = frozenset[str]() if plan is None else matrices.exact_parameters(plan)
     try:
-        parameters = read_parameters(sources, dtype, threads=processor_count())
+        read = {name: source for name, source in sources.items() if name not in unread}
+        parameters = read_parameters(read, dtype, threads=processor_count()) | _placeholders(skeleton, unread, dtype)
     except MemoryError as error:
         raise GgufError("its dequantised weights exceed the memory") from error
-    read = partial(
+    make = partial(
         type(skeleton).from_pretrained,
         None,
         config=config,
@@ -47,5 +70,11 @@ def read_gguf_model(file: Path, config: Any, dtype: torch.dtype) -> tuple[Any, d
         attn_implementation="eager",
         output_loading_info=True,
     )
-    model, report = construct(read)
-    return model, report, FileMatrices(sources, skeleton, file_type(content.metadata) or "GGUF")
+    model, report = construct(make)
+    return model, report, matrices
+
+
+def _placeholders(skeleton: Any, names: Collection[str], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Parameters of one number each, expanded to their shapes."""
+    number, shapes = torch.zeros((), dtype=dtype), skeleton.state_dict()
+    return {name: number.expand(shapes[name].shape) for name in names}

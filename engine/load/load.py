@@ -29,11 +29,11 @@ from engine.config import BUNDLED_NAME, EngineConfig
 from engine.errors import ModelUnsupported
 from engine.gguf.matrices import FileMatrices
 from engine.grammar.compiler import GrammarCompiler
-from engine.load.checking import ModelChecks, log_margins
+from engine.load.checking import EarlierChecks, ModelChecks, log_margins, read_earlier_checks
 from engine.load.checkpoint import (
     READ_ERRORS,
+    Checkpoint,
     broken_weights_reason,
-    configuration_bytes,
     default_threads,
     error_line,
     fingerprint,
@@ -41,11 +41,12 @@ from engine.load.checkpoint import (
     is_gguf,
     is_small,
     missing_weights_reason,
+    read_checkpoint,
     resolve,
     weight_files,
 )
 from engine.load.construction import construct
-from engine.load.gguf_model import read_gguf_config, read_gguf_model
+from engine.load.gguf_model import gguf_config, gguf_model
 from engine.load.layers import LayersToQuantize, quantize_layers
 from engine.load.memory import ModelSizes, available_bytes, max_fitting_context, plan_memory
 from engine.load.tokenizer_cache import read_tokenizer
@@ -126,18 +127,19 @@ def _load(config: EngineConfig, on_phase: Callable[[str], None], reserved_bytes:
     folder, name = resolve(config.model), config.model or BUNDLED_NAME
     available = max(available_bytes() - reserved_bytes, 0)
     torch.set_num_threads(config.threads or default_threads(folder))
-    model_config = _read_config(name, folder, config)
+    checkpoint, model_config = _read_config(name, folder, config)
+    dtype = _choose_dtype(config, folder, model_config)
+    kv_dtype: torch.dtype = dtype if config.kv_dtype == "auto" else getattr(torch, config.kv_dtype)
+    reading = _start_tokenizer(name, checkpoint, model_config.get_text_config().vocab_size)
     on_phase("weights")
-    model, dtype, matrices = _read_model(name, folder, model_config, config)
+    earlier = _read_earlier_checks(name, config, checkpoint, dtype, kv_dtype)
+    model, matrices = _read_model(name, checkpoint, model_config, config, earlier)
     text_config = model.config.get_text_config()
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    reading = _start_tokenizer(name, folder, text_config.vocab_size)
     on_phase("calibrate")
     switch = _install_rope(name, model)
-    kv_dtype: torch.dtype = dtype if config.kv_dtype == "auto" else getattr(torch, config.kv_dtype)
-    digest = fingerprint(folder)
     quantises = config.device == "cpu" and (config.quantize != "none" or matrices is not None)
-    checks = ModelChecks(config, folder, model, (digest, dtype, kv_dtype), quantises=quantises)
+    checks = ModelChecks(config, model, earlier, quantises=quantises)
     recurrent = _install_hooks(model)
     on_phase("kernels")
     encoder = _encoder(name, model, budget_bytes=available // _ENCODER_MEMORY_DIVISOR)
@@ -145,7 +147,7 @@ def _load(config: EngineConfig, on_phase: Callable[[str], None], reserved_bytes:
     on_phase("self-test" if checks.earlier is None else "checked before")
     checks.find_runner(name)
     on_phase("quantize" if quantises else "native step")
-    layers = LayersToQuantize(model, checks.quantization_plan(), matrices, f"{digest} {dtype}")
+    layers = LayersToQuantize(model, checks.quantization_plan(), matrices, f"{earlier.digest} {dtype}")
     quantised = quantize_layers(config, layers, available, reading)
     selection, invariant = checks.select(quantised.format, context=config.context or max_context(text_config))
     compute_dtype = torch.float32 if selection.reason is None else dtype
@@ -157,7 +159,7 @@ def _load(config: EngineConfig, on_phase: Callable[[str], None], reserved_bytes:
     info = ModelInfo(
         name=name,
         folder=str(folder),
-        fingerprint=digest,
+        fingerprint=earlier.digest,
         architecture=type(model).__name__,
         parameters=parameters,
         dtype=_dtype_name(compute_dtype, quantised.format or str(dtype).removeprefix("torch.")),
@@ -186,7 +188,7 @@ def _load(config: EngineConfig, on_phase: Callable[[str], None], reserved_bytes:
         grammars=grammars,
         encoder=encoder,
     )
-    return replace(loaded, identity=_identity(folder, loaded, quantised.key))
+    return replace(loaded, identity=_identity(checkpoint, loaded, quantised.key))
 
 
 def _dtype_name(compute_dtype: torch.dtype, weights: str) -> str:
@@ -210,17 +212,19 @@ def _choose_dtype(settings: EngineConfig, folder: Path, config: Any) -> torch.dt
     return torch.bfloat16 if stored == torch.bfloat16 and native and not is_small(folder) else torch.float32
 
 
-def _read_config(name: str, folder: Path, settings: EngineConfig) -> Any:
-    """The configuration. Models that it, or the file names, rule out are refused before weights are read."""
+def _read_config(name: str, folder: Path, settings: EngineConfig) -> tuple[Checkpoint, Any]:
+    """The checkpoint with its configuration. Models that it, or the file names, rule out are refused before weights
+    are read.
+    """
     if not is_gguf(folder):
         _check_files(name, folder)
-    config = _configuration(name, folder)
+    checkpoint, config = _configuration(name, folder)
     if config.is_encoder_decoder and not settings.media:
         raise ModelUnsupported(name, "its decoder needs audio or a text for its encoder, and no request can have media")
     longest = max_context(config.get_text_config())
     if settings.context is not None and settings.context > longest:
         raise ModelUnsupported(name, f"its context is at most {longest} tokens; lower --context")
-    return config
+    return checkpoint, config
 
 
 def _check_files(name: str, folder: Path) -> None:
@@ -231,43 +235,55 @@ def _check_files(name: str, folder: Path) -> None:
         raise ModelUnsupported(name, "its tokenizer cannot be read: the folder has none, such as tokenizer.json")
 
 
-def _configuration(name: str, path: Path) -> Any:
+def _configuration(name: str, path: Path) -> tuple[Checkpoint, Any]:
     """Raises ModelUnsupported."""
     try:
-        return read_gguf_config(path) if is_gguf(path) else AutoConfig.from_pretrained(path, trust_remote_code=False)
+        checkpoint = read_checkpoint(path)
+        if checkpoint.gguf is not None:
+            return checkpoint, gguf_config(checkpoint.gguf)
+        return checkpoint, AutoConfig.from_pretrained(path, trust_remote_code=False)
     except READ_ERRORS as error:
         raise ModelUnsupported(name, error_line(error)) from error
 
 
-def _read_model(
-    name: str, folder: Path, config: Any, settings: EngineConfig
-) -> tuple[Any, torch.dtype, FileMatrices | None]:
-    """The model, its dtype, and the quantised matrices of its file that replace layers. Raises ModelUnsupported."""
+def _read_earlier_checks(
+    name: str, settings: EngineConfig, checkpoint: Checkpoint, dtype: torch.dtype, kv_dtype: torch.dtype
+) -> EarlierChecks:
+    """Raises ModelUnsupported."""
     try:
-        dtype = _choose_dtype(settings, folder, config)
-        model, report, matrices = _read_weights(name, folder, config, dtype)
+        digest = fingerprint(checkpoint.path)
+    except OSError as error:
+        raise ModelUnsupported(name, error_line(error)) from error
+    return read_earlier_checks(settings, checkpoint, digest, dtype, kv_dtype)
+
+
+def _read_model(
+    name: str, checkpoint: Checkpoint, config: Any, settings: EngineConfig, earlier: EarlierChecks
+) -> tuple[Any, FileMatrices | None]:
+    """The model, and the quantised matrices of its file that replace layers. Raises ModelUnsupported."""
+    # Another dtype or format is that of all weights.
+    keeps_formats = settings.quantize in ("none", "auto") and settings.dtype == "auto" and settings.device == "cpu"
+    dtype = earlier.dtype
+    repacked = earlier.quantised if keeps_formats else None
+    try:
+        if checkpoint.gguf is None:
+            model, report = _read_weights(name, checkpoint.path, config, dtype)
+            matrices = None
+        else:
+            model, report, matrices = gguf_model(checkpoint.gguf, config, dtype, repacked)
     except READ_ERRORS as error:
-        raise ModelUnsupported(name, broken_weights_reason(folder) or error_line(error)) from error
+        raise ModelUnsupported(name, broken_weights_reason(checkpoint.path) or error_line(error)) from error
     if (reason := incomplete_weights_reason(report)) is not None:
         raise ModelUnsupported(name, reason)
     if dtype == torch.float64:
         # The default, a grouped matrix product, does not support float64.
         model.set_experts_implementation("eager")
-    # Another dtype or format is that of all weights.
-    keeps_formats = settings.quantize in ("none", "auto") and settings.dtype == "auto" and settings.device == "cpu"
     kept = matrices if matrices is not None and matrices.quantised and keeps_formats else None
-    return model.to(settings.device).eval().requires_grad_(False), dtype, kept
+    return model.to(settings.device).eval().requires_grad_(False), kept
 
 
-def _read_weights(
-    name: str, path: Path, config: Any, dtype: torch.dtype
-) -> tuple[Any, dict[str, Any], FileMatrices | None]:
-    """The model with its weights, the report of transformers on them, and the matrices of a GGUF file.
-
-    Raises READ_ERRORS.
-    """
-    if is_gguf(path):
-        return read_gguf_model(path, config, dtype)
+def _read_weights(name: str, path: Path, config: Any, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
+    """The model with the weights of a folder, and the report of transformers on them. Raises READ_ERRORS."""
     _dequantize(name, path, config, dtype)
     read = partial(
         _model_class(config).from_pretrained,
@@ -280,7 +296,7 @@ def _read_weights(
         output_loading_info=True,
     )
     model, report = construct(read)
-    return model, report, None
+    return model, report
 
 
 def _dequantize(name: str, folder: Path, config: Any, dtype: torch.dtype) -> None:
@@ -316,11 +332,10 @@ def _encoder(name: str, model: Any, *, budget_bytes: int) -> Encoder | None:
         raise ModelUnsupported(name, f"its encoder cannot run ({type(error).__name__}: {error})") from error
 
 
-def _identity(folder: Path, loaded: LoadedModel, int4_key: str) -> str:
+def _identity(checkpoint: Checkpoint, loaded: LoadedModel, int4_key: str) -> str:
     """A digest of the dependencies of cells and states besides tokens: a disk cache of another identity is not read."""
-    settings = configuration_bytes(folder)
     info, specs = loaded.info, [astuple(layer.spec) for layer in loaded.layers]
-    parts: tuple[object, ...] = (info.fingerprint, settings, info.dtype, loaded.kv_dtype, specs)
+    parts: tuple[object, ...] = (info.fingerprint, checkpoint.configuration, info.dtype, loaded.kv_dtype, specs)
     if int4_key:
         parts = (*parts, int4_key)
     if loaded.runner.switch is not None:
@@ -329,18 +344,18 @@ def _identity(folder: Path, loaded: LoadedModel, int4_key: str) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
-def _start_tokenizer(name: str, folder: Path, vocabulary: int) -> Future[Tokenizer]:
+def _start_tokenizer(name: str, checkpoint: Checkpoint, vocabulary: int) -> Future[Tokenizer]:
     """Read the tokenizer in another thread: large ones take seconds."""
     pool = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
-    reading = pool.submit(_read_tokenizer, name, folder, vocabulary=vocabulary)
+    reading = pool.submit(_read_tokenizer, name, checkpoint, vocabulary=vocabulary)
     pool.shutdown(wait=False)
     return reading
 
 
-def _read_tokenizer(name: str, folder: Path, *, vocabulary: int) -> Tokenizer:
+def _read_tokenizer(name: str, checkpoint: Checkpoint, *, vocabulary: int) -> Tokenizer:
     """The tokenizer without a context limit. Raises ModelUnsupported."""
     try:
-        tokenizer, summary = read_tokenizer(folder)
+        tokenizer, summary = read_tokenizer(checkpoint.path, metadata=checkpoint.metadata)
         return Tokenizer(tokenizer, vocabulary_size=vocabulary, context=sys.maxsize, vocabulary=summary)
     except READ_ERRORS as error:
         raise ModelUnsupported(name, f"its tokenizer cannot be read: {error_line(error)}") from error
@@ -366,7 +381,7 @@ def _install_hooks(model: Any) -> bool:
 
 def read_max_context(name: str, folder: Path) -> int:
     """The trained context of the model in a folder, without loading it. Raises ModelUnsupported."""
-    return max_context(_configuration(name, folder).get_text_config())
+    return max_context(_configuration(name, folder)[1].get_text_config())
 
 
 def max_context(text: Any) -> int:

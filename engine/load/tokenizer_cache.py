@@ -26,7 +26,7 @@ from tokenizers import AddedToken, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from engine import gguf
-from engine.gguf.container import read_metadata
+from engine.gguf.container import Metadata, read_metadata
 from engine.gguf.tokenizer import read_tokenizer as read_gguf_tokenizer
 from engine.kernels.cache_folder import cache_folder, mark_used, replacing, trim
 from engine.load.checkpoint import is_gguf
@@ -42,7 +42,7 @@ _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 def read_tokenizer(
-    folder: Path, cache: Path | None = None, *, large_bytes: int = _LARGE_BYTES
+    folder: Path, cache: Path | None = None, *, large_bytes: int = _LARGE_BYTES, metadata: Metadata | None = None
 ) -> tuple[Any, VocabularySummary]:
     """The tokenizer of a model's folder or GGUF file, from its cache entry if there is one, and the summary of its
     vocabulary.
@@ -51,28 +51,30 @@ def read_tokenizer(
 
     cache        folder of the entries, by default the user's
     large_bytes  smallest size of the tokenizer's files with an entry
+    metadata     of the GGUF file if it has been read
     """
-    entry = _entry(folder, cache, large_bytes)
+    if metadata is None and is_gguf(folder):
+        metadata = read_metadata(folder)
+    entry = _entry(folder, metadata, cache, large_bytes)
     cached = None if entry is None else _read(entry)
     if cached is not None:
         return cached
-    tokenizer = _from_files(folder)
+    tokenizer = _from_files(folder, metadata)
     vocabulary = summarize(tokenizer.get_vocab())
     if entry is not None:
         _write(entry, tokenizer, vocabulary)
     return tokenizer, vocabulary
 
 
-def _from_files(path: Path) -> Any:
-    if is_gguf(path):
-        return read_gguf_tokenizer(read_metadata(path))
+def _from_files(path: Path, metadata: Metadata | None) -> Any:
+    if metadata is not None:
+        return read_gguf_tokenizer(metadata)
     return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
 
 
-def _entry(path: Path, cache: Path | None, large_bytes: int) -> Path | None:
+def _entry(path: Path, metadata: Metadata | None, cache: Path | None, large_bytes: int) -> Path | None:
     """The path of the cache entry; None if the files are small or cannot be read."""
-    if is_gguf(path):
-        metadata = read_metadata(path)
+    if metadata is not None:
         size, identity = metadata.size_bytes, metadata.digest
         folder = Path(gguf.__file__ or "").parent
         # The code that makes the tokenizer.
