@@ -104,6 +104,8 @@ def run_entry(run: LoadRun) -> dict[str, Any]:
     return content
 
 
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write the document."""
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+def write_json(path: Path, content: dict[str, Any] | list[dict[str, Any]]) -> None:
+    """Write a document, or a list of them; the file appears when it is complete."""
+    scratch = path.with_name(f"{path.name}.part")
+    scratch.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    scratch.replace(path)

@@ -5,8 +5,9 @@
 
 Cells, chosen by --cells: `alone` (a prompt of 512 and the decode behind it), `prefill` (a prompt of 2,048), `streams`
 (8 and 32 of them), `server` (start and resident memory), `accuracy` (log-probabilities of texts that the model with
-dequantised weights in float32 samples). Rows are kept in --out as they are measured: a run that is repeated measures
-only the missing cells. --quick takes small sizes, to test the commands.
+dequantised weights in float32 samples). Rows are added to --json and --out as they are measured: an interrupted run
+keeps them, and a run with the same --out measures only the missing cells. --quick takes small sizes, to test the
+commands.
 
 The model is the file's name without its quantisation: qwen3-0.6b-Q4_K_M.gguf is Qwen3-0.6B.
 """
@@ -25,7 +26,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ from benchmarks.duel import PairedFigure, medians, rows
 from benchmarks.goals import GOALS
 from benchmarks.known import PEERS, Resources
 from benchmarks.peers import CONTEXT_STEP, MIN_CONTEXT, Sizes, check
-from benchmarks.result import add_json_option, measured, model_name
+from benchmarks.result import add_json_option, add_rows, measured, model_name
 from benchmarks.shapes import SHAPES, write_folder, write_gguf
 from benchmarks.token_scores import AT_ONCE, LIKELY, Loss, Place, ask_ours, ask_peer, loss
 from engine.load.gguf_model import read_gguf_config, read_gguf_model
@@ -129,6 +130,11 @@ class Machine:
                 found.append(find(name, url, model=None, api_key=None, context=None))
             yield found, seconds
 
+    def start_once(self, file: GgufFile) -> None:
+        """Start and end Cellar: the first start of a file checks the model, later ones reuse the outcome."""
+        with self._cellar(file, Resources(threads=self.given.threads, slots=ALONE_SLOTS, context=MIN_CONTEXT)):
+            pass
+
     def _cellar(self, file: GgufFile, resources: Resources) -> Any:
         size = ("--threads", str(resources.threads), "--slots", str(resources.slots))
         arguments = (str(file.path), *size, "--context", str(resources.context), "--drafter", "none")
@@ -150,12 +156,11 @@ def main(arguments: list[str] | None = None) -> int:
         if given.prepare:
             prepare(given.prepare, given.shapes.split(","), given.formats.split(","), given.quantizer)
             return 0
-        found = measure_files([GgufFile(path) for path in given.files], given)
+        path = given.json or given.out / "gguf.json"
+        found = measure_files([GgufFile(file) for file in given.files], given, path)
     except BenchError as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
     Console(width=max(Console().width, 130)).print(table(found))
-    path = given.json or given.out / "gguf.json"
-    measured("gguf", found).write(path)
     print(path)
     return 0
 
@@ -208,20 +213,27 @@ def quantise(raw: Path, file: Path, name: str, quantizer: str) -> None:
     part.replace(file)
 
 
-def measure_files(files: Sequence[GgufFile], given: argparse.Namespace) -> list[Row]:
-    """Return the rows of all files, measured now or before."""
+def measure_files(files: Sequence[GgufFile], given: argparse.Namespace, path: Path) -> list[Row]:
+    """Return the rows of all files, measured now or before; new ones are added to the results at `path`."""
     unknown = set(given.cells.split(",")) - set(CELLS)
     if unknown or not files:
         raise BenchError(f"--cells are of {', '.join(CELLS)}" if unknown else "name GGUF files, or --prepare FOLDER")
-    kept, machine = Rows(given.out / "rows.json"), Machine(given)
+    if absent := [file.path for file in files if not file.path.is_file()]:
+        raise BenchError(f"there is no file {absent[0]}")
+    kept, machine, run = Rows(given.out / "rows.json"), Machine(given), measured("gguf", ())
     for file in files:
-        if not file.path.is_file():
-            raise BenchError(f"there is no file {file.path}")
-        for cells, slots, tokens in sessions(file, kept, given):
-            kept.add(measure(machine, file, cells, slots=slots, tokens=tokens))
-        if "accuracy" in given.cells.split(",") and not kept.has(file, "accuracy"):
-            kept.add(accuracy(machine, file))
+        for found in measurements(machine, file, kept):
+            kept.add(found)
+            add_rows(path, replace(run, rows=found))
     return [row for file in files for row in kept.rows if row.items() >= file.about.items()]
+
+
+def measurements(machine: Machine, file: GgufFile, kept: Rows) -> Iterator[list[Row]]:
+    """Measure the missing cells of a file; yield the rows of each session."""
+    for cells, slots, tokens in sessions(file, kept, machine.given):
+        yield measure(machine, file, cells, slots=slots, tokens=tokens)
+    if "accuracy" in machine.given.cells.split(",") and not kept.has(file, "accuracy"):
+        yield accuracy(machine, file)
 
 
 def sessions(file: GgufFile, kept: Rows, given: argparse.Namespace) -> Iterator[tuple[list[Cell], int, int]]:
@@ -248,6 +260,8 @@ def measure(machine: Machine, file: GgufFile, cells: Sequence[Cell], *, slots: i
         console=Console(stderr=True),
         watch=check,
     )
+    if slots == ALONE_SLOTS:
+        machine.start_once(file)
     with machine.servers(file, slots, tokens) as (servers, seconds):
         if cells:
             asyncio.run(session.run(servers, cells))

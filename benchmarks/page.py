@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import Any
 
 from bench.report import digits
-from benchmarks.result import MODELS, RESULTS, BenchmarkResult, load
+from benchmarks.result import KEYS, MODELS, RESULTS, BenchmarkResult, load
 
 PAGE = Path(__file__).parent.parent / "docs" / "performance.md"
 WEIGHTS = ("int8", "int4", "bfloat16")
@@ -36,14 +36,6 @@ GGUF_FIGURES = SPEEDS | {
 }
 REUSE = {"second turn of 2048": "second turn of a chat", "users 2 to 64 of 2048": "users of one system prompt"}
 COLD, WARM = "first token cold, ms", "warm, ms"
-# Fields that identify a row; a row of a later date replaces one with the same values.
-KEYS = {
-    "peers": ("model", "weights", "peer", "cell", "figure"),
-    "speculation": ("drafter", "batch"),
-    "quality": ("model", "outliers", "weights", "server"),
-    "memory": ("model", "weights", "slots", "context"),
-    "gguf": ("model", "weights", "cell", "figure"),
-}
 
 HEAD = """\
 # Performance
@@ -73,9 +65,9 @@ threads and are measured over HTTP, without drafts. "perplexity": its increase i
 GGUF_NOTE = """\
 As Cellar / llama.cpp, and in brackets how many times better Cellar is: a higher rate, a lower time, size or error. Both
 serve the same file with two threads, in turns, without drafts. Streams: 64 tokens of prompt and 64 of output each.
-"start" is the time to readiness; "memory" is resident after a prompt of 2,048 tokens in one slot. Accuracy
-beside the dequantised weights in float32: the change of the perplexity, and the root mean square error of
-log-probabilities, on texts that the dequantised model samples.
+"start" is the time to readiness of a file that was served before; "memory" is resident after a prompt of 2,048 tokens
+in one slot. Accuracy beside the dequantised weights in float32: the change of the perplexity, and the root mean square
+error of log-probabilities, on texts that the dequantised model samples.
 """
 
 SPECULATION_NOTE = """\
@@ -125,8 +117,7 @@ class Figures:
         newest: dict[tuple[object, ...], tuple[BenchmarkResult, Row]] = {}
         for result in results:
             for row in result.rows if result.benchmark in KEYS else ():
-                key = (result.benchmark, result.cpu, *(row[name] for name in KEYS[result.benchmark]))
-                newest[key] = (result, row)
+                newest[result.key(row)] = (result, row)
         self._rows = [(result.benchmark, result.cpu, row) for result, row in newest.values()]
         shown = [result for result, _ in newest.values()]
         self.sources = [result for result in reversed(results) if any(result is one for one in shown)]

@@ -3,8 +3,8 @@
     {"benchmark": name, "command": command line, "machine": {"cpu", "cores", ...}, "commit": hash, "date": ISO date,
      "rows": [...]}
 
-"transcribed": true marks rows that were copied from an older page; "commit" is then the commit that recorded them.
-"note" is shown on the page, below the sources.
+A file may also hold a list of such documents. "transcribed": true marks rows that were copied from an older page;
+"commit" is then the commit that recorded them. "note" is shown on the page, below the sources.
 
 Rows by benchmark:
 
@@ -22,7 +22,7 @@ import shlex
 import sys
 from argparse import ArgumentParser
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,14 @@ from bench.report import write_json
 from benchmarks.checkout import commit
 
 RESULTS = Path(__file__).with_name("results")
+# Fields that identify a row; a row of a later date replaces one with the same values.
+KEYS = {
+    "peers": ("model", "weights", "peer", "cell", "figure"),
+    "speculation": ("drafter", "batch"),
+    "quality": ("model", "outliers", "weights", "server"),
+    "memory": ("model", "weights", "slots", "context"),
+    "gguf": ("model", "weights", "cell", "figure"),
+}
 # Names of models on the page, by size.
 MODELS = ("SmolLM2-135M", "Gemma 3 270M", "Qwen3-0.6B", "Llama-3.2-1B")
 
@@ -56,14 +64,46 @@ class BenchmarkResult:
 
     def write(self, path: Path) -> None:
         """Write the document to a file, without empty fields."""
+        write_json(path, self.content())
+
+    def content(self) -> dict[str, Any]:
+        """The document without empty fields."""
         optional = ("transcribed", "note")
-        write_json(path, {name: value for name, value in asdict(self).items() if value or name not in optional})
+        return {name: value for name, value in asdict(self).items() if value or name not in optional}
+
+    def keys(self) -> set[tuple[Any, ...]]:
+        """What identifies the rows: benchmark, processor, and the row's fields."""
+        return {self.key(row) for row in self.rows}
+
+    def key(self, row: dict[str, Any]) -> tuple[Any, ...]:
+        """What identifies a row."""
+        return (self.benchmark, self.cpu, *(row[name] for name in KEYS[self.benchmark]))
+
+    def without(self, keys: set[tuple[Any, ...]]) -> BenchmarkResult:
+        """The document without some rows."""
+        return replace(self, rows=[row for row in self.rows if self.key(row) not in keys])
 
 
 def load(folder: Path = RESULTS) -> list[BenchmarkResult]:
     """All results of a folder, the oldest first."""
-    documents = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
-    return sorted((BenchmarkResult(**document) for document in documents), key=lambda result: result.date)
+    found = [result for path in sorted(folder.glob("*.json")) for result in documents(path)]
+    return sorted(found, key=lambda result: result.date)
+
+
+def documents(path: Path) -> list[BenchmarkResult]:
+    """The results of a file; none without the file."""
+    content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    return [BenchmarkResult(**document) for document in (content if isinstance(content, list) else [content])]
+
+
+def add_rows(path: Path, added: BenchmarkResult) -> None:
+    """Add the rows of a result to a file, instead of earlier rows of the same kind."""
+    kept = [result.without(added.keys()) for result in documents(path)]
+    # A run adds its rows in parts.
+    same = [result for result in kept if replace(result, rows=[]) == replace(added, rows=[])]
+    others = [result for result in kept if result.rows and result not in same]
+    joined = replace(added, rows=[row for result in (*same, added) for row in result.rows])
+    write_json(path, [result.content() for result in (*others, joined)])
 
 
 def measured(benchmark: str, rows: Iterable[dict[str, Any]], note: str = "") -> BenchmarkResult:
