@@ -19,7 +19,8 @@ START_SECONDS = 900
 @contextmanager
 def serving(flags: Sequence[str], errors: IO[str]) -> Iterator[str]:
     """The address of a server with these flags, once it is ready. It must exit with 0 after SIGTERM."""
-    command = [sys.executable, "-c", "from server.cli import main; main()", "serve", "--port", "0", *flags]
+    port = [] if "--port" in flags else ["--port", "0"]
+    command = [sys.executable, "-c", "from server.cli import main; main()", "serve", *port, *flags]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, text=True) as server:
         try:
             yield _address(server)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.serving import serving
-from tests.page.tab import Tab
+from tests.page.tab import PATIENCE_MS, Tab
 
 # Debian calls it chromium, other systems chromium-browser or google-chrome.
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
@@ -25,6 +25,7 @@ def chromium() -> Iterator[Any]:
     program = next(filter(None, map(shutil.which, PROGRAMS)), None)
     if program is None:
         pytest.skip("there is no Chromium (Debian: apt-get install chromium)")
+    playwright.expect.set_options(timeout=PATIENCE_MS)
     with playwright.sync_playwright() as started:
         browser = started.chromium.launch(executable_path=program, args=["--no-sandbox"])
         yield browser

@@ -30,7 +30,7 @@ TOOLS = [
 
 def running(tab: Tab) -> int:
     """Sequences in slots of the server."""
-    with urllib.request.urlopen(f"{tab.address}/v1/engine", timeout=20) as answer:  # noqa: S310
+    with urllib.request.urlopen(f"{tab.address}/v1/engine", timeout=20) as answer:
         count: int = json.load(answer)["counts"]["running"]
     return count
 
@@ -208,7 +208,8 @@ def test_a_file_that_is_no_export_is_refused(tab: Tab, tmp_path: Path, content: 
 
 def test_markup_of_a_model_is_text(open_tab: Callable[..., Tab], tmp_path: Path) -> None:
     """Neither scripts nor images of other hosts; links open outside."""
-    text = "<img src=x onerror=alert(1)> <script>alert(2)</script> ![pixel](https://other.example/p.png) [j](javascript:alert(3))\n\n```python\ndef f():\n    return '<b>'\n```"
+    text = "<img src=x onerror=alert(1)> <script>alert(2)</script> ![pixel](https://other.example/p.png)\n"
+    text += "[j](javascript:alert(3))\n\n```python\ndef f():\n    return '<b>'\n```"
     messages = [{"id": "a", "role": "user", "content": "hi"}, {"id": "b", "role": "assistant", "content": text}]
     conversation = {"id": "x", "title": "t", "named": True, "updated": 1, "messages": messages, "settings": {}}
     file = tmp_path / "file.json"
