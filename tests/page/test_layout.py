@@ -64,7 +64,7 @@ def fill(tab: Tab, folder: Path) -> Tab:
 
 
 def focused(tab: Tab) -> tuple[str, bool]:
-    """The name of the focused element, and whether its focus is visible; the body, before the first element, has none."""
+    """The name of the focused element, and whether its focus is visible; the body before the first one has none."""
     name, visible = tab.page.evaluate(
         """() => {
             const one = document.activeElement;
