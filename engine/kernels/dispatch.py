@@ -17,6 +17,7 @@ from engine.kernels.products import RowInvariantProduct, TiledProduct
 from engine.kernels.reference import AttentionFunction
 
 log = logging.getLogger("cellar.engine")
+NO_VECTORS = "the C++ kernel needs AVX2, AVX-512 or NEON, which this processor has not"
 
 
 def attention_kernel(dtype: torch.dtype, kv_dtype: torch.dtype) -> AttentionFunction:
@@ -40,7 +41,7 @@ def native_attention() -> AttentionFunction:
     variant = build.variants("attention")[0]
     if variant == "generic":
         # Measured: without wide vectors it is slower than torch.
-        raise build.LibraryUnavailable("the C++ kernel needs AVX2 or AVX-512, which this processor has not")
+        raise build.LibraryUnavailable(NO_VECTORS)
     library = build.library("attention", variant)
     try:
         return NativeAttention(library).attend
@@ -83,7 +84,7 @@ def native_product() -> RowInvariantProduct:
     """The C++ kernel for row-invariant products. Raises LibraryUnavailable."""
     variant = build.variants("linear")[0]
     if variant == "generic":
-        raise build.LibraryUnavailable("the C++ kernel needs AVX2 or AVX-512, which this processor has not")
+        raise build.LibraryUnavailable(NO_VECTORS)
     library = build.library("linear", variant)
     try:
         return NativeProduct(library)

@@ -13,8 +13,13 @@ from engine.kernels.cpu.layout import Mirrors, check_layout, struct_of
 from engine.kernels.cpu.linear import load_library
 
 MAX_PROJECTIONS = 6
-# The variants of the linear kernel with the instruction sets of those of the step.
-_PRODUCTS = {"bfloat16": "vnni", "vnni": "vnni", "avx2": "avx2"}
+# The variants of the linear kernel for those of the step, fastest first: with the same number of lanes.
+_PRODUCTS = {
+    "bfloat16": ("vnni",),
+    "vnni": ("vnni",),
+    "avx2": ("avx2",),
+    "neon": ("i8mm", "dotprod", "neon"),
+}
 _NO_MEMORY, _BAD_CELL, _BAD_TOKEN = 1, 2, 3
 
 
@@ -304,9 +309,10 @@ def step_library(variant: str | None = None) -> StepLibrary:
     """The library of a variant, by default the fastest. May build it, in seconds. Raises LibraryUnavailable."""
     variants = build.variants("step")
     if not variants:
-        raise build.LibraryUnavailable("it needs AVX2 or AVX-512, which this processor lacks")
+        raise build.LibraryUnavailable("it needs AVX2, AVX-512 or NEON, which this processor lacks")
     variant = variant or variants[0]
-    files = build.library("step", variant), build.library("linear", _PRODUCTS[variant])
+    products = next(own for own in build.variants("linear") if own in _PRODUCTS[variant])
+    files = build.library("step", variant), build.library("linear", products)
     try:
         return StepLibrary(*files)
     except OSError as error:

@@ -1,7 +1,9 @@
 """Finds the library of a kernel for one instruction set: prebuilt in the wheel, or built once by the system's compiler.
 
-    python -m engine.kernels.cpu.build FOLDER     builds all variants for this machine architecture into FOLDER, as for
-                                                  wheels and images
+    python -m engine.kernels.cpu.build FOLDER [--machine MACHINE]
+
+builds all variants into FOLDER, as for wheels and images, by default for this machine. MACHINE is an architecture as in
+`uname -m`: another one is built by $CXX or by the cross compiler MACHINE-linux-gnu-g++, as for aarch64.
 
 torch is imported only to find the variants of this processor: builds of wheels do without it.
 
@@ -12,19 +14,21 @@ so several processes may build at once. Without a compiler there is no library, 
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import logging
 import os
 import platform
+import shlex
 import shutil
 import stat
 import subprocess
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
 
 from engine.kernels.cache_folder import cache_folder, mark_used, scratch_folder, trim
+from engine.kernels.cpu.processor import supported_variants, variants_of
 
 log = logging.getLogger("cellar.engine")
 
@@ -34,18 +38,23 @@ COMPILERS = ("g++", "clang++", "c++")
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = ("-mavx512f", "-mavx512vl", "-mavx512bw", "-mavx512dq", *_AVX2)
 _BFLOAT16 = (*_AVX512, "-mavx512vnni", "-mavx512bf16")
+# GCC moves loads of NEON far ahead and runs out of registers: a third more instructions in inner loops.
+_NEON = ("-fno-schedule-insns",)
+_DOTPROD = (*_NEON, "-march=armv8.2-a+dotprod")
+_I8MM = (*_NEON, "-march=armv8.2-a+dotprod+i8mm")
 # Kernels by the names of their source files: compiler flags of their variants, fastest first.
-KERNELS = {
-    "attention": {"bfloat16": _BFLOAT16, "avx512": _AVX512, "avx2": _AVX2, "generic": ()},
-    "linear": {"vnni": (*_AVX512, "-mavx512vnni"), "avx2": _AVX2, "generic": ()},
-    "step": {
-        "bfloat16": _BFLOAT16,
+KERNELS: dict[str, dict[str, tuple[str, ...]]] = {
+    "attention": {"bfloat16": _BFLOAT16, "avx512": _AVX512, "avx2": _AVX2, "neon": _NEON, "generic": ()},
+    "linear": {
         "vnni": (*_AVX512, "-mavx512vnni"),
         "avx2": _AVX2,
+        "i8mm": _I8MM,
+        "dotprod": _DOTPROD,
+        "neon": _NEON,
+        "generic": (),
     },
+    "step": {"bfloat16": _BFLOAT16, "vnni": (*_AVX512, "-mavx512vnni"), "avx2": _AVX2, "neon": _NEON},
 }
-# Architectures (platform.machine) with the x86 instruction sets; others build "generic" only.
-_X86 = ("x86_64", "AMD64", "amd64", "i386", "i686")
 _FLAGS = (
     *("-std=c++17", "-O3", "-ffp-contract=fast", "-fopenmp", "-fPIC", "-shared"),
     *("-fvisibility=hidden", "-fno-exceptions", "-fno-rtti"),
@@ -66,30 +75,13 @@ class LibraryUnavailable(Exception):
 
 def variants(kernel: str) -> tuple[str, ...]:
     """The variants of a kernel that this processor can run, fastest first."""
-    return tuple(variant for variant in KERNELS[kernel] if variant in _supported_variants())
-
-
-def _supported_variants() -> set[str]:
-    """The variants of all kernels that this processor can run, by the CPU capabilities that torch reports."""
-    import torch
-
-    capability = torch.backends.cpu.get_cpu_capability()
-    wide = capability == "AVX512"
-    vnni = wide and torch.cpu._is_vnni_supported()
-    bfloat16 = vnni and torch.cpu._is_avx512_bf16_supported()
-    found = {
-        "bfloat16": bfloat16,
-        "avx512": wide,
-        "vnni": vnni,
-        "avx2": capability in ("AVX2", "AVX512"),
-        "generic": True,
-    }
-    return {variant for variant, is_supported in found.items() if is_supported}
+    supported = supported_variants()
+    return tuple(variant for variant in KERNELS[kernel] if variant in supported)
 
 
 def buildable(kernel: str, machine: str) -> tuple[str, ...]:
     """The variants that a compiler for an architecture can build, fastest first; none for some kernels."""
-    return tuple(variant for variant, flags in KERNELS[kernel].items() if machine in _X86 or not flags)
+    return tuple(variant for variant in KERNELS[kernel] if variant in variants_of(machine))
 
 
 def library(
@@ -104,7 +96,7 @@ def library(
 
     prebuilt  folder of the wheel or image
     cache     folder for built libraries, by default in the user's cache; refused if other users can write to it
-    path      to look for compilers, by default PATH
+    path      to look for compilers, by default PATH, unless $CXX is one
     """
     variant = variant or variants(kernel)[0]
     ready = prebuilt / _name(kernel, variant, "prebuilt", ())
@@ -116,7 +108,7 @@ def library(
     )
     mark_used(target)
     if not _is_sound(target):
-        log.info("%s compiles the %s kernel for %s, once on this machine", Path(compiler).name, kernel, variant)
+        log.info("%s compiles the %s kernel for %s, once on this machine", Path(compiler[0]).name, kernel, variant)
         started = time.monotonic()
         _build(compiler, kernel, variant, target)
         log.info("compiled the %s kernel in %.0f s", kernel, time.monotonic() - started)
@@ -132,13 +124,14 @@ def prebuilt_names(machine: str) -> dict[str, tuple[str, str]]:
     return {_name(kernel, variant, "prebuilt", (), machine): (kernel, variant) for kernel, variant in every}
 
 
-def prebuild(folder: Path) -> list[Path]:
-    """Build all variants of all kernels for this architecture, with the names that `library` looks for.
+def prebuild(folder: Path, machine: str | None = None) -> list[Path]:
+    """Build all variants of all kernels, by the names that `library` looks for, by default for this architecture.
 
     Sound files of an earlier build are kept.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    compiler, names = _compiler(None), prebuilt_names(platform.machine())
+    machine = machine or platform.machine()
+    compiler, names = _compiler(None, machine), prebuilt_names(machine)
     for number, (name, (kernel, variant)) in enumerate(names.items(), 1):
         if not _is_sound(folder / name):
             log.info("kernel %d of %d: %s for %s", number, len(names), kernel, variant)
@@ -159,24 +152,31 @@ def _sources() -> list[Path]:
     return sorted((*SOURCE.glob("*.cpp"), *SOURCE.glob("*.h")))
 
 
-def _compiler(path: str | None) -> str:
-    for name in COMPILERS:
+def _compiler(path: str | None, machine: str | None = None) -> list[str]:
+    """The command of a compiler for an architecture, by default this one: $CXX unless a path is given, or found."""
+    chosen = shlex.split(os.environ.get("CXX", "")) if path is None else []
+    if chosen:
+        return chosen
+    is_native = machine in (None, platform.machine())
+    names = COMPILERS if is_native else (f"{machine}-linux-gnu-g++",)
+    for name in names:
         found = shutil.which(name, path=path)
         if found is not None:
-            return found
-    raise LibraryUnavailable(f"no C++ compiler on the PATH (looked for {', '.join(COMPILERS)})")
+            return [found]
+    reason = f"no C++ compiler on the PATH (looked for {', '.join(names)})"
+    raise LibraryUnavailable(reason if is_native else f"{reason} for {machine}; $CXX may name another")
 
 
-def _version(compiler: str) -> str:
-    """The path and version of a compiler."""
-    return compiler + _run([compiler, "--version"])
+def _version(compiler: list[str]) -> str:
+    """The command and version of a compiler."""
+    return shlex.join(compiler) + _run([*compiler, "--version"])
 
 
-def _build(compiler: str, kernel: str, variant: str, target: Path) -> None:
+def _build(compiler: list[str], kernel: str, variant: str, target: Path) -> None:
     with scratch_folder(target.parent) as folder:
         product = folder / "library.so"
         source = str(SOURCE / f"{kernel}.cpp")
-        _run([compiler, *_FLAGS, *KERNELS[kernel][variant], source, "-o", str(product), "-lm"], scratch=folder)
+        _run([*compiler, *_FLAGS, *KERNELS[kernel][variant], source, "-o", str(product), "-lm"], scratch=folder)
         content = product.read_bytes()
         product.write_bytes(content + hashlib.sha256(content).digest())
         os.replace(product, target)
@@ -238,8 +238,17 @@ def _private_folder(cache: Path) -> Path:
     return cache
 
 
-if __name__ == "__main__":
-    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
-        sys.exit("usage: python -m engine.kernels.cpu.build FOLDER")
+def _main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m engine.kernels.cpu.build", description="Build all kernels.")
+    parser.add_argument("folder", type=Path, help="for the libraries")
+    parser.add_argument("--machine", help="architecture, as aarch64 or x86_64 (by default this machine's)")
+    own = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    prebuild(Path(sys.argv[1]))
+    try:
+        prebuild(own.folder, own.machine)
+    except LibraryUnavailable as error:
+        parser.error(error.reason)
+
+
+if __name__ == "__main__":
+    _main()

@@ -17,6 +17,8 @@
 
 #if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 namespace {
@@ -67,8 +69,8 @@ inline Words join(Words words, Words from) {
 
 // Inline assembly, because GCC 12 copies registers around the intrinsic (measured: half the speed).
 template <int BITS>
-inline __attribute__((always_inline)) Sums dot(Sums sums, Words words, const int8_t *numbers) {
-    asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sums) : "v"(words), "m"(*(const int32_t(*)[1])numbers));
+inline __attribute__((always_inline)) Sums dot(Sums sums, Words words, const int8_t *numbers, int at) {
+    asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sums) : "v"(words), "m"(*(const int32_t(*)[1])(numbers + 4 * at)));
     return sums;
 }
 
@@ -156,8 +158,8 @@ inline __m256i products(__m256i codes, __m256i numbers) {
 }
 
 template <int BITS>
-inline Sums dot(const Sums &sums, const Words &words, const int8_t *numbers) {
-    const __m256i spread = _mm256_set1_epi32(word(numbers));
+inline Sums dot(const Sums &sums, const Words &words, const int8_t *numbers, int at) {
+    const __m256i spread = _mm256_set1_epi32(word(numbers + 4 * at));
     return both<Sums>([&](int i) {
         const __m256i pairs = products<BITS>(words.half[i], spread);
         return _mm256_add_epi32(sums.half[i], _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
@@ -210,6 +212,143 @@ inline Totals byte_scales(const int8_t *scales) {
     });
 }
 
+#elif defined(__aarch64__)
+
+constexpr int ROWS_ALONE = 6, ROWS_PER_TILE = 6, BLOCKS_AT_ONCE = 1;
+
+struct Words { uint8x16_t quarter[4]; };
+struct Sums { int32x4_t quarter[4]; };
+struct Totals { float32x4_t quarter[4]; };
+
+template <class All, class Make>
+inline __attribute__((always_inline)) All all(Make make) {
+    return {{make(0), make(1), make(2), make(3)}};
+}
+
+inline Totals nothing() { return all<Totals>([](int) { return vdupq_n_f32(0); }); }
+
+// Without the instruction for unsigned values, those of 8 bits are multiplied as signed numbers.
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+constexpr bool HAS_UNSIGNED = true;
+#else
+constexpr bool HAS_UNSIGNED = false;
+#endif
+template <int BITS, int ZERO>
+inline Sums begin(int32_t start) {
+    int32x4_t own = vdupq_n_s32(0);
+    if constexpr ((BITS < 8 || HAS_UNSIGNED) && ZERO > 0) own = vdupq_n_s32(start >> shift_to(ZERO));
+    return {{own, own, own, own}};
+}
+
+inline Words fetch(const uint8_t *codes) {
+    return all<Words>([&](int i) { return vld1q_u8(codes + 16 * i); });
+}
+inline Words low(const Words &words) {
+    return all<Words>([&](int i) { return vandq_u8(words.quarter[i], vdupq_n_u8(15)); });
+}
+inline Words high(const Words &words) {
+    return all<Words>([&](int i) { return vshrq_n_u8(words.quarter[i], 4); });
+}
+inline void write(uint8_t *to, const Words &words) {
+    for (int i = 0; i < 4; ++i) vst1q_u8(to + 16 * i, words.quarter[i]);
+}
+inline Words plus(const Words &words, int number) {
+    return all<Words>([&](int i) { return vaddq_u8(words.quarter[i], vdupq_n_u8((uint8_t)number)); });
+}
+inline Words look_up(const uint8_t *values, const Words &codes) {
+    const uint8x16_t table = vld1q_u8(values);
+    return all<Words>([&](int i) { return vqtbl1q_u8(table, codes.quarter[i]); });
+}
+// Bits [SHIFT, SHIFT + BITS) of each byte of `from` as the bits of `words` from 4 on.
+template <int BITS, int SHIFT>
+inline Words join(const Words &words, const Words &from) {
+    return all<Words>([&](int i) {
+        uint8x16_t shifted = from.quarter[i];
+        if constexpr (SHIFT < 4) shifted = vshlq_n_u8(shifted, 4 - SHIFT);
+        if constexpr (SHIFT > 4) shifted = vshrq_n_u8(shifted, SHIFT - 4);
+        return vorrq_u8(words.quarter[i], vandq_u8(shifted, vdupq_n_u8(BITS == 1 ? 0x10 : 0x30)));
+    });
+}
+
+// The sums of 4 outputs; LANE is that of 4 numbers.
+template <int BITS, int LANE>
+inline int32x4_t dot(int32x4_t sums, uint8x16_t codes, int8x16_t numbers) {
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+    if constexpr (BITS == 8) return vusdotq_laneq_s32(sums, codes, numbers, LANE);
+#endif
+    const int8x16_t own = vreinterpretq_s8_u8(BITS == 8 ? veorq_u8(codes, vdupq_n_u8(128)) : codes);
+#if defined(__ARM_FEATURE_DOTPROD)
+    return vdotq_laneq_s32(sums, own, numbers, LANE);
+#else
+    // Sums of two products fit 16 bits: -128 * -127 * 2.
+    const int8x16_t spread = vreinterpretq_s8_s32(vdupq_laneq_s32(vreinterpretq_s32_s8(numbers), LANE));
+    const int16x8_t first = vmull_s8(vget_low_s8(own), vget_low_s8(spread)), last = vmull_high_s8(own, spread);
+    return vpadalq_s16(sums, vpaddq_s16(first, last));
+#endif
+}
+template <int BITS, int LANE>
+inline Sums dot(const Sums &sums, const Words &words, int8x16_t numbers) {
+    return all<Sums>([&](int i) { return dot<BITS, LANE>(sums.quarter[i], words.quarter[i], numbers); });
+}
+template <int BITS>
+inline __attribute__((always_inline)) Sums dot(const Sums &sums, const Words &words, const int8_t *numbers, int at) {
+    const int8x16_t own = vld1q_s8(numbers + at / 4 * 16);
+    switch (at % 4) {
+        case 0: return dot<BITS, 0>(sums, words, own);
+        case 1: return dot<BITS, 1>(sums, words, own);
+        case 2: return dot<BITS, 2>(sums, words, own);
+        default: return dot<BITS, 3>(sums, words, own);
+    }
+}
+
+inline Totals bfloat16_scales(const uint16_t *scales) {
+    return all<Totals>([&](int i) { return vreinterpretq_f32_u32(vshlq_n_u32(vmovl_u16(vld1_u16(scales + 4 * i)), 16)); });
+}
+inline Totals add(const Totals &totals, const Sums &sums, const Totals &scales, float scale) {
+    return all<Totals>([&](int i) {
+        return vfmaq_f32(totals.quarter[i], vcvtq_f32_s32(sums.quarter[i]), vmulq_n_f32(scales.quarter[i], scale));
+    });
+}
+inline Totals add(const Totals &totals, const Totals &own, float scale) {
+    return all<Totals>([&](int i) { return vfmaq_n_f32(totals.quarter[i], own.quarter[i], scale); });
+}
+inline Totals add(const Totals &totals, const Sums &sums, const Totals &scales) {
+    return all<Totals>(
+        [&](int i) { return vfmaq_f32(totals.quarter[i], vcvtq_f32_s32(sums.quarter[i]), scales.quarter[i]); });
+}
+inline Totals multiply(const Sums &sums, const Totals &scales) {
+    return all<Totals>([&](int i) { return vmulq_f32(vcvtq_f32_s32(sums.quarter[i]), scales.quarter[i]); });
+}
+inline Totals multiply(const Totals &a, const Totals &b) {
+    return all<Totals>([&](int i) { return vmulq_f32(a.quarter[i], b.quarter[i]); });
+}
+inline void write(float *to, const Totals &totals) {
+    for (int i = 0; i < 4; ++i) vst1q_f32(to + 4 * i, totals.quarter[i]);
+}
+inline Totals float_scales(const float *scales) {
+    return all<Totals>([&](int i) { return vld1q_f32(scales + 4 * i); });
+}
+inline Totals half_scales(const uint8_t *scales) {
+    return all<Totals>(
+        [&](int i) { return vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(scales + 8 * i))); });
+}
+inline Totals byte_scales(const uint8_t *scales) {
+    const uint8x16_t own = vld1q_u8(scales);
+    const uint16x8_t halves[] = {vmovl_u8(vget_low_u8(own)), vmovl_high_u8(own)};
+    return all<Totals>([&](int i) {
+        const uint16x8_t half = halves[i / 2];
+        return vcvtq_f32_u32(i % 2 == 0 ? vmovl_u16(vget_low_u16(half)) : vmovl_high_u16(half));
+    });
+}
+inline Totals byte_scales(const int8_t *scales) {
+    const int8x16_t own = vld1q_s8(scales);
+    const int16x8_t halves[] = {vmovl_s8(vget_low_s8(own)), vmovl_high_s8(own)};
+    return all<Totals>([&](int i) {
+        const int16x8_t half = halves[i / 2];
+        return vcvtq_f32_s32(i % 2 == 0 ? vmovl_s16(vget_low_s16(half)) : vmovl_high_s16(half));
+    });
+}
+
 #else
 
 constexpr int ROWS_ALONE = 1, ROWS_PER_TILE = 1, BLOCKS_AT_ONCE = 1;
@@ -257,10 +396,10 @@ inline Words join(Words words, const Words &from) {
 }
 
 template <int BITS>
-inline Sums dot(Sums sums, const Words &words, const int8_t *numbers) {
+inline Sums dot(Sums sums, const Words &words, const int8_t *numbers, int at) {
     for (int output = 0; output < 16; ++output)
         for (int byte = 0; byte < 4; ++byte)
-            sums.output[output] += (int32_t)words.code[4 * output + byte] * numbers[byte];
+            sums.output[output] += (int32_t)words.code[4 * output + byte] * numbers[4 * at + byte];
     return sums;
 }
 

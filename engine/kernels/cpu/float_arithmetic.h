@@ -8,7 +8,7 @@ namespace {
 
 // Keys, and vectors of columns, computed at once: with up to 3 lines their sums fill the registers.
 constexpr int KEYS = LANES == 16 ? 8 : 4, COLUMNS = LANES == 16 ? 8 : 4;
-constexpr int TRANSPOSED_LINES = LANES == 16 ? 4 : 2;  // lines scored at once against transposed keys
+constexpr int TRANSPOSED_LINES = REGISTERS == 32 ? 4 : 2;  // lines scored at once against transposed keys
 
 // Scores of KEYS keys for some lines: scores[line][key] = query[line] . key.
 template <int COUNT, class Number>

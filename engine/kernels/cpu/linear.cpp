@@ -1,7 +1,7 @@
 // Products of rows and quantised matrices (quantised_matrices.h), for one instruction set, chosen by compiler flags.
 #include "layout.h"
 #include "vector.h"
-#if LANES >= 8
+#if !defined(GENERIC)
 #include "plain_matrices.h"
 #endif
 #include "quantised_matrices.h"
@@ -52,7 +52,7 @@ extern "C" __attribute__((visibility("default"))) void cellar_multiply_blocks(co
     multiply_blocks(*(const QuantisedMatrix *)matrix, first_block, *(const QuantisedRows *)rows, {first, last});
 }
 
-#if LANES >= 8
+#if !defined(GENERIC)
 
 namespace {
 

@@ -19,10 +19,10 @@
 namespace {
 
 // Rows of a tile, and outputs summed at once: they fill the registers.
-constexpr int ROWS_AT_ONCE = LANES == 16 ? 6 : 3, OUTPUTS_AT_ONCE = 4;
+constexpr int ROWS_AT_ONCE = REGISTERS == 32 ? 6 : 3, OUTPUTS_AT_ONCE = 4;
 // Rows, and bytes of rows, up to which all rows are one tile (measured: 10 rows are faster as two tiles, and so are rows that
 // leave no space for weights in the L1 cache).
-constexpr int STREAMED_ROWS = LANES == 16 ? 8 : 3;
+constexpr int STREAMED_ROWS = REGISTERS == 32 ? 8 : 3;
 constexpr int64_t STREAMED_BYTES = 30 * 1024;
 // Outputs of such a tile at once.
 template <int ROWS>
@@ -166,15 +166,17 @@ inline __attribute__((always_inline)) void write_sums(const PlainTile<Row, Numbe
         }
     } else {
         constexpr int SIZE = OUTPUTS * sizeof(float);
+        constexpr int PAIRED = 2 * OUTPUTS <= LANES ? ROWS / 2 * 2 : 0;
 #pragma GCC unroll 4
-        for (int row = 0; row + 2 <= ROWS; row += 2) {
-            const Vector both = sums<2 * OUTPUTS>(products[row]);
+        for (int row = 0; row < PAIRED; row += 2) {
+            const Vector both = sums<PAIRED == 0 ? OUTPUTS : 2 * OUTPUTS>(products[row]);
             memcpy(tile.to + row * tile.to_stride, &both, SIZE);
             memcpy(tile.to + (row + 1) * tile.to_stride, (const char *)&both + SIZE, SIZE);
         }
-        if constexpr (ROWS % 2 == 1) {
-            const Vector last = sums<OUTPUTS>(products[ROWS - 1]);
-            memcpy(tile.to + (ROWS - 1) * tile.to_stride, &last, SIZE);
+#pragma GCC unroll 8
+        for (int row = PAIRED; row < ROWS; ++row) {
+            const Vector own = sums<OUTPUTS>(products[row]);
+            memcpy(tile.to + row * tile.to_stride, &own, SIZE);
         }
     }
 }
@@ -199,7 +201,7 @@ template <int ROWS, int OUTPUTS, class Row, class Number>
 void dot_streamed(const PlainTile<Row, Number> &tile) {
     constexpr int SIDE = STREAMS<ROWS> < OUTPUTS ? STREAMS<ROWS> : OUTPUTS;
     if constexpr (ROWS <= HARDWARE_PREFETCHED_ROWS)
-        if (!__builtin_cpu_is("intel")) return dot<ROWS, OUTPUTS, SIDE>(tile, std::integral_constant<int, 0>());
+        if (!is_intel()) return dot<ROWS, OUTPUTS, SIDE>(tile, std::integral_constant<int, 0>());
     dot<ROWS, OUTPUTS, SIDE>(tile, std::integral_constant<int, SIDE>());
 }
 

@@ -56,7 +56,7 @@ inline __attribute__((always_inline)) void multiply_word(const uint8_t *codes, i
     for (int row = 0; row < ROWS; ++row)
 #pragma GCC unroll 2
         for (int block = 0; block < BLOCKS; ++block)
-            sums[row][block] = dot<OWN.value_bits>(sums[row][block], words[block], numbers + 4 * (WORD * ROWS + row));
+            sums[row][block] = dot<OWN.value_bits>(sums[row][block], words[block], numbers, WORD * ROWS + row);
 }
 
 // Words of a group of BLOCKS blocks, `stride` bytes apart, times a group of ROWS rows. Fully unrolled: sums indexed by a loop

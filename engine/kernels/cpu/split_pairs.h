@@ -5,18 +5,14 @@
 // each sum is rounded, and denormals are zero, which the processor can also be set to do for float32.
 #pragma once
 
-#include <immintrin.h>
-
 #include "vector.h"
 
 namespace {
 
-// Whether this processor multiplies pairs, but faster as float32.
 #if defined(__AVX512BF16__)
-inline bool splits_pairs() { return __builtin_cpu_is("intel"); }
-#else
-constexpr bool splits_pairs() { return false; }
-#endif
+
+// Whether this processor multiplies pairs, but faster as float32.
+inline bool splits_pairs() { return is_intel(); }
 
 // Denormals are zero during the lifetime of this object. Code in its scope must be called, not inlined.
 class FlushDenormals {
@@ -29,6 +25,13 @@ class FlushDenormals {
     static constexpr unsigned FLUSH_RESULTS = 0x8000, FLUSH_NUMBERS = 0x40;
     const unsigned before;
 };
+
+#else
+
+constexpr bool splits_pairs() { return false; }
+struct FlushDenormals {};
+
+#endif
 
 // The first and the second numbers of a vector of pairs.
 inline Vector firsts(Vector pairs) { return (Vector)((Unsigned)pairs << 16); }

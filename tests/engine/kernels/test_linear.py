@@ -136,6 +136,17 @@ def test_bits_do_not_depend_on_threads(native: NativeLinear, format: WeightForma
         assert torch.equal(alone, product(native.multiply, numbers, packed))
 
 
+@pytest.mark.parametrize("format", LAYOUTS)
+def test_all_variants_have_the_same_bits(format: WeightFormat) -> None:
+    """Where multiplications and additions are fused: in all but the generic one."""
+    kernels = [NativeLinear(built("linear", name)) for name in build.variants("linear") if name != "generic"]
+    packed = matrix(75, 333, format)
+    for count in (1, 7, 40):
+        results = [product(kernel.multiply, rows(count, 333, seed=count), packed) for kernel in kernels]
+
+        assert all(torch.equal(results[0], other) for other in results[1:])
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
 def test_rows_of_other_dtypes_and_layouts(native: NativeLinear, dtype: torch.dtype) -> None:
     """Products have the dtype of the rows."""
@@ -239,7 +250,8 @@ def test_torch_multiplies_without_a_compiler(
     """With one warning in the log."""
     monkeypatch.setattr(build, "PREBUILT", tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(build, "KERNELS", {"linear": {"generic": ("-changed",)}})
+    changed = dict.fromkeys(build.KERNELS["linear"], ("-changed",))
+    monkeypatch.setattr(build, "KERNELS", {"linear": changed})
 
     assert [linear.prepare] * 2 == [dispatch.best_linear() for _ in range(2)]
     assert ["in torch instead of C++: no C++ compiler" in line for line in caplog.messages] == [True]

@@ -210,7 +210,7 @@ def test_torch_serves_without_a_compiler(
 @pytest.mark.parametrize(
     ("variants", "library", "reason"),
     [
-        (("generic",), b"", "needs AVX2 or AVX-512"),
+        (("generic",), b"", "needs AVX2, AVX-512 or NEON"),
         (("avx2", "generic"), b"no library", "cannot be loaded"),
     ],
 )

@@ -1,0 +1,103 @@
+"""The variants that a processor runs, on simulated processors."""
+
+from __future__ import annotations
+
+import platform
+import sys
+
+import pytest
+import torch
+
+from engine.kernels.cpu import build, processor
+
+# Bits of Linux on arm64: HWCAP_ASIMDDP, and HWCAP2_I8MM.
+ASIMDDP, I8MM = 1 << 20, 1 << 13
+
+
+def simulate_x86(monkeypatch: pytest.MonkeyPatch, capability: str, *, vnni: bool, bfloat16: bool) -> None:
+    """A processor as torch describes it."""
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: vnni)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("capability", "vnni", "bfloat16", "attention", "linear"),
+    [
+        ("AVX512", True, True, ("bfloat16", "avx512", "avx2", "generic"), ("vnni", "avx2", "generic")),
+        ("AVX512", True, False, ("avx512", "avx2", "generic"), ("vnni", "avx2", "generic")),
+        ("AVX512", False, False, ("avx512", "avx2", "generic"), ("avx2", "generic")),
+        ("AVX2", True, False, ("avx2", "generic"), ("avx2", "generic")),
+        ("DEFAULT", False, False, ("generic",), ("generic",)),
+    ],
+)
+def test_x86(
+    monkeypatch: pytest.MonkeyPatch,
+    capability: str,
+    vnni: bool,
+    bfloat16: bool,
+    attention: tuple[str, ...],
+    linear: tuple[str, ...],
+) -> None:
+    simulate_x86(monkeypatch, capability, vnni=vnni, bfloat16=bfloat16)
+
+    assert (attention, linear) == (build.variants("attention"), build.variants("linear"))
+
+
+@pytest.mark.parametrize(
+    ("entries", "linear"),
+    [
+        ({}, ("neon",)),
+        ({16: ASIMDDP}, ("dotprod", "neon")),
+        ({16: ASIMDDP, 26: I8MM}, ("i8mm", "dotprod", "neon")),
+        ({26: I8MM}, ("neon",)),
+        ({16: ~ASIMDDP, 26: ~I8MM}, ("neon",)),
+    ],
+)
+def test_arm64_on_linux(monkeypatch: pytest.MonkeyPatch, entries: dict[int, int], linear: tuple[str, ...]) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(processor, "_auxiliary_value", lambda entry: entries.get(entry, 0))
+
+    assert linear == build.variants("linear")
+    assert ("neon",) == build.variants("attention") == build.variants("step")
+
+
+@pytest.mark.parametrize(
+    ("found", "linear"),
+    [
+        ((), ("neon",)),
+        (("hw.optional.arm.FEAT_DotProd",), ("dotprod", "neon")),
+        (("hw.optional.arm.FEAT_DotProd", "hw.optional.arm.FEAT_I8MM"), ("i8mm", "dotprod", "neon")),
+    ],
+)
+def test_arm64_on_macos(monkeypatch: pytest.MonkeyPatch, found: tuple[str, ...], linear: tuple[str, ...]) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "arm64")
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(processor, "_sysctl", lambda name: int(name in found))
+
+    assert linear == build.variants("linear")
+
+
+def test_arm64_on_another_system_has_no_reported_features(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "arm64")
+    monkeypatch.setattr(sys, "platform", "freebsd14")
+
+    assert ("neon",) == build.variants("linear")
+
+
+def test_other_architectures_are_generic(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "riscv64")
+
+    assert ("generic",) == build.variants("linear") == build.variants("attention")
+    assert () == build.variants("step")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the auxiliary vector is Linux's")
+def test_the_auxiliary_vector_is_read() -> None:
+    """AT_PAGESZ is a power of two."""
+    page = processor._auxiliary_value(6)
+
+    assert page >= 4096
+    assert page & (page - 1) == 0
