@@ -6,8 +6,6 @@ import ctypes
 import platform
 import sys
 
-import torch
-
 # Values of platform.machine.
 X86 = ("x86_64", "AMD64", "amd64", "i386", "i686")
 ARM64 = ("aarch64", "arm64")
@@ -37,6 +35,8 @@ def supported_variants() -> frozenset[str]:
 
 def _x86_variants() -> frozenset[str]:
     """By the CPU capabilities that torch reports."""
+    import torch
+
     capability = torch.backends.cpu.get_cpu_capability()
     wide = capability == "AVX512"
     vnni = wide and torch.cpu._is_vnni_supported()
