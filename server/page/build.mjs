@@ -48,11 +48,21 @@ for (const { path, contents } of bundled.outputFiles) {
 }
 for (const [name, contents] of [
   ['icon.svg', readFileSync(join(root, 'src', 'icon.svg'))],
-  ['licences.txt', Buffer.from(packages(bundled.metafile).map(licence).join(`\n${'-'.repeat(80)}\n\n`))],
+  [
+    'licences.txt',
+    Buffer.from(
+      packages(bundled.metafile)
+        .map(licence)
+        .join(`\n${'-'.repeat(80)}\n\n`),
+    ),
+  ],
 ]) {
   files.set(name, { name: hashed(name, contents), contents });
 }
-const index = readFileSync(join(root, 'src', 'index.html'), 'utf8').replace(/\{([a-z.]+)\}/g, (_, name) => `/page/${files.get(name).name}`);
+const index = readFileSync(join(root, 'src', 'index.html'), 'utf8').replace(
+  /\{([a-z.]+)\}/g,
+  (_, name) => `/page/${files.get(name).name}`,
+);
 files.set('index.html', { name: 'index.html', contents: Buffer.from(index) });
 
 rmSync(target, { recursive: true, force: true });

@@ -18,16 +18,21 @@ PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
 CONTEXT = 512
 
 
+def program() -> str | None:
+    """The path of the system's Chromium, if there is one."""
+    return next(filter(None, map(shutil.which, PROGRAMS)), None)
+
+
 @pytest.fixture(scope="session")
 def chromium() -> Iterator[Any]:
     """The system's Chromium, headless."""
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is missing: pip install playwright")
-    program = next(filter(None, map(shutil.which, PROGRAMS)), None)
-    if program is None:
+    found = program()
+    if found is None:
         pytest.skip("there is no Chromium (Debian: apt-get install chromium)")
     playwright.expect.set_options(timeout=PATIENCE_MS)
     with playwright.sync_playwright() as started:
-        browser = started.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        browser = started.chromium.launch(executable_path=found, args=["--no-sandbox"])
         yield browser
         browser.close()
 

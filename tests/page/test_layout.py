@@ -64,7 +64,7 @@ def fill(tab: Tab, folder: Path) -> Tab:
 
 
 def focused(tab: Tab) -> tuple[str, bool]:
-    """The name of the focused element, and whether its focus is visible; the body before the first one has none."""
+    """The name of the focused element, and whether its focus is visible; the body has no focus."""
     name, visible = tab.page.evaluate(
         """() => {
             const one = document.activeElement;
@@ -167,6 +167,7 @@ def test_everything_works_with_the_keyboard(tab: Tab) -> None:
     for name in ("Skip to the message field", "New conversation", "Rename What is Cellar?", "Settings", "Copy", "Edit"):
         tab_to(tab, name)
     tab.page.keyboard.press("Enter")
+    expect(tab.page.get_by_label("Edit your message")).to_be_focused()
     tab.page.keyboard.press("Control+A")
     tab.page.keyboard.type("What is a slot?")
     tab.page.keyboard.press("Enter")

@@ -75,7 +75,13 @@ export interface Chunk {
     context_shifts?: number;
     prompt_tokens_details?: { cached_tokens?: number };
   } | null;
-  timings?: { predicted_per_second?: number; predicted_n?: number; predicted_ms?: number; draft_n?: number; draft_n_accepted?: number };
+  timings?: {
+    predicted_per_second?: number;
+    predicted_n?: number;
+    predicted_ms?: number;
+    draft_n?: number;
+    draft_n_accepted?: number;
+  };
   error?: { message: string; param?: string | null; code?: string };
 }
 

@@ -1,26 +1,22 @@
 // The page: conversations, the chat, and a panel with the live view of the engine or the settings.
 import { useCallback, useEffect, useMemo, useRef, useState } from 'preact/hooks';
-import { ApiFailure, apiKey, readCapabilities, readEngine } from './api';
+import { apiKey, readEngine } from './api';
 import { Answering } from './chat';
+import { Composer } from './composer';
 import { EngineView } from './engine';
-import { MessageView, type MessageActions } from './message';
+import type { MessageActions } from './message';
+import { Messages } from './messages';
 import { usePolling } from './poll';
-import { KeyField, SettingsPanel } from './settings';
+import { useServer } from './server';
+import { SettingsPanel } from './settings';
 import { Sidebar } from './sidebar';
 import { deleteConversation, loadConversations, newConversation, newId, saveConversation, titleOf } from './store';
-import type { Capabilities, ChatSettings, Conversation, Message } from './types';
+import type { ChatSettings, Conversation, Message } from './types';
 
 type Panel = 'engine' | 'settings';
 type Theme = 'system' | 'light' | 'dark';
 const THEMES: Theme[] = ['system', 'light', 'dark'];
 const WIDE = '(min-width: 75rem)';
-
-interface Server {
-  model: Capabilities | null;
-  names: string[];
-  state: 'connecting' | 'ready' | 'loading' | 'unreachable' | 'locked';
-  text: string;
-}
 
 export function App() {
   const [conversations, setConversations] = useState<Conversation[]>(loadConversations);
@@ -39,15 +35,24 @@ export function App() {
   const busyRef = useRef(busy);
   busyRef.current = busy;
 
-  const engine = usePolling(panel === 'engine' && server.state !== 'locked', `${attempt} ${busy} ${current.id}`, async (signal) => {
-    const value = await readEngine(signal);
-    return { value, busy: value.counts.running > 0 || value.counts.waiting > 0 || busyRef.current };
-  });
+  const engine = usePolling(
+    panel === 'engine' && server.state !== 'locked',
+    `${attempt} ${busy} ${current.id}`,
+    async (signal) => {
+      const value = await readEngine(signal);
+      return { value, busy: value.counts.running > 0 || value.counts.waiting > 0 || busyRef.current };
+    },
+  );
 
   const keep = useCallback((conversation: Conversation, saved = true) => {
-    setConversations((all) => [conversation, ...all.filter((one) => one.id !== conversation.id)].sort((one, other) => other.updated - one.updated));
+    setConversations((all) =>
+      [conversation, ...all.filter((one) => one.id !== conversation.id)].sort(
+        (one, other) => other.updated - one.updated,
+      ),
+    );
     setCurrent((now) => (now.id === conversation.id ? conversation : now));
-    if (saved && !saveConversation(conversation)) setNotice('The storage of this browser is full: export conversations, then delete some.');
+    if (saved && !saveConversation(conversation))
+      setNotice('The storage of this browser is full: export conversations, then delete some.');
   }, []);
 
   const ask = useCallback(
@@ -66,7 +71,13 @@ export function App() {
       void job.run(now, history).finally(() => {
         setAnswering(null);
         const last = now.messages.at(-1);
-        setStatus(last?.failure ? `Failed: ${last.failure.message}` : last?.state === 'stopped' ? 'Stopped' : 'The answer is complete');
+        setStatus(
+          last?.failure
+            ? `Failed: ${last.failure.message}`
+            : last?.state === 'stopped'
+              ? 'Stopped'
+              : 'The answer is complete',
+        );
         if (last?.failure) setAttempt((count) => count + 1);
       });
     },
@@ -87,7 +98,12 @@ export function App() {
       answerCalls(id, results) {
         const at = latest.current.messages.findIndex((message) => message.id === id);
         const calls = latest.current.messages[at]?.calls ?? [];
-        const answers = calls.map((call, place): Message => ({ id: newId(), role: 'tool', content: results[place] ?? '', callId: call.id }));
+        const answers = calls.map((call, place): Message => ({
+          id: newId(),
+          role: 'tool',
+          content: results[place] ?? '',
+          callId: call.id,
+        }));
         ask(latest.current, [...latest.current.messages.slice(0, at + 1), ...answers]);
       },
       restore:
@@ -168,7 +184,13 @@ export function App() {
       />
       <main>
         <header class="top">
-          <button type="button" class="icon drawer-button" aria-label="Conversations" aria-expanded={drawer} onClick={() => setDrawer(!drawer)}>
+          <button
+            type="button"
+            class="icon drawer-button"
+            aria-label="Conversations"
+            aria-expanded={drawer}
+            onClick={() => setDrawer(!drawer)}
+          >
             <Lines />
           </button>
           <div class="heading">
@@ -180,7 +202,12 @@ export function App() {
           </div>
           <nav aria-label="Panels">
             {(['engine', 'settings'] as const).map((name) => (
-              <button key={name} type="button" aria-pressed={panel === name} onClick={() => setPanel(panel === name ? null : name)}>
+              <button
+                key={name}
+                type="button"
+                aria-pressed={panel === name}
+                onClick={() => setPanel(panel === name ? null : name)}
+              >
                 {name === 'engine' ? 'Engine' : 'Settings'}
               </button>
             ))}
@@ -195,7 +222,14 @@ export function App() {
             </button>
           </p>
         )}
-        <Messages conversation={current} busy={busy} actions={actions} server={server} onKey={() => setAttempt((count) => count + 1)} onExample={send} />
+        <Messages
+          conversation={current}
+          busy={busy}
+          actions={actions}
+          server={server}
+          onKey={() => setAttempt((count) => count + 1)}
+          onExample={send}
+        />
         <Composer
           key={current.id}
           answering={answering?.conversation === current.id}
@@ -215,7 +249,12 @@ export function App() {
               ×
             </button>
           </header>
-          <div class="scroll" tabIndex={0} role="region" aria-label={panel === 'engine' ? 'Live view of the engine' : 'Settings of the conversation'}>
+          <div
+            class="scroll"
+            tabIndex={0}
+            role="region"
+            aria-label={panel === 'engine' ? 'Live view of the engine' : 'Settings of the conversation'}
+          >
             {panel === 'engine' ? (
               <EngineView state={engine.value} failed={engine.failed} />
             ) : (
@@ -235,178 +274,23 @@ export function App() {
   );
 }
 
-function useServer(attempt: number): Server {
-  const [model, setModel] = useState<Capabilities | null>(null);
-  const [names, setNames] = useState<string[]>([]);
-  const [failure, setFailure] = useState<ApiFailure | null>(null);
-  const waiting = !model || failure !== null;
-  usePolling(waiting, attempt, async () => {
-    try {
-      const read = await readCapabilities();
-      setModel(read.model);
-      setNames(read.names);
-      setFailure(null);
-      return { value: true, busy: false };
-    } catch (error) {
-      const known = error instanceof ApiFailure ? error : new ApiFailure(0, String(error));
-      setFailure(known);
-      throw error;
-    }
-  });
-  // A failed answer may mean that the server is gone.
-  useEffect(() => {
-    if (!attempt) return;
-    readCapabilities().catch((error: unknown) => setFailure(error instanceof ApiFailure ? error : new ApiFailure(0, String(error))));
-  }, [attempt]);
-  if (!failure) return { model, names, state: model ? 'ready' : 'connecting', text: model ? `${model.id}, ${model.context.toLocaleString('en')} tokens` : 'connecting' };
-  if (failure.status === 401) return { model, names, state: 'locked', text: 'needs an API key' };
-  if (failure.code === 'model_loading') return { model, names, state: 'loading', text: `loading: ${failure.phase}` };
-  return { model, names, state: 'unreachable', text: failure.status ? failure.message : 'no connection' };
-}
-
-interface MessagesProps {
-  conversation: Conversation;
-  busy: boolean;
-  actions: MessageActions;
-  server: Server;
-  onKey(): void;
-  onExample(text: string): void;
-}
-
-function Messages({ conversation, busy, actions, server, onKey, onExample }: MessagesProps) {
-  const area = useRef<HTMLDivElement>(null);
-  const pinned = useRef(true);
-  const [below, setBelow] = useState(false);
-  const { messages } = conversation;
-  const results = useMemo(() => {
-    const found = new Map<string, string>();
-    for (const message of messages) if (message.callId) found.set(message.callId, message.content);
-    return found;
-  }, [messages]);
-  const scroll = () => {
-    const { scrollTop, scrollHeight, clientHeight } = area.current!;
-    pinned.current = scrollHeight - scrollTop - clientHeight < 60;
-    setBelow(!pinned.current);
-  };
-  useEffect(() => {
-    if (pinned.current) area.current!.scrollTop = area.current!.scrollHeight;
-  }, [messages]);
-  useEffect(() => {
-    pinned.current = true;
-    area.current!.scrollTop = area.current!.scrollHeight;
-  }, [conversation.id, messages.length]);
-  const last = messages.at(-1);
-  return (
-    <div class="messages" ref={area} onScroll={scroll} tabIndex={0} role="region" aria-label="Messages">
-      <div class="column">
-        {server.state === 'locked' && (
-          <div class="welcome">
-            <p>This server needs an API key.</p>
-            <KeyField onKey={onKey} />
-          </div>
-        )}
-        {!messages.length && server.state !== 'locked' && <Welcome server={server} onExample={onExample} />}
-        {messages
-          .filter((message) => message.role !== 'tool')
-          .map((message) => (
-            <MessageView key={message.id} message={message} results={results} busy={busy} last={message === last} actions={actions} />
-          ))}
-      </div>
-      {below && (
-        <button type="button" class="to-end" onClick={() => (area.current!.scrollTop = area.current!.scrollHeight)}>
-          Latest
-        </button>
-      )}
-    </div>
-  );
-}
-
-const EXAMPLES = ['What is Cellar?', 'What is a slot?', 'What does --slots do?'];
-
-function Welcome({ server, onExample }: { server: Server; onExample: (text: string) => void }) {
-  return (
-    <div class="welcome">
-      <p class="lead">{server.model ? server.model.id : 'Cellar'}</p>
-      <p>Conversations stay in this browser. The engine shows what each of them shares, shifts and drafts.</p>
-      {server.model?.chat === false && <p class="hint bad">This model has no chat template: it completes texts at /v1/completions.</p>}
-      {server.model?.id === 'cellar-tiny' && (
-        <ul class="examples">
-          {EXAMPLES.map((text) => (
-            <li key={text}>
-              <button type="button" onClick={() => onExample(text)}>
-                {text}
-              </button>
-            </li>
-          ))}
-        </ul>
-      )}
-    </div>
-  );
-}
-
-function Composer({ answering, disabled, onSend, onStop }: { answering: boolean; disabled: boolean; onSend: (text: string) => void; onStop: () => void }) {
-  const [text, setText] = useState('');
-  const field = useRef<HTMLTextAreaElement>(null);
-  useEffect(() => {
-    field.current?.focus({ preventScroll: true });
-  }, []);
-  useEffect(() => {
-    const area = field.current!;
-    area.style.height = 'auto';
-    area.style.height = `${area.scrollHeight}px`;
-  }, [text]);
-  useEffect(() => {
-    if (!answering) return;
-    const escape = (event: KeyboardEvent) => event.key === 'Escape' && onStop();
-    addEventListener('keydown', escape);
-    return () => removeEventListener('keydown', escape);
-  }, [answering, onStop]);
-  const submit = () => {
-    if (answering || disabled || !text.trim()) return;
-    onSend(text.trim());
-    setText('');
-  };
-  const keyDown = (event: KeyboardEvent) => {
-    if (event.key !== 'Enter' || event.shiftKey || event.isComposing) return;
-    event.preventDefault();
-    submit();
-  };
-  return (
-    <form
-      class="composer"
-      onSubmit={(event) => {
-        event.preventDefault();
-        submit();
-      }}
-    >
-      <div class="column">
-        <label class="visually-hidden" for="composer">
-          Message
-        </label>
-        <textarea id="composer" ref={field} rows={1} value={text} placeholder={disabled ? 'Another conversation is being answered' : 'Write a message'} onInput={(event) => setText(event.currentTarget.value)} onKeyDown={keyDown} />
-        {answering ? (
-          <button type="button" class="stop" onClick={onStop}>
-            Stop
-          </button>
-        ) : (
-          <button type="submit" class="primary" disabled={disabled || !text.trim()}>
-            Send
-          </button>
-        )}
-      </div>
-    </form>
-  );
-}
-
 function ThemeButton() {
-  const [theme, setTheme] = useState<Theme>(() => THEMES.find((each) => each === localStorage.getItem('cellar.theme')) ?? 'system');
+  const [theme, setTheme] = useState<Theme>(
+    () => THEMES.find((each) => each === localStorage.getItem('cellar.theme')) ?? 'system',
+  );
   useEffect(() => {
     document.documentElement.dataset['theme'] = theme;
     localStorage.setItem('cellar.theme', theme);
   }, [theme]);
   const next = THEMES[(THEMES.indexOf(theme) + 1) % THEMES.length]!;
   return (
-    <button type="button" class="icon" aria-label={`Colours: ${theme}. Switch to ${next}`} title={`Colours: ${theme}`} onClick={() => setTheme(next)}>
+    <button
+      type="button"
+      class="icon"
+      aria-label={`Colours: ${theme}. Switch to ${next}`}
+      title={`Colours: ${theme}`}
+      onClick={() => setTheme(next)}
+    >
       {{ system: '◐', light: '○', dark: '●' }[theme]}
     </button>
   );

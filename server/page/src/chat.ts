@@ -52,7 +52,15 @@ export class Answering {
 
   // The figures of a stopped answer, for which the server sends none.
   private measured(): AnswerStats {
-    const none = { tokens: 0, tokensPerSecond: null, promptTokens: 0, cachedTokens: 0, draftedTokens: 0, acceptedTokens: 0, contextShifts: 0 };
+    const none = {
+      tokens: 0,
+      tokensPerSecond: null,
+      promptTokens: 0,
+      cachedTokens: 0,
+      draftedTokens: 0,
+      acceptedTokens: 0,
+      contextShifts: 0,
+    };
     return { firstToken: this.firstText, ...none };
   }
 

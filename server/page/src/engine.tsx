@@ -13,18 +13,37 @@ const percent = (part: number, whole: number) => (whole ? `${Math.round((100 * p
 
 export function EngineView({ state, failed }: { state: EngineState | null; failed: boolean }) {
   const rates = useRates(state);
-  if (!state) return <p class="hint">{failed ? 'The engine cannot be reached.' : 'Reading the state of the engine …'}</p>;
+  if (!state)
+    return <p class="hint">{failed ? 'The engine cannot be reached.' : 'Reading the state of the engine …'}</p>;
   const { counts } = state;
+  // The server adds the shifts of a sequence to its total when the sequence ends.
+  const shifting = state.slots.reduce((sum, { sequence }) => sum + (sequence?.context_shifts ?? 0), 0);
   return (
     <div class={failed ? 'engine stale' : 'engine'}>
       {failed && <p class="hint bad">No answer: these are the last figures.</p>}
       <dl class="tiles">
-        <Tile label="tokens / s" value={counts.running && rates.length ? format(rates.at(-1)!) : '–'} note={counts.running ? '' : 'idle'}>
+        <Tile
+          label="tokens / s"
+          value={counts.running && rates.length ? format(rates.at(-1)!) : '–'}
+          note={counts.running ? '' : 'idle'}
+        >
           <Sparkline values={rates} />
         </Tile>
-        <Tile label="slots" value={`${counts.running} / ${state.slots.length}`} note={counts.waiting ? `${counts.waiting} waiting` : 'none waiting'} />
-        <Tile label="prompts cached" value={percent(counts.cached_tokens, counts.prompt_tokens)} note={`${count(counts.cached_tokens)} of ${count(counts.prompt_tokens)}`} />
-        <Tile label="context shifts" value={count(counts.context_shifts)} note={`${count(counts.evicted_tokens)} tokens evicted`} />
+        <Tile
+          label="slots"
+          value={`${counts.running} / ${state.slots.length}`}
+          note={counts.waiting ? `${counts.waiting} waiting` : 'none waiting'}
+        />
+        <Tile
+          label="prompts cached"
+          value={percent(counts.cached_tokens, counts.prompt_tokens)}
+          note={`${count(counts.cached_tokens)} of ${count(counts.prompt_tokens)}`}
+        />
+        <Tile
+          label="context shifts"
+          value={count(counts.context_shifts + shifting)}
+          note={`${count(counts.evicted_tokens)} tokens evicted`}
+        />
       </dl>
       <Slots slots={state.slots} context={state.context} />
       <Section title="Cells" help="Keys and values of one token each, in a pool for each group of layers.">
@@ -32,7 +51,10 @@ export function EngineView({ state, failed }: { state: EngineState | null; faile
           <Cells key={at} cells={cells} />
         ))}
       </Section>
-      <Section title="Prefix cache" help="Cached tokens of prompts and answers. What branches behind a bar shares its cells, without a copy.">
+      <Section
+        title="Prefix cache"
+        help="Cached tokens of prompts and answers. What branches behind a bar shares its cells, without a copy."
+      >
         <PrefixTree nodes={state.prefixes} />
       </Section>
       <Speculation drafters={state.drafters} />
@@ -51,7 +73,17 @@ function Section({ title, help, children }: { title: string; help?: string; chil
   );
 }
 
-function Tile({ label, value, note, children }: { label: string; value: string; note?: string; children?: ComponentChildren }) {
+function Tile({
+  label,
+  value,
+  note,
+  children,
+}: {
+  label: string;
+  value: string;
+  note?: string;
+  children?: ComponentChildren;
+}) {
   return (
     <div>
       <dt>{label}</dt>
@@ -66,7 +98,9 @@ function Tile({ label, value, note, children }: { label: string; value: string; 
 
 function Sparkline({ values }: { values: number[] }) {
   const top = Math.max(...values, 1);
-  const points = values.map((value, at) => `${((at + HISTORY - values.length) / (HISTORY - 1)) * 100},${19 - (value / top) * 18}`);
+  const points = values.map(
+    (value, at) => `${((at + HISTORY - values.length) / (HISTORY - 1)) * 100},${19 - (value / top) * 18}`,
+  );
   return (
     <svg class="sparkline" viewBox="0 0 100 20" preserveAspectRatio="none" aria-hidden="true">
       <polyline points={points.join(' ')} />
@@ -99,16 +133,31 @@ function parts(sequence: EngineSequence) {
 }
 
 function Slots({ slots, context }: { slots: EngineSlot[]; context: number }) {
+  const busy = slots.filter((slot) => slot.state !== 'free');
+  const free = slots.filter((slot) => slot.state === 'free');
   const longest = Math.max(...slots.map((slot) => (slot.sequence ? slot.sequence.context_tokens : 0)), 64);
   const scale = Math.min(2 ** Math.ceil(Math.log2(longest)), context);
   return (
     <Section title="Slots" help={`Bars show up to ${count(scale)} of ${count(context)} tokens.`}>
       <ol class="slots" start={0}>
-        {slots.map((slot) => (
+        {busy.map((slot) => (
           <Slot key={slot.slot} slot={slot} scale={scale} />
         ))}
+        {free.length > 0 && (
+          <li class="slot free">
+            <span class="number" />
+            <span class="bar" />
+            <span class="state">{`${free.length} free`}</span>
+          </li>
+        )}
       </ol>
-      <Legend entries={[['cached', 'from the cache'], ['computed', 'prompt computed'], ['answer', 'generated']]} />
+      <Legend
+        entries={[
+          ['cached', 'from the cache'],
+          ['computed', 'prompt computed'],
+          ['answer', 'generated'],
+        ]}
+      />
     </Section>
   );
 }
@@ -121,7 +170,15 @@ function Slot({ slot, scale }: { slot: EngineSlot; scale: number }) {
       <span class="number">{slot.slot}</span>
       <Bar
         total={scale}
-        pieces={shown ? [['cached', shown.cached], ['computed', shown.computed], ['answer', shown.answer]] : []}
+        pieces={
+          shown
+            ? [
+                ['cached', shown.cached],
+                ['computed', shown.computed],
+                ['answer', shown.answer],
+              ]
+            : []
+        }
         label={sequence ? `${sequence.context_tokens} tokens, ${shown!.cached} from the cache` : STATES[slot.state]}
       />
       <span class="state">{STATES[slot.state]}</span>
@@ -143,7 +200,8 @@ function Chips({ sequence }: { sequence: EngineSequence }) {
       )}
       {sequence.context_shifts > 0 && (
         <li class="shifted">
-          {sequence.context_shifts} {sequence.context_shifts === 1 ? 'shift' : 'shifts'}, {count(sequence.dropped_tokens)} dropped
+          {sequence.context_shifts} {sequence.context_shifts === 1 ? 'shift' : 'shifts'},{' '}
+          {count(sequence.dropped_tokens)} dropped
         </li>
       )}
     </ul>
@@ -155,7 +213,10 @@ type Piece = [kind: string, size: number];
 function Bar({ pieces, total, label }: { pieces: Piece[]; total: number; label: string }) {
   return (
     <span class="bar" role="img" aria-label={label} title={label}>
-      {pieces.map(([kind, size]) => size > 0 && <span key={kind} class={kind} style={{ width: `${Math.min((100 * size) / total, 100)}%` }} />)}
+      {pieces.map(
+        ([kind, size]) =>
+          size > 0 && <span key={kind} class={kind} style={{ width: `${Math.min((100 * size) / total, 100)}%` }} />,
+      )}
     </span>
   );
 }
@@ -174,31 +235,55 @@ function Legend({ entries }: { entries: [string, string][] }) {
 }
 
 function Cells({ cells }: { cells: EngineCells }) {
-  const name = cells.range === 'full' ? 'Full attention' : `${cells.range === 'window' ? 'Window' : 'Chunk'} of ${count(cells.range_size ?? 0)}`;
+  const name =
+    cells.range === 'full'
+      ? 'Full attention'
+      : `${cells.range === 'window' ? 'Window' : 'Chunk'} of ${count(cells.range_size ?? 0)}`;
   const own = cells.used - cells.shared;
   const free = cells.total - cells.used - cells.cached;
-  const text = [`${count(cells.used)} in use`, ...(cells.shared ? [`${count(cells.shared)} of them shared`] : []), `${count(cells.cached)} cached`, `${count(free)} free`].join(' · ');
+  const text = [
+    `${count(cells.used)} in use`,
+    ...(cells.shared ? [`${count(cells.shared)} of them shared`] : []),
+    `${count(cells.cached)} cached`,
+    `${count(free)} free`,
+  ].join(' · ');
   return (
     <div class="cells">
       <p>
-        {name} <span class="hint">{cells.layers} layers, {count(cells.total)} cells</span>
+        {name}{' '}
+        <span class="hint">
+          {cells.layers} layers, {count(cells.total)} cells
+        </span>
       </p>
-      <Bar total={cells.total} pieces={[['shared', cells.shared], ['used', own], ['cached', cells.cached]]} label={text} />
+      <Bar
+        total={cells.total}
+        pieces={[
+          ['shared', cells.shared],
+          ['used', own],
+          ['cached', cells.cached],
+        ]}
+        label={text}
+      />
       <p class="hint">{text}</p>
     </div>
   );
 }
 
 function Speculation({ drafters }: { drafters: EngineState['drafters'] }) {
+  const used = drafters.filter((drafter) => drafter.drafted_tokens);
   return (
     <Section title="Speculation" help="Draft tokens that the model accepted cost no step of their own.">
-      {drafters.length === 0 && <p class="hint">No drafter.</p>}
-      {drafters.map(({ kind, drafted_tokens, accepted_tokens }) => (
+      {used.length === 0 && <p class="hint">{drafters.length ? 'No drafts yet.' : 'No drafter.'}</p>}
+      {used.map(({ kind, drafted_tokens, accepted_tokens }) => (
         <div class="drafter" key={kind}>
           <span>{kind}</span>
-          <Bar total={Math.max(drafted_tokens, 1)} pieces={[['accepted', accepted_tokens]]} label={`${accepted_tokens} of ${drafted_tokens} accepted`} />
+          <Bar
+            total={drafted_tokens}
+            pieces={[['accepted', accepted_tokens]]}
+            label={`${accepted_tokens} of ${drafted_tokens} accepted`}
+          />
           <span class="hint">
-            {drafted_tokens ? `${count(accepted_tokens)} of ${count(drafted_tokens)} accepted, ${percent(accepted_tokens, drafted_tokens)}` : 'no drafts yet'}
+            {`${count(accepted_tokens)} of ${count(drafted_tokens)} accepted, ${percent(accepted_tokens, drafted_tokens)}`}
           </span>
         </div>
       ))}

@@ -103,7 +103,11 @@ export function Markdown({ text }: { text: string }) {
     <div class="markdown">
       {tokens.map((token, at) =>
         token.type === 'space' ? null : token.type === 'code' ? (
-          <Code key={at} text={(token as Tokens.Code).text} language={((token as Tokens.Code).lang ?? '').split(/\s/)[0]!.toLowerCase()} />
+          <Code
+            key={at}
+            text={(token as Tokens.Code).text}
+            language={((token as Tokens.Code).lang ?? '').split(/\s/)[0]!.toLowerCase()}
+          />
         ) : (
           <Block key={at} token={token} />
         ),

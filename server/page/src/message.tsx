@@ -1,5 +1,5 @@
 // One message: text, reasoning, tool calls with their results, figures, errors, and what can be done with it.
-import { useEffect, useRef, useState } from 'preact/hooks';
+import { useEffect, useLayoutEffect, useRef, useState } from 'preact/hooks';
 import { Code, Markdown } from './markdown';
 import type { AnswerStats, Message, ToolCall } from './types';
 
@@ -27,7 +27,7 @@ function UserMessage({ message, busy, actions }: Props) {
   const [draft, setDraft] = useState<string | null>(null);
   const editor = useRef<HTMLTextAreaElement>(null);
   const editing = draft !== null;
-  useEffect(() => {
+  useLayoutEffect(() => {
     if (editing) editor.current?.focus();
   }, [editing]);
   const save = () => {
@@ -44,7 +44,14 @@ function UserMessage({ message, busy, actions }: Props) {
   if (editing) {
     return (
       <article class="message user editing" aria-label="You, editing">
-        <textarea ref={editor} aria-label="Edit your message" value={draft} rows={Math.min(draft.split('\n').length + 1, 12)} onInput={(event) => setDraft(event.currentTarget.value)} onKeyDown={keyDown} />
+        <textarea
+          ref={editor}
+          aria-label="Edit your message"
+          value={draft}
+          rows={Math.min(draft.split('\n').length + 1, 12)}
+          onInput={(event) => setDraft(event.currentTarget.value)}
+          onKeyDown={keyDown}
+        />
         <p class="hint">The answers after it are replaced.</p>
         <div class="actions">
           <button type="button" class="primary" onClick={save} disabled={!draft.trim()}>
@@ -76,7 +83,13 @@ function Answer({ message, results, busy, last, actions }: Props) {
   const open = calls.length > 0 && last && !streaming && !calls.every((call) => results.has(call.id));
   return (
     <article class="message answer" aria-label="Answer" aria-busy={streaming}>
-      {message.reasoning && <Reasoning text={message.reasoning} seconds={message.reasoningSeconds} running={streaming && !message.content} />}
+      {message.reasoning && (
+        <Reasoning
+          text={message.reasoning}
+          seconds={message.reasoningSeconds}
+          running={streaming && !message.content}
+        />
+      )}
       {message.content && <Markdown text={message.content} />}
       {streaming && !message.content && !message.reasoning && <p class="pending">Waiting for the first token</p>}
       {open ? (
@@ -149,7 +162,15 @@ function CallCard({ call, result }: { call: ToolCall; result: string | undefined
   );
 }
 
-function OpenCalls({ message, calls, onSend }: { message: Message; calls: ToolCall[]; onSend: (texts: string[]) => void }) {
+function OpenCalls({
+  message,
+  calls,
+  onSend,
+}: {
+  message: Message;
+  calls: ToolCall[];
+  onSend: (texts: string[]) => void;
+}) {
   const [texts, setTexts] = useState<string[]>(calls.map(() => ''));
   const submit = (event: Event) => {
     event.preventDefault();
@@ -190,7 +211,11 @@ function CopyButton({ text }: { text: string }) {
     return () => clearTimeout(timer);
   }, [copied]);
   return (
-    <button type="button" class="quiet" onClick={() => void navigator.clipboard.writeText(text).then(() => setCopied(true))}>
+    <button
+      type="button"
+      class="quiet"
+      onClick={() => void navigator.clipboard.writeText(text).then(() => setCopied(true))}
+    >
       {copied ? 'Copied' : 'Copy'}
     </button>
   );
@@ -199,8 +224,12 @@ function CopyButton({ text }: { text: string }) {
 function Figures({ stats }: { stats: AnswerStats }) {
   return (
     <ul class="figures" aria-label="Figures of this answer">
-      {stats.tokensPerSecond !== null && <li title="Tokens generated per second">{format(stats.tokensPerSecond)} tok/s</li>}
-      {stats.firstToken !== null && <li title="Time from the request to the first text">first token {milliseconds(stats.firstToken)}</li>}
+      {stats.tokensPerSecond !== null && (
+        <li title="Tokens generated per second">{format(stats.tokensPerSecond)} tok/s</li>
+      )}
+      {stats.firstToken !== null && (
+        <li title="Time from the request to the first text">first token {milliseconds(stats.firstToken)}</li>
+      )}
       {stats.tokens > 0 && <li title="Tokens of the answer">{stats.tokens.toLocaleString('en')} tokens</li>}
       {stats.promptTokens > 0 && (
         <li title="Prompt tokens found in the prefix cache">

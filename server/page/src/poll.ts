@@ -10,7 +10,11 @@ export interface Polled<Value> {
 }
 
 // `read` gives a value and whether it calls for the next one at once. A change of `wake` starts over with the shortest wait.
-export function usePolling<Value>(enabled: boolean, wake: unknown, read: (signal: AbortSignal) => Promise<{ value: Value; busy: boolean }>): Polled<Value> {
+export function usePolling<Value>(
+  enabled: boolean,
+  wake: unknown,
+  read: (signal: AbortSignal) => Promise<{ value: Value; busy: boolean }>,
+): Polled<Value> {
   const [state, setState] = useState<Polled<Value>>({ value: null, failed: false });
   const reader = useRef(read);
   reader.current = read;

@@ -61,9 +61,11 @@ export function PrefixTree({ nodes: all }: { nodes: EnginePrefix[] }) {
   const { placed, rows, hidden } = place(nodes);
   const longest = Math.max(...placed.map(({ node }) => node.start + node.length), 1);
   const tokens = nodes.reduce((sum, node) => sum + node.length, 0);
-  const shared = nodes.filter((node) => nodes.filter((other) => other.parent === node.id).length > 1 || node.slots.length > 1);
+  const shared = nodes.filter(
+    (node) => nodes.filter((other) => other.parent === node.id).length > 1 || node.slots.length > 1,
+  );
   const sharedTokens = shared.reduce((sum, node) => sum + node.length, 0);
-  const summary = `${tokens.toLocaleString('en')} tokens in ${nodes.length} ${nodes.length === 1 ? 'branch' : 'branches'}, ${sharedTokens.toLocaleString('en')} of them shared`;
+  const summary = `${tokens.toLocaleString('en')} tokens in ${nodes.length} ${nodes.length === 1 ? 'node' : 'nodes'}, ${sharedTokens.toLocaleString('en')} of them shared`;
   // Square roots keep short prefixes visible beside long ones.
   const x = (position: number) => Math.sqrt(position / longest) * WIDTH;
   return (

@@ -42,8 +42,10 @@ function jsonError(text: string): string {
 }
 
 export function SettingsPanel({ settings, names, model, keyNeeded, onChange, onKey }: Props) {
-  const set = (name: keyof ChatSettings) => (event: { currentTarget: HTMLInputElement | HTMLTextAreaElement | HTMLSelectElement }) =>
-    onChange({ ...settings, [name]: event.currentTarget.value });
+  const set =
+    (name: keyof ChatSettings) =>
+    (event: { currentTarget: HTMLInputElement | HTMLTextAreaElement | HTMLSelectElement }) =>
+      onChange({ ...settings, [name]: event.currentTarget.value });
   return (
     <div class="settings">
       <p class="hint">Of this conversation, and of new ones. An empty field leaves the choice to the server.</p>
@@ -72,7 +74,17 @@ export function SettingsPanel({ settings, names, model, keyNeeded, onChange, onK
               <label class="field" for={name}>
                 {label}
               </label>
-              <input id={name} type="number" inputMode="decimal" min={min} max={max} step={step} value={settings[name]} onInput={set(name)} aria-describedby={`${name}-help`} />
+              <input
+                id={name}
+                type="number"
+                inputMode="decimal"
+                min={min}
+                max={max}
+                step={step}
+                value={settings[name]}
+                onInput={set(name)}
+                aria-describedby={`${name}-help`}
+              />
               <span class="hint" id={`${name}-help`}>
                 {help}
               </span>
@@ -91,22 +103,60 @@ export function SettingsPanel({ settings, names, model, keyNeeded, onChange, onK
           </div>
         </div>
       </fieldset>
-      <JsonField id="schema" label="JSON schema" help="The answer is JSON that follows it." value={settings.schema} onInput={set('schema')} placeholder={'{"type": "object", "properties": {"name": {"type": "string"}}}'} />
+      <JsonField
+        id="schema"
+        label="JSON schema"
+        help="The answer is JSON that follows it."
+        value={settings.schema}
+        onInput={set('schema')}
+        placeholder={'{"type": "object", "properties": {"name": {"type": "string"}}}'}
+      />
       {(!model || model.tools) && (
-        <JsonField id="tools" label="Tools" help="A JSON list, as in OpenAI's API. Calls are shown as cards; you enter the results." value={settings.tools} onInput={set('tools')} placeholder={'[{"type": "function", "function": {"name": "get_weather", "parameters": {…}}}]'} />
+        <JsonField
+          id="tools"
+          label="Tools"
+          help="A JSON list, as in OpenAI's API. Calls are shown as cards; you enter the results."
+          value={settings.tools}
+          onInput={set('tools')}
+          placeholder={'[{"type": "function", "function": {"name": "get_weather", "parameters": {…}}}]'}
+        />
       )}
     </div>
   );
 }
 
-function JsonField({ id, label, help, value, placeholder, onInput }: { id: string; label: string; help: string; value: string; placeholder: string; onInput: (event: { currentTarget: HTMLTextAreaElement }) => void }) {
+function JsonField({
+  id,
+  label,
+  help,
+  value,
+  placeholder,
+  onInput,
+}: {
+  id: string;
+  label: string;
+  help: string;
+  value: string;
+  placeholder: string;
+  onInput: (event: { currentTarget: HTMLTextAreaElement }) => void;
+}) {
   const error = jsonError(value);
   return (
     <>
       <label class="field" for={id}>
         {label}
       </label>
-      <textarea id={id} class="mono" rows={value ? 6 : 3} spellcheck={false} value={value} placeholder={placeholder} onInput={onInput} aria-invalid={!!error} aria-describedby={`${id}-help`} />
+      <textarea
+        id={id}
+        class="mono"
+        rows={value ? 6 : 3}
+        spellcheck={false}
+        value={value}
+        placeholder={placeholder}
+        onInput={onInput}
+        aria-invalid={!!error}
+        aria-describedby={`${id}-help`}
+      />
       <span id={`${id}-help`} class={error ? 'hint bad' : 'hint'}>
         {error || help}
       </span>
@@ -127,7 +177,14 @@ export function KeyField({ onKey }: { onKey: () => void }) {
         API key
       </label>
       <div class="row">
-        <input id="key" type="password" autocomplete="off" value={key} onInput={(event) => setKey(event.currentTarget.value)} aria-describedby="key-help" />
+        <input
+          id="key"
+          type="password"
+          autocomplete="off"
+          value={key}
+          onInput={(event) => setKey(event.currentTarget.value)}
+          aria-describedby="key-help"
+        />
         <button type="submit" class="primary">
           Use
         </button>

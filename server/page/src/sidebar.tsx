@@ -62,7 +62,12 @@ export function Sidebar(props: Props) {
         ))}
       </ul>
       <footer>
-        <button type="button" class="quiet" disabled={!conversations.length} onClick={() => download('cellar-conversations.json', exported(conversations))}>
+        <button
+          type="button"
+          class="quiet"
+          disabled={!conversations.length}
+          onClick={() => download('cellar-conversations.json', exported(conversations))}
+        >
           Export all
         </button>
         <button type="button" class="quiet" onClick={() => file.current?.click()}>
@@ -71,13 +76,26 @@ export function Sidebar(props: Props) {
         <a class="quiet" href={LICENCES} target="_blank" rel="noopener">
           Licences
         </a>
-        <input ref={file} type="file" accept="application/json,.json" hidden aria-label="File of conversations" onChange={(event) => void load(event)} />
+        <input
+          ref={file}
+          type="file"
+          accept="application/json,.json"
+          hidden
+          aria-label="File of conversations"
+          onChange={(event) => void load(event)}
+        />
       </footer>
     </aside>
   );
 }
 
-function Entry({ conversation, active, onOpen, onRename, onDelete }: Props & { conversation: Conversation; active: boolean }) {
+function Entry({
+  conversation,
+  active,
+  onOpen,
+  onRename,
+  onDelete,
+}: Props & { conversation: Conversation; active: boolean }) {
   const [draft, setDraft] = useState<string | null>(null);
   const [asking, setAsking] = useState(false);
   const title = titleOf(conversation);
@@ -94,14 +112,26 @@ function Entry({ conversation, active, onOpen, onRename, onDelete }: Props & { c
             save();
           }}
         >
-          <input aria-label="Title" value={draft} ref={focus} onInput={(event) => setDraft(event.currentTarget.value)} onKeyDown={(event) => event.key === 'Escape' && setDraft(null)} onBlur={save} />
+          <input
+            aria-label="Title"
+            value={draft}
+            ref={focus}
+            onInput={(event) => setDraft(event.currentTarget.value)}
+            onKeyDown={(event) => event.key === 'Escape' && setDraft(null)}
+            onBlur={save}
+          />
         </form>
       </li>
     );
   }
   return (
     <li class={active ? 'entry active' : 'entry'}>
-      <button type="button" class="title" aria-current={active ? 'true' : undefined} onClick={() => onOpen(conversation)}>
+      <button
+        type="button"
+        class="title"
+        aria-current={active ? 'true' : undefined}
+        onClick={() => onOpen(conversation)}
+      >
         {title}
       </button>
       <div class="actions">
@@ -119,7 +149,12 @@ function Entry({ conversation, active, onOpen, onRename, onDelete }: Props & { c
             <button type="button" class="quiet" aria-label={`Rename ${title}`} onClick={() => setDraft(title)}>
               Rename
             </button>
-            <button type="button" class="quiet" aria-label={`Export ${title}`} onClick={() => download('cellar-conversation.json', exported([conversation]))}>
+            <button
+              type="button"
+              class="quiet"
+              aria-label={`Export ${title}`}
+              onClick={() => download('cellar-conversation.json', exported([conversation]))}
+            >
               Export
             </button>
             <button type="button" class="quiet" aria-label={`Delete ${title}`} onClick={() => setAsking(true)}>

@@ -24,7 +24,14 @@ export function newId(): string {
 }
 
 export function newConversation(settings: ChatSettings = DEFAULT_SETTINGS): Conversation {
-  return { id: newId(), title: 'New conversation', named: false, updated: Date.now(), messages: [], settings: { ...settings } };
+  return {
+    id: newId(),
+    title: 'New conversation',
+    named: false,
+    updated: Date.now(),
+    messages: [],
+    settings: { ...settings },
+  };
 }
 
 export function loadConversations(): Conversation[] {
@@ -53,7 +60,11 @@ export function deleteConversation(id: string): void {
 
 export function titleOf(conversation: Conversation): string {
   if (conversation.named) return conversation.title;
-  const first = conversation.messages.find((message) => message.role === 'user')?.content.trim().replace(/\s+/g, ' ') ?? '';
+  const first =
+    conversation.messages
+      .find((message) => message.role === 'user')
+      ?.content.trim()
+      .replace(/\s+/g, ' ') ?? '';
   return first ? (first.length > 60 ? `${first.slice(0, 59)}…` : first) : 'New conversation';
 }
 
@@ -115,12 +126,17 @@ function checkedMessage(given: Message): Message {
   if (typeof given.reasoningSeconds === 'number') message.reasoningSeconds = given.reasoningSeconds;
   if (typeof given.callId === 'string') message.callId = given.callId;
   if (Array.isArray(given.calls)) {
-    message.calls = given.calls.map((call) => ({ id: String(call.id), name: String(call.name), arguments: String(call.arguments) }));
+    message.calls = given.calls.map((call) => ({
+      id: String(call.id),
+      name: String(call.name),
+      arguments: String(call.arguments),
+    }));
   }
   // An answer was streaming when the page was closed.
   if (given.state === 'cut') message.state = 'cut';
   else if (given.state) message.state = 'stopped';
-  if (given.stats && Object.values(given.stats).every((value) => value === null || typeof value === 'number')) message.stats = given.stats;
+  if (given.stats && Object.values(given.stats).every((value) => value === null || typeof value === 'number'))
+    message.stats = given.stats;
   if (given.failure) {
     const { title, message: text, field } = given.failure;
     message.failure = { title: String(title), message: String(text), field: typeof field === 'string' ? field : null };

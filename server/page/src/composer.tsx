@@ -1,0 +1,74 @@
+// The message field with its button: Enter sends, Shift and Enter breaks the line, Escape stops the answer.
+import { useEffect, useRef, useState } from 'preact/hooks';
+
+export function Composer({
+  answering,
+  disabled,
+  onSend,
+  onStop,
+}: {
+  answering: boolean;
+  disabled: boolean;
+  onSend: (text: string) => void;
+  onStop: () => void;
+}) {
+  const [text, setText] = useState('');
+  const field = useRef<HTMLTextAreaElement>(null);
+  useEffect(() => {
+    field.current?.focus({ preventScroll: true });
+  }, []);
+  useEffect(() => {
+    const area = field.current!;
+    area.style.height = 'auto';
+    area.style.height = `${area.scrollHeight}px`;
+  }, [text]);
+  useEffect(() => {
+    if (!answering) return;
+    const escape = (event: KeyboardEvent) => event.key === 'Escape' && onStop();
+    addEventListener('keydown', escape);
+    return () => removeEventListener('keydown', escape);
+  }, [answering, onStop]);
+  const submit = () => {
+    if (answering || disabled || !text.trim()) return;
+    onSend(text.trim());
+    setText('');
+  };
+  const keyDown = (event: KeyboardEvent) => {
+    if (event.key !== 'Enter' || event.shiftKey || event.isComposing) return;
+    event.preventDefault();
+    submit();
+  };
+  return (
+    <form
+      class="composer"
+      onSubmit={(event) => {
+        event.preventDefault();
+        submit();
+      }}
+    >
+      <div class="column">
+        <label class="visually-hidden" for="composer">
+          Message
+        </label>
+        <textarea
+          id="composer"
+          ref={field}
+          rows={1}
+          value={text}
+          placeholder={disabled ? 'Another conversation is being answered' : 'Write a message'}
+          onInput={(event) => setText(event.currentTarget.value)}
+          onKeyDown={keyDown}
+        />
+        {answering ? (
+          <button type="button" class="stop" onClick={onStop}>
+            Stop
+          </button>
+        ) : (
+          <button type="submit" class="primary" disabled={disabled || !text.trim()}>
+            Send
+          </button>
+        )}
+      </div>
+    </form>
+  );
+}

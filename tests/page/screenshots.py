@@ -1,0 +1,90 @@
+"""The screenshots of docs/page.md: `python -m tests.page.screenshots [FOLDER]`."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from tests.e2e.serving import ROOT, serving
+from tests.page.conftest import program
+from tests.page.tab import Tab
+from tests.page.test_chat import TOOLS
+from tests.page.test_layout import conversation
+from tests.page.test_live import LONG, generating
+
+WIDE = {"width": 1440, "height": 900}
+SHIFT = {"overflow": "shift", "max_tokens": 100_000}
+
+
+def save(tab: Tab, folder: Path, name: str) -> None:
+    """Save what the tab shows, with 256 colours."""
+    image = Image.open(io.BytesIO(tab.page.screenshot())).convert("RGB")
+    image.quantize(256, dither=Image.Dither.NONE).save(folder / f"{name}.png", optimize=True)
+
+
+def talk(tab: Tab) -> None:
+    """A short conversation."""
+    tab.set("Temperature", "0")
+    for text in ("What is Cellar?", "What is a slot?", "What does --slots do?"):
+        tab.ask(text)
+    tab.open_panel("Engine")
+
+
+def take_all(browser: Any, address: str, folder: Path) -> None:
+    """Take the screenshots."""
+    for scheme in ("light", "dark"):
+        tab = Tab(browser.new_context(viewport=WIDE, color_scheme=scheme), address).ready()
+        talk(tab)
+        with ExitStack() as stack:
+            for text in ("One", "Two", "Three"):
+                stack.enter_context(generating(address, LONG + text, **SHIFT))
+            tab.page.locator(".slot .shifted").first.wait_for()
+            save(tab, folder, f"live-{scheme}")
+        tab.page.get_by_label("File of conversations").set_input_files(conversation(folder.parent))
+        tab.page.locator(".failure").wait_for()
+        tab.page.locator(".messages").evaluate("(area) => (area.scrollTop = 0)")
+        tab.open_panel("Settings")
+        save(tab, folder, f"text-{scheme}")
+    (folder.parent / "file.json").unlink()
+    tools(Tab(browser.new_context(viewport={"width": 1180, "height": 860}), address).ready(), folder)
+    phone(Tab(browser.new_context(viewport={"width": 390, "height": 800}, color_scheme="dark"), address).ready(), folder)
+
+
+def tools(tab: Tab, folder: Path) -> None:
+    """A tool call that waits for its result."""
+    tab.set("Tools", json.dumps(TOOLS, indent=1))
+    tab.set("Temperature", "0")
+    tab.button("Close the panel").click()
+    tab.send("What is the weather in Paris?")
+    tab.page.get_by_label("Result of get_weather").fill('{"weather": "sunny"}')
+    save(tab, folder, "tools")
+
+
+def phone(tab: Tab, folder: Path) -> None:
+    """A narrow window."""
+    tab.ask("What is Cellar?")
+    tab.ask("What is a slot?")
+    save(tab, folder, "phone")
+
+
+def main(folder: Path) -> None:
+    """Take all screenshots on a server of the bundled model."""
+    from playwright.sync_api import sync_playwright
+
+    folder.mkdir(parents=True, exist_ok=True)
+    flags = ["--store", "memory", "--context", "1024", "--slots", "6"]
+    with Path(os.devnull).open("w") as errors, serving(flags, errors) as address, sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=program(), args=["--no-sandbox"])
+        take_all(browser, address, folder)
+        browser.close()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "docs/page")
