@@ -22,8 +22,8 @@ _ROUNDS = 3
 # Columns within which errors are compensated, and the added share of a column's own second moment: few inputs give a
 # noisy estimate of correlations.
 _FEEDBACK_COLUMNS, _DAMPING = 1024, 0.5
-# Weights quantised at once: long vectors, little memory.
-_WEIGHTS_AT_ONCE = 2**20
+# Weights quantised at once: long vectors, little memory. Weights of which scales are fitted at once, in a cache.
+_WEIGHTS_AT_ONCE, _CACHED_WEIGHTS = 2**21, 2**17
 # The smallest importance of a column, relative to the mean.
 _LEAST_IMPORTANCE = 1e-4
 # The largest scale and minimum of a group; signed ones of a half group.
@@ -102,7 +102,7 @@ def fit(
     padding = -columns % layout.scale_columns
     # Columns by rows: sums over a group, and updates of columns, are then sums and updates of whole vectors.
     padded = functional.pad(weight.detach().float(), (0, padding)).T.contiguous()
-    if not padded.isfinite().all():
+    if not torch.stack(padded.aminmax()).isfinite().all():
         raise ValueError("a weight is infinite or no number")
     importance = functional.pad(statistics.importance, (0, padding), value=_LEAST_IMPORTANCE)
     if layout.has_minimums:
@@ -124,10 +124,10 @@ def _fit_with_minimums(
     columns, scale_levels = limits
     largest = 2 ** LAYOUTS[format].bits - 1
     grouped = weights.view(-1, GROUP, weights.shape[1])
-    scales, minimums = (
-        _super_scaled(each, SUPERBLOCK, scale_levels)
-        for each in _affine_scales(grouped, importance.view(-1, GROUP, 1), largest)
-    )
+    at_once = max(_CACHED_WEIGHTS // grouped[0].numel(), 1)
+    parts = zip(grouped.split(at_once), importance.view(-1, 1, GROUP).split(at_once), strict=True)
+    fitted = zip(*(_affine_scales(*part, largest) for part in parts), strict=True)
+    scales, minimums = (_super_scaled(torch.cat(each), SUPERBLOCK, scale_levels) for each in fitted)
     if feedback:
         codes = _compensated_codes(weights, scales.values, minimums.values, largest, feedback)
     else:
@@ -143,17 +143,19 @@ def _fit_with_minimums(
 
 
 def _affine_scales(grouped: Tensor, importance: Tensor, largest: int) -> tuple[Tensor, Tensor]:
-    """Scales and minimums [groups, outputs] of weights [groups, GROUP, outputs]."""
+    """Scales and minimums [groups, outputs] of weights [groups, GROUP, outputs].
+
+    importance  [groups, 1, GROUP]
+    """
     minimums = grouped.amin(1).clamp_max_(0)
     scales = (grouped.amax(1) - minimums).div_(largest)
-    total = importance.sum(1)
-    weighted = grouped * importance
-    weighted_sum = weighted.sum(1)
+    total = importance.sum(2)
+    weighted_sum = (importance @ grouped)[:, 0]
     for _ in range(_ROUNDS):
         codes = _codes(grouped, scales, minimums, largest)
-        product = (codes * weighted).sum(1)
-        weighted_codes = codes * importance
-        first, second = weighted_codes.sum(1), weighted_codes.mul_(codes).sum(1)
+        product = (importance @ (codes * grouped))[:, 0]
+        first = (importance @ codes)[:, 0]
+        second = (importance @ codes.square_())[:, 0]
         # Normal equations of weights = scale * codes + minimum; without a minimum if it would be positive.
         determinant = total * second - first.square()
         minimums = ((second * weighted_sum - first * product) / determinant).clamp_max_(0)
@@ -229,16 +231,17 @@ def _compensate_group(
     weights: Tensor, codes: Tensor, scale: tuple[Tensor, Tensor], largest: int, factor: Tensor
 ) -> Tensor:
     """Write the codes of one group's columns; their errors, relative to the diagonal of the factor."""
-    (scales, minimums), errors = scale, torch.empty_like(weights)
-    inverse = _inverse(scales)
-    offsets = minimums * inverse
-    diagonal = factor.diagonal().tolist()
-    for column, own in enumerate(weights):
-        code = torch.mul(own, inverse, out=codes[column]).sub_(offsets).round_().clamp_(0, largest)
-        torch.addcmul(minimums, code, scales, out=errors[column])
-        error = torch.sub(own, errors[column], out=errors[column]).div_(diagonal[column])
-        weights[column + 1 :].addr_(factor[column, column + 1 :], error, alpha=-1)
-    return errors
+    scales, minimums = scale
+    inverse, diagonal = _inverse(scales), factor.diagonal()[:, None]
+    # In units of the scale, which all columns of the group share, an error is what rounding changes.
+    scaled = (weights * inverse).sub_(minimums * inverse)
+    errors = torch.empty_like(weights)
+    for column, (own, code, error, feedback) in enumerate(zip(scaled, codes, errors, factor / diagonal, strict=True)):
+        torch.round(own, out=code).clamp_(0, largest)
+        torch.sub(own, code, out=error)
+        scaled[column + 1 :].addr_(feedback[column + 1 :], error, alpha=-1)
+    # All weights with a scale of 0 are the minimum.
+    return torch.where(inverse == 0, weights - minimums, errors.mul_(scales)).div_(diagonal)
 
 
 def _fit_half_groups(weights: Tensor, format: WeightFormat, importance: Tensor, columns: int) -> RowMajorWeights:
