@@ -6,9 +6,9 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c const
 WHEEL = $(BIN)/python -m pip --disable-pip-version-check wheel --quiet --no-deps --wheel-dir dist .
 KERNELS := build/kernels
 CLIENTS := current older evaluation fuzz openresponses
-FAST := not slow and not gpu and not container
+FAST := not slow and not gpu and not container and not arm64
 
-.PHONY: help serve test test-all test-container test-clients mutants check bench train wheel clean
+.PHONY: help serve test test-all test-container test-arm64 test-clients mutants check bench train wheel clean
 .DEFAULT_GOAL := help
 
 help:  ## show this list
@@ -20,11 +20,14 @@ serve: .venv/serve  ## install, then serve the bundled model on http://127.0.0.1
 test: .venv/test  ## install, then run the tests (minutes, no network, no GPU)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal -m "$(FAST)" $(ARGS)
 
-test-all: .venv/test  ## all tests, the slow ones too (the image has its own: make test-container)
-	$(BIN)/python -m pytest -q -m "not container" $(ARGS)
+test-all: .venv/test  ## all tests, the slow ones too (images and arm64 have their own)
+	$(BIN)/python -m pytest -q -m "not container and not arm64" $(ARGS)
 
 test-container: .venv/test  ## build and run the image with buildah (Debian: apt-get install buildah crun mmdebstrap)
 	$(BIN)/python -m pytest -q -m container tests/container $(ARGS)
+
+test-arm64: .venv/test  ## kernels for arm64 under qemu (Debian: apt-get install g++-aarch64-linux-gnu qemu-user-static)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m arm64 tests/arm64 $(ARGS)
 
 test-clients: .venv/test $(CLIENTS:%=.venv/clients-%/done)  ## run other people's clients against a server
 	$(BIN)/python -m tests.clients $(foreach name,$(CLIENTS),$(name)=.venv/clients-$(name))
