@@ -6,9 +6,9 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c const
 WHEEL = $(BIN)/python -m pip --disable-pip-version-check wheel --quiet --no-deps --wheel-dir dist .
 KERNELS := build/kernels
 CLIENTS := current older evaluation fuzz openresponses
-FAST := not slow and not gpu and not container and not arm64
+FAST := not slow and not gpu and not container and not arm64 and not browser
 
-.PHONY: help serve test test-all test-container test-arm64 test-clients mutants check bench train wheel clean
+.PHONY: help serve test test-all test-container test-arm64 test-clients test-browser page mutants check bench train wheel clean
 .DEFAULT_GOAL := help
 
 help:  ## show this list
@@ -20,8 +20,8 @@ serve: .venv/serve  ## install, then serve the bundled model on http://127.0.0.1
 test: .venv/test  ## install, then run the tests (minutes, no network, no GPU)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal -m "$(FAST)" $(ARGS)
 
-test-all: .venv/test  ## all tests, the slow ones too (images and arm64 have their own)
-	$(BIN)/python -m pytest -q -m "not container and not arm64" $(ARGS)
+test-all: .venv/test  ## all tests, the slow ones too (images, arm64 and the page have their own)
+	$(BIN)/python -m pytest -q -m "not container and not arm64 and not browser" $(ARGS)
 
 test-container: .venv/test  ## build and run the image with buildah (Debian: apt-get install buildah crun mmdebstrap)
 	$(BIN)/python -m pytest -q -m container tests/container $(ARGS)
@@ -31,6 +31,13 @@ test-arm64: .venv/test  ## kernels for arm64 under qemu (Debian: apt-get install
 
 test-clients: .venv/test $(CLIENTS:%=.venv/clients-%/done)  ## run other people's clients against a server
 	$(BIN)/python -m tests.clients $(foreach name,$(CLIENTS),$(name)=.venv/clients-$(name))
+
+test-browser: .venv/browser server/page/node_modules  ## drive the web page in Chromium (Debian: apt-get install chromium npm)
+	$(BIN)/python -m pytest -q -m browser tests/page $(ARGS)
+	$(BIN)/python -m pytest -q tests/page/test_build.py
+
+page: server/page/node_modules  ## build the web page from server/page/src (needs npm)
+	cd server/page && node node_modules/typescript/bin/tsc --noEmit && node build.mjs
 
 mutants: .venv/mutants  ## mutation tests of the cache, for a nightly job (hours; MODULE=rotary: one module)
 	$(BIN)/mutmut run $(if $(MODULE),"kvcache.$(MODULE).*")
@@ -71,6 +78,12 @@ clean:  ## remove the environment and all that was built
 	@touch $@
 .venv/dev: .venv/test
 	$(PIP) -e ".[test,dev]"
+	@touch $@
+.venv/browser: .venv/test
+	$(PIP) -e ".[test,test-browser]"
+	@touch $@
+server/page/node_modules: server/page/package-lock.json
+	cd server/page && npm ci --no-audit --no-fund
 	@touch $@
 # Clients whose requirements exclude each other live apart.
 .venv/clients-%/done: tests/clients/%.txt .venv/bin/python

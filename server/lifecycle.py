@@ -351,6 +351,7 @@ def _embedding_line(embedding: EmbeddingModelInfo) -> tuple[str, str]:
 def _url_lines(settings: Settings, url: str) -> Iterator[str]:
     key = " -H 'Authorization: Bearer YOUR_KEY'" if settings.all_keys else ""
     body = f'{{"model": "{settings.model_names[0]}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
+    yield f"  page       {url}/    chat and a live view of the engine"
     yield f"  API        {url}/v1    metrics {url}/metrics    types {url}/openapi.json"
     yield f"  try        curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'"
 

@@ -19,7 +19,25 @@ from tests.page.test_chat import TOOLS
 from tests.page.test_layout import conversation
 from tests.page.test_live import LONG, generating
 
-WIDE = {"width": 1440, "height": 900}
+WIDE = {"width": 1440, "height": 1080}
+ANSWER = """Two settings share the memory of the cache:
+
+| setting | default | meaning |
+|---|---|---|
+| `--slots` | what memory allows | sequences that are computed at the same time |
+| `--context` | what memory allows | tokens of one sequence |
+
+The pool has a *cell* for each token. A sequence takes cells as it grows, so short ones leave room:
+
+```python
+def fits(sequences: list[int], cells: int, cached: int) -> bool:
+    # Cached prefixes are evicted for running sequences.
+    return sum(sequences) <= cells - cached + evictable(cached)
+```
+
+1. Start with the defaults.
+2. Raise `--slots` if requests wait, and `--context` if answers end early.
+"""
 SHIFT = {"overflow": "shift", "max_tokens": 100_000}
 
 
@@ -47,12 +65,13 @@ def take_all(browser: Any, address: str, folder: Path) -> None:
                 stack.enter_context(generating(address, LONG + text, **SHIFT))
             tab.page.locator(".slot .shifted").first.wait_for()
             save(tab, folder, f"live-{scheme}")
-        tab.page.get_by_label("File of conversations").set_input_files(conversation(folder.parent))
+        file = conversation(folder.parent, ANSWER, "Slots and context")
+        tab.page.get_by_label("File of conversations").set_input_files(file)
         tab.page.locator(".failure").wait_for()
         tab.page.locator(".messages").evaluate("(area) => (area.scrollTop = 0)")
         tab.open_panel("Settings")
         save(tab, folder, f"text-{scheme}")
-    (folder.parent / "file.json").unlink()
+        file.unlink()
     tools(Tab(browser.new_context(viewport={"width": 1180, "height": 860}), address).ready(), folder)
     phone(Tab(browser.new_context(viewport={"width": 390, "height": 800}, color_scheme="dark"), address).ready(), folder)
 

@@ -37,20 +37,20 @@ def first(values: list[int]) -> int:  # a comment that is long enough to leave a
 CALL = {"id": "c", "name": "get_weather", "arguments": '{"city": "Paris"}'}
 
 
-def conversation(folder: Path) -> Path:
-    """A file with every kind of message."""
+def conversation(folder: Path, text: str = TEXT, title: str = "Every kind") -> Path:
+    """A file with every kind of message; `text` is the first answer."""
     stats = {"firstToken": 80, "tokens": 120, "tokensPerSecond": 410.5, "promptTokens": 60, "cachedTokens": 40}
     more = {"draftedTokens": 30, "acceptedTokens": 22, "contextShifts": 1}
     failure = {"title": "Error 400", "message": "Unknown type 'nonsense'.", "field": "response_format"}
     messages = [
-        {"id": "1", "role": "user", "content": "Explain the settings. " * 12},
-        {"id": "2", "role": "assistant", "content": TEXT, "reasoning": "Short *thoughts*.", "stats": {**stats, **more}},
+        {"id": "1", "role": "user", "content": "Which settings decide how much runs at the same time?"},
+        {"id": "2", "role": "assistant", "content": text, "reasoning": "Short *thoughts*.", "stats": {**stats, **more}},
         {"id": "3", "role": "user", "content": "And the weather?"},
         {"id": "4", "role": "assistant", "content": "", "calls": [CALL]},
         {"id": "5", "role": "tool", "content": '{"sky": "clear"}', "callId": "c"},
         {"id": "6", "role": "assistant", "content": "Clear.", "failure": failure},
     ]
-    entry = {"id": "x", "title": "Every kind", "named": True, "updated": 1, "messages": messages, "settings": {}}
+    entry = {"id": "x", "title": title, "named": True, "updated": 1, "messages": messages, "settings": {}}
     file = folder / "file.json"
     file.write_text(json.dumps({"format": "cellar-conversations", "version": 1, "conversations": [entry]}))
     return file
