@@ -30,6 +30,7 @@ from engine.output.stop_regex import check_stop_regex
 from engine.output.stream import RequestStream
 from engine.text.tokenizer import Tokenizer
 from engine.types.events import Event, Failed
+from engine.types.progress import Progress, progress_to
 from engine.types.request import EmbeddingJob, Request
 from engine.types.snapshot import EngineSnapshot
 from engine.types.status import DraftingInfo, EmbeddingModelInfo, MemoryPlan, ModelInfo, Stats
@@ -83,9 +84,10 @@ class Engine:
         self,
         config: EngineConfig,
         on_phase: Callable[[str], None] | None = None,
+        on_progress: Callable[[Progress], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._config, self._on_phase = config, on_phase
+        self._config, self._on_phase, self._on_progress = config, on_phase, on_progress
         self._watchdog = Watchdog(clock)
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run_thread, name="engine", daemon=True)
@@ -324,10 +326,11 @@ class Engine:
 
     def _run_thread(self) -> None:
         try:
-            embedder = load_embedder(self._config, self._set_phase)
-            reserved = 0 if embedder is None else embedder.info.workspace_bytes
-            loaded = load(self._config, self._set_phase, reserved_bytes=reserved)
-            draft = load_draft(self._config, loaded, self._set_phase)
+            with progress_to(self._set_progress):
+                embedder = load_embedder(self._config, self._set_phase)
+                reserved = 0 if embedder is None else embedder.info.workspace_bytes
+                loaded = load(self._config, self._set_phase, reserved_bytes=reserved)
+                draft = load_draft(self._config, loaded, self._set_phase)
             speculation = make_speculation(self._config, loaded, draft, time.monotonic)
             core = Core(loaded, self._config, speculation)
             drafting = DraftingInfo(speculation.kinds)
@@ -352,6 +355,11 @@ class Engine:
         self._phase = phase
         if self._on_phase is not None:
             self._on_phase(phase)
+
+    def _set_progress(self, progress: Progress) -> None:
+        self._phase = progress.text
+        if self._on_progress is not None:
+            self._on_progress(progress)
 
     def _call_on_loop(self, callback: Callable[..., None], *values: object) -> None:
         if not self._loop.is_closed():

@@ -11,10 +11,11 @@ import re
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, TextIO
 
 from cyclopts import App, ArgumentCollection, Group, Parameter
 from cyclopts.config import Env
+from rich.console import Console
 
 from bench.options import BenchOptions
 from server.config_file import ConfigFile, ConfigFileError, exposes_keys, find
@@ -24,6 +25,7 @@ from server.options import serve_arguments, serve_environment
 from server.settings import ENVIRONMENT_PREFIX, LogLevel, Settings, is_world_readable, make_disk_cache
 from server.store.database import StoreError
 from server.store.store import check_store
+from server.terminal.load_screen import LoadScreen, load_screen
 from server.terminal.options import ChatOptions, RunOptions
 
 if TYPE_CHECKING:
@@ -91,6 +93,9 @@ def make_app() -> App:
     app.command(serve)
     app.command(chat)
     app.command(run_prompt, name="run")
+    # Its arguments are no settings: none comes from the environment.
+    app.command(pull, config=())
+    app.command(make_models_app())
     app.command(bench)
     # Its arguments are no settings: none comes from the environment.
     app.command(convert, config=())
@@ -165,6 +170,68 @@ def run_prompt(
 
     settings = _checked_client_settings(options)
     sys.exit(run_once(model, prompt, run_options or RunOptions(), settings))
+
+
+def pull(model: str, *, revision: str | None = None) -> None:
+    """Download a model of the hub into its local cache; an interrupted download continues.
+
+    Prints the folder or the GGUF file, and the size. The exit code is 1 if the model is not there.
+
+    Parameters
+    ----------
+    model
+        A name such as Qwen/Qwen3-0.6B; for one GGUF file of a repository, organisation/model:Q4_K_M.
+    revision
+        A branch, a tag or a commit. Default: main. `cellar serve FOLDER` serves it.
+    """
+    from server.commands.pull import run_pull
+
+    sys.exit(run_pull(model, revision))
+
+
+def make_models_app() -> App:
+    """`cellar models` and its subcommand."""
+    app = App(name="models", help="List the models on the disk and of a running server, or remove one.")
+    app.default(models)
+    app.command(remove, config=())
+    return app
+
+
+def models(
+    *,
+    as_json: Annotated[bool, Parameter(name="--json", show_env_var=False, show_default="off")] = False,
+    url: str = "http://127.0.0.1:8000",
+    api_key: str | None = None,
+) -> None:
+    """List the models on the disk and of a running server.
+
+    Parameters
+    ----------
+    as_json
+        Print JSON.
+    url
+        The running server.
+    api_key
+        Its API key.
+    """
+    from server.commands.models import list_models
+
+    sys.exit(list_models(as_json=as_json, url=url, api_key=api_key))
+
+
+def remove(name: str, *, yes: bool = False) -> None:
+    """Remove a model from the hub's local cache.
+
+    Parameters
+    ----------
+    name
+        As listed by `cellar models`; organisation/model@revision removes one revision.
+    yes
+        Ask no question.
+    """
+    from server.commands.models import remove_model
+
+    sys.exit(remove_model(name, confirmed=yes))
 
 
 def _checked_client_settings(options: Settings | None) -> Settings:
@@ -275,6 +342,14 @@ def run(settings: Settings) -> int:
     limit_spinning()
     # Garbage collections free nothing during imports and take a sixth of their time (4.6 s without, 5.4 s with them).
     gc.disable()
+    screen = load_screen(Console(highlight=False), _print_line, "import torch and transformers")
+    try:
+        return _run(settings, screen)
+    finally:
+        screen.stop()
+
+
+def _run(settings: Settings, screen: LoadScreen) -> int:
     # These imports take seconds: only with valid settings.
     from engine.load.preload import preload_torch
 
@@ -285,10 +360,10 @@ def run(settings: Settings) -> int:
     try:
         listening = listen(settings.host, settings.port)
     except OSError as error:
-        _print_line(f"cellar: cannot listen on {settings.host}:{settings.port}: {error}")
+        screen.print(f"cellar: cannot listen on {settings.host}:{settings.port}: {error}")
         return EXIT_ADDRESS
     with listening:
-        return asyncio.run(Lifecycle(_engine(settings), settings, _print_line).run(listening))
+        return asyncio.run(Lifecycle(_engine(settings, screen), settings, screen.print).run(listening))
 
 
 def limit_spinning() -> None:
@@ -300,7 +375,7 @@ def limit_spinning() -> None:
         os.environ["GOMP_SPINCOUNT"] = SPIN_COUNT
 
 
-def _engine(settings: Settings) -> Engine:
+def _engine(settings: Settings, screen: LoadScreen) -> Engine:
     from engine.load.imports import import_transformers
 
     import_transformers()
@@ -308,19 +383,29 @@ def _engine(settings: Settings) -> Engine:
 
     gc.freeze()
     gc.enable()
-    return Engine(settings.engine_config(), on_phase=_print_phase)
+    return Engine(settings.engine_config(), on_phase=screen.set_phase, on_progress=screen.set_progress)
 
 
 def _print_line(text: str) -> None:
     print(text, flush=True)
 
 
-def _print_phase(phase: str) -> None:
-    _print_line(f"cellar: {phase}")
+class StderrHandler(logging.StreamHandler[TextIO]):
+    """Writes to sys.stderr of the moment: while a progress line is drawn, it is another stream."""
+
+    @property
+    def stream(self) -> TextIO:
+        """The stream."""
+        return sys.stderr
+
+    @stream.setter
+    def stream(self, _: TextIO) -> None:
+        """The constructor of the base class sets it."""
 
 
 def _configure_logging(level: LogLevel) -> None:
-    logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    format_ = "%(asctime)s %(levelname)s %(name)s %(message)s"
+    logging.basicConfig(level=level.upper(), format=format_, handlers=[StderrHandler()])
     # At DEBUG these log every chunk of every response, or every packet.
     for name in ("sse_starlette", "asyncio", "urllib3", "httpcore"):
         logging.getLogger(name).setLevel(logging.INFO)

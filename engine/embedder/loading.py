@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,6 @@ from transformers import (
     AutoModelForTextEncoding,
     AutoTokenizer,
 )
-from transformers.utils.logging import disable_progress_bar
 
 from engine.config import EngineConfig
 from engine.embedder.embedder import Embedder
@@ -43,6 +41,7 @@ from engine.load.checkpoint import (
     weight_files,
 )
 from engine.load.memory import available_bytes
+from engine.load.weight_bars import reported_weights
 from engine.model.rope import original_length
 from engine.quantize.quantize import bytes_of
 from engine.types.request import EmbeddingInput
@@ -72,14 +71,13 @@ def load_embedder(config: EngineConfig, on_phase: Callable[[str], None]) -> Load
     name = config.embedding_model
     if name is None:
         return None
-    if not sys.stderr.isatty():
-        disable_progress_bar()
     on_phase("embedding model")
     folder = resolve(name)
     if is_gguf(folder):
         raise ModelUnsupported(name, "embedding models in GGUF files are not supported; pass a folder with safetensors")
     try:
-        return _load(name, folder, config)
+        with reported_weights():
+            return _load(name, folder, config)
     except READ_ERRORS as error:
         raise ModelUnsupported(name, error_line(error)) from error
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from glob import escape
 from pathlib import Path
 
-from huggingface_hub import HfApi, snapshot_download
+from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
@@ -22,9 +23,13 @@ from huggingface_hub.errors import (
     HTTPError,
     LocalEntryNotFoundError,
     RepositoryNotFoundError,
+    RevisionNotFoundError,
 )
+from huggingface_hub.utils import filter_repo_objects
 
 from engine.errors import ModelMissing
+from engine.load.reporting_bar import ReportingBar
+from engine.types.progress import Progress, progress_listener, progress_to
 
 _DOWNLOADED_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "tokenizer*", "*.tiktoken"]
 # Copies of the weights for other libraries: Mistral's own format, and all folders (original, onnx, openvino) except the
@@ -40,35 +45,53 @@ _side_file = re.compile(r"(^|[-._])(mmproj|imatrix)([-._]|$)", re.IGNORECASE)
 _LISTED = 12
 
 
-def download(model: str) -> Path:
-    """The folder of a model of the hub, or its GGUF file (the first of its shards). Raises ModelMissing."""
+@dataclass(frozen=True, slots=True)
+class _Repository:
+    """A revision of a repository: the bytes of its files by name; None where they are unknown.
+
+    commit  its digest; None if the hub is unreachable
+    """
+
+    name: str
+    revision: str
+    files: Mapping[str, int | None]
+    commit: str | None = None
+
+
+def download(model: str, revision: str | None = None) -> Path:
+    """The folder of a model of the hub, or its GGUF file (the first of its shards). Raises ModelMissing.
+
+    revision  a branch, a tag or a commit; None: main
+    """
     name, _, quantisation = model.partition(":")
-    with _refusals(model):
-        names = _file_names(name)
-        files = _gguf_files(names)
+    if name.count("/") != 1:
+        raise ModelMissing(model, "a name on the hub looks like organisation/model")
+    with _refusals(model, revision):
+        repository = _repository(name, revision or "main")
+        files = _gguf_files(repository.files)
         if quantisation:
-            return _download_gguf(name, _named_file(model, files, quantisation))
-        if files and not any("/" not in file and file.endswith(".safetensors") for file in names):
-            return _download_gguf(name, _preferred_file(files))
-        return _download(name, _DOWNLOADED_FILES, _IGNORED_FILES)
+            return _download_gguf(repository, _named_file(model, files, quantisation))
+        if files and not any("/" not in file and file.endswith(".safetensors") for file in repository.files):
+            return _download_gguf(repository, _preferred_file(files))
+        return _download(repository, _DOWNLOADED_FILES, _IGNORED_FILES)
 
 
-def _file_names(name: str) -> list[str]:
+def _repository(name: str, revision: str) -> _Repository:
     """The files of a repository; of its local cache if the hub does not list them."""
     try:
         # Listing a tree retries for 23 s while the hub is unreachable.
-        siblings = HfApi(endpoint=_endpoint()).model_info(name, revision="main").siblings
-        return [file.rfilename for file in siblings or ()]
+        info = HfApi(endpoint=_endpoint()).model_info(name, revision=revision, files_metadata=True)
     except (HTTPError, OSError):
-        cached = _cached_names(name)
+        cached = _cached_names(name, revision)
         if not cached:
             raise
-        return cached
+        return _Repository(name, revision, dict.fromkeys(cached))
+    return _Repository(name, revision, {file.rfilename: file.size for file in info.siblings or ()}, info.sha)
 
 
-def _cached_names(name: str) -> list[str]:
+def _cached_names(name: str, revision: str) -> list[str]:
     try:
-        folder = Path(snapshot_download(name, allow_patterns=[], local_files_only=True))
+        folder = Path(snapshot_download(name, revision=revision, allow_patterns=[], local_files_only=True))
     except LocalEntryNotFoundError:
         return []
     return [str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()]
@@ -115,16 +138,45 @@ def _list(names: list[str]) -> str:
     return ", ".join(names[:_LISTED]) + more
 
 
-def _download_gguf(name: str, shards: list[str]) -> Path:
+def _download_gguf(repository: _Repository, shards: list[str]) -> Path:
     """The first shard, after all shards are there. Raises ModelMissing if the repository lacks some."""
     numbers = _shard.search(Path(shards[0]).stem)
     if numbers is not None and len(shards) != int(numbers[2]):
-        raise ModelMissing(name, f"{len(shards)} of the {int(numbers[2])} shards of {shards[0]} are there")
-    return _download(name, [escape(shard) for shard in shards], []) / shards[0]
+        reason = f"{len(shards)} of the {int(numbers[2])} shards of {shards[0]} are there"
+        raise ModelMissing(repository.name, reason)
+    return _download(repository, [escape(shard) for shard in shards], []) / shards[0]
 
 
-def _download(name: str, patterns: list[str], ignored: list[str]) -> Path:
-    return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=ignored, endpoint=_endpoint()))
+def _download(repository: _Repository, patterns: list[str], ignored: list[str]) -> Path:
+    """The folder of the files; an interrupted download continues."""
+    wanted = filter_repo_objects(repository.files, allow_patterns=patterns, ignore_patterns=ignored)
+    total, listener = _missing_bytes(repository, wanted), progress_listener()
+
+    def report(progress: Progress) -> None:
+        # The hub counts bytes and files; its total grows with each file that it begins.
+        if progress.unit == "bytes" and progress.total:
+            listener(Progress("download", progress.done, max(total, progress.total), "bytes"))
+
+    with progress_to(report):
+        folder = snapshot_download(
+            repository.name,
+            revision=repository.revision,
+            allow_patterns=patterns,
+            ignore_patterns=ignored,
+            endpoint=_endpoint(),
+            tqdm_class=ReportingBar,
+        )
+    return Path(folder)
+
+
+def _missing_bytes(repository: _Repository, files: Iterable[str]) -> int:
+    """The bytes of the files that are not in the local cache; files of unknown size count as empty."""
+    missing = (
+        file
+        for file in files
+        if not isinstance(try_to_load_from_cache(repository.name, file, revision=repository.commit), str)
+    )
+    return sum(repository.files[file] or 0 for file in missing)
 
 
 def _endpoint() -> str | None:
@@ -132,7 +184,7 @@ def _endpoint() -> str | None:
 
 
 @contextmanager
-def _refusals(model: str) -> Iterator[None]:
+def _refusals(model: str, revision: str | None) -> Iterator[None]:
     """Translate the hub's errors into ModelMissing."""
     try:
         yield
@@ -140,6 +192,8 @@ def _refusals(model: str) -> Iterator[None]:
         raise ModelMissing(model, "a name on the hub looks like organisation/model") from error
     except GatedRepoError as error:
         raise ModelMissing(model, "the repository is gated: set HF_TOKEN") from error
+    except RevisionNotFoundError as error:
+        raise ModelMissing(model, f"the repository has no revision {revision}") from error
     except RepositoryNotFoundError as error:
         raise ModelMissing(model, "the hub has no model of this name") from error
     except HfHubHTTPError as error:

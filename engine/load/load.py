@@ -23,7 +23,6 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     AutoModelForSpeechSeq2Seq,
 )
-from transformers.utils.logging import disable_progress_bar
 
 from engine.config import BUNDLED_NAME, EngineConfig
 from engine.errors import ModelUnsupported
@@ -50,6 +49,7 @@ from engine.load.gguf_model import gguf_config, gguf_model
 from engine.load.layers import LayersToQuantize, quantize_layers
 from engine.load.memory import ModelSizes, available_bytes, max_fitting_context, plan_memory
 from engine.load.tokenizer_cache import read_tokenizer
+from engine.load.weight_bars import reported_weights
 from engine.model import hooks, recurrence, rope
 from engine.model.encoder import Encoder, has_encoder
 from engine.model.layers import CachedLayer
@@ -115,9 +115,7 @@ def load(config: EngineConfig, on_phase: Callable[[str], None], *, reserved_byte
     """Load the model, with `reserved_bytes` left free; calls `on_phase` with each phase. Raises subclasses of
     ModelError.
     """
-    if not sys.stderr.isatty():
-        disable_progress_bar()
-    with recording() as margins:
+    with recording() as margins, reported_weights():
         loaded = _load(config, on_phase, reserved_bytes)
     return replace(loaded, margins=log_margins(margins))
 

@@ -6,8 +6,6 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
-from rich.console import Console
-from rich.progress import Progress
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -26,6 +24,7 @@ from engine.quantize.plan import LinearLayer, QuantizationPlan, replace_modules
 from engine.quantize.quantizer import MatrixSource, Quantizer, describe_formats, matrix_name, planned_matrices
 from engine.quantize.stacks import ExpertStack, experts_of
 from engine.quantize.store import WeightStore
+from engine.types.progress import report_progress
 from engine.types.status import QuantizationEstimate
 
 log = logging.getLogger("cellar.engine")
@@ -80,12 +79,13 @@ def quantize(
 ) -> None:
     """Replace the layers and experts of the plan; the original weights are freed one by one.
 
-    Quantised weights are read from the store, or computed with a progress bar on a terminal and then stored.
+    Quantised weights are read from the store, or computed and then stored.
 
     calibrate  called for new weights of 4 bits: statistics by the name of a layer, or of a module with experts
     """
-    with _QuantizedMatrices(store, plan, calibrate) as matrices:
-        _replace(model, plan, matrices.quantize, prepare)
+    matrices = _QuantizedMatrices(store, plan, calibrate)
+    step = f"quantize to int{store.bits}" if matrices.new else "read quantized weights"
+    _replace(model, plan, matrices.quantize, prepare, step=step)
     matrices.save()
     log.info("int%d: %s", store.bits, describe_formats(matrices.packed))
     _log_summary(model, plan, f"int{store.bits}")
@@ -105,18 +105,31 @@ def repack(
         packed[name] = source.quantize(name, weight, storage)
         return packed[name]
 
-    _replace(model, plan, matrix, prepare)
+    _replace(model, plan, matrix, prepare, step="repack weights")
     log.info("%s: %s", label, describe_formats(packed))
     _log_summary(model, plan, label)
 
 
-def _replace(model: nn.Module, plan: QuantizationPlan, quantized: _QuantizeMatrix, prepare: PrepareMatrices) -> None:
-    """Replace the layers and experts of the plan; the original weights are freed one by one."""
+def _replace(
+    model: nn.Module, plan: QuantizationPlan, quantized: _QuantizeMatrix, prepare: PrepareMatrices, *, step: str
+) -> None:
+    """Replace the layers and experts of the plan; the original weights are freed one by one.
+
+    step  name for reports of progress
+    """
     replacements: dict[nn.Module, nn.Module] = {}
+    done, total = 0, plan.weights
+
+    def reported(name: str, weight: Tensor) -> PackedMatrix:
+        nonlocal done
+        packed, done = quantized(name, weight), done + weight.numel()
+        report_progress(step, done, total)
+        return packed
+
     for group in plan.groups:
-        replacements |= _quantized_linears(group, [quantized(layer.name, layer.weight) for layer in group], prepare)
+        replacements |= _quantized_linears(group, [reported(layer.name, layer.weight) for layer in group], prepare)
     for name, experts in plan.experts.items():
-        up, down = (_quantize_stack(quantized, name, stack) for stack in (experts.up, experts.down))
+        up, down = (_quantize_stack(reported, name, stack) for stack in (experts.up, experts.down))
         replacements[experts.module] = QuantizedExperts(experts, up, down, prepare)
     replace_modules(model, replacements)
 
@@ -129,7 +142,7 @@ def bytes_of(model: nn.Module) -> int:
 
 
 class _QuantizedMatrices:
-    """The quantised matrices of a model by name, stored or new; shows a progress bar while it is open."""
+    """The quantised matrices of a model by name, stored or new."""
 
     def __init__(
         self, store: WeightStore, plan: QuantizationPlan, calibrate: Callable[[], Mapping[str, LayerStatistics]]
@@ -140,17 +153,11 @@ class _QuantizedMatrices:
         if self._stored is None:
             self._quantizer = Quantizer(store.bits, plan, {} if store.bits == 8 else calibrate())
             self._storage = PackedStorage((*shape, self._quantizer.formats[name]) for name, shape in shapes.items())
-        console = Console(stderr=True)
-        self._bar = Progress(console=console, transient=True, disable=not console.is_terminal)
-        description = f"quantize to int{store.bits}" if self._stored is None else "read quantized weights"
-        self._task = self._bar.add_task(description, total=plan.weights)
 
-    def __enter__(self) -> _QuantizedMatrices:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
+    @property
+    def new(self) -> bool:
+        """Whether they are computed."""
+        return self._stored is None
 
     def quantize(self, name: str, weight: Tensor) -> PackedMatrix:
         """The quantised matrix `name` with original weights [outputs, columns]."""
@@ -158,7 +165,6 @@ class _QuantizedMatrices:
             self.packed[name] = self._quantizer.quantize(name, weight, self._storage)
         else:
             self.packed[name] = self._stored[name]
-        self._bar.advance(self._task, weight.numel())
         return self.packed[name]
 
     def save(self) -> None:

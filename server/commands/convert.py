@@ -23,6 +23,8 @@ def run_conversion(
     # transformers' import takes seconds.
     from engine.convert.convert import Conversion, convert
     from engine.errors import ModelError
+    from engine.types.progress import Progress as Step
+    from engine.types.progress import progress_to
 
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     console = Console(highlight=False, soft_wrap=True)
@@ -37,8 +39,13 @@ def run_conversion(
             on_phase=lambda phase: progress.update(task, description=phase),
             on_progress=lambda written, total: progress.update(task, completed=written, total=total),
         )
+
+        def show(step: Step) -> None:
+            progress.update(task, description=step.step, completed=step.done, total=step.total or None)
+
         try:
-            convert(conversion)
+            with progress_to(show):
+                convert(conversion)
         except ModelError as error:
             progress.stop()
             console.print(f"cellar: {error}", markup=False)

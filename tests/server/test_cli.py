@@ -16,6 +16,7 @@ from engine.types.status import DraftingInfo, ModelInfo, QuantizationEstimate
 from server import cli
 from server.lifecycle import banner
 from server.settings import Settings
+from server.terminal.load_screen import LineScreen
 from tests.server.fakes import INFO, MEMORY
 
 ROOT = Path(__file__).parents[2]
@@ -226,7 +227,7 @@ def test_a_world_readable_key_file_is_a_warning(
 
 def test_garbage_collection_resumes_after_the_import() -> None:
     """Collections pause for the imports alone: what a load leaves must not stay for good."""
-    cli._engine(Settings())
+    cli._engine(Settings(), LineScreen(print))
     frozen = gc.get_freeze_count()
     gc.unfreeze()
 
@@ -406,7 +407,7 @@ def test_spinning_of_threads_is_limited(
     """What bounds their spinning is set before the engine is loaded, and the user's own word stays."""
     seen = []
 
-    def load(settings: Settings) -> None:
+    def load(settings: Settings, screen: LineScreen) -> None:
         seen.append(os.environ.get("GOMP_SPINCOUNT"))
         raise KeyboardInterrupt
 

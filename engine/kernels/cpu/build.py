@@ -29,6 +29,7 @@ from pathlib import Path
 
 from engine.kernels.cache_folder import cache_folder, mark_used, scratch_folder, trim
 from engine.kernels.cpu.processor import supported_variants, variants_of
+from engine.types.progress import report_progress
 
 log = logging.getLogger("cellar.engine")
 
@@ -108,6 +109,7 @@ def library(
     )
     mark_used(target)
     if not _is_sound(target):
+        report_progress(f"compile the {kernel} kernel")
         log.info("%s compiles the %s kernel for %s, once on this machine", Path(compiler[0]).name, kernel, variant)
         started = time.monotonic()
         _build(compiler, kernel, variant, target)

@@ -17,6 +17,8 @@ from fastapi.responses import FileResponse, JSONResponse
 from engine.errors import ModelMissing
 from engine.load.checkpoint import resolve
 from engine.load.hub import download
+from engine.load.hub_cache import cached_models, remove_revisions
+from engine.types.progress import Progress, progress_to
 from tests.engine.load.test_load import load_folder
 from tests.engine.play import Job, ask, play
 
@@ -54,8 +56,14 @@ class Hub:
             return Response(status_code=403, headers={"X-Error-Code": "GatedRepo"})
         if name != "tiny":
             return Response(status_code=404, headers={"X-Error-Code": "RepoNotFound"})
-        siblings = [{"rfilename": file} for file in self.names()]
+        if revision not in ("main", "v1", "a" * 40):
+            return Response(status_code=404, headers={"X-Error-Code": "RevisionNotFound"})
+        siblings = [{"rfilename": file, "size": self.size(file)} for file in self.names()]
         return JSONResponse({"_id": "1", "id": f"{owner}/{name}", "sha": "a" * 40, "siblings": siblings})
+
+    def size(self, file: str) -> int:
+        """The bytes of a file; those of an unwanted file would be noticed."""
+        return (self.files / file).stat().st_size if (self.files / file).is_file() else 10**9
 
     async def tree(self, owner: str, name: str, revision: str) -> Response:
         """The list of files again, with sizes."""
@@ -241,3 +249,38 @@ def test_safetensors_are_preferred_to_gguf_files(gguf_hub: Hub) -> None:
     add_files(gguf_hub, "model.safetensors", "config.json")
 
     assert {"model.safetensors", "config.json"} == {file.name for file in download("someone/tiny").iterdir()}
+
+
+def test_a_download_reports_its_bytes(hub: Hub) -> None:
+    """Up to the sizes of the files that are not in the cache yet, and nothing when all are there."""
+    reports: list[Progress] = []
+    with progress_to(reports.append):
+        folder = download("someone/tiny")
+        counted = len(reports)
+        download("someone/tiny")
+    size = sum(file.stat().st_size for file in folder.iterdir())
+
+    assert {("download", "bytes", size)} == {(each.step, each.unit, each.total) for each in reports}
+    assert size == reports[-1].done
+    assert counted == len(reports)
+
+
+def test_a_revision_is_downloaded_by_its_name(hub: Hub) -> None:
+    folder = download("someone/tiny", "v1")
+
+    assert "a" * 40 == folder.name
+    assert "a" * 40 == (folder.parents[1] / "refs" / "v1").read_text()
+    with pytest.raises(ModelMissing, match="the repository has no revision v2"):
+        download("someone/tiny", "v2")
+
+
+def test_models_of_the_cache_are_listed_and_removed(hub: Hub) -> None:
+    assert [] == cached_models()
+    folder = download("someone/tiny", "v1")
+    (model,) = cached_models()
+
+    assert ("someone/tiny", "a" * 40, ("v1",), folder) == (model.id, model.revision, model.names, model.folder)
+    assert (("safetensors",), ()) == (model.formats, model.files)
+    assert sum(file.stat().st_size for file in folder.iterdir()) == model.size_bytes == remove_revisions([model])
+    assert [] == cached_models()
+    assert not folder.exists()
