@@ -99,6 +99,7 @@ def make_app() -> App:
     app.command(bench)
     # Its arguments are no settings: none comes from the environment.
     app.command(convert, config=())
+    app.command(completion, config=())
     return app
 
 
@@ -232,6 +233,23 @@ def remove(name: str, *, yes: bool = False) -> None:
     from server.commands.models import remove_model
 
     sys.exit(remove_model(name, confirmed=yes))
+
+
+def completion(shell: Literal["bash", "zsh", "fish"], *, install: bool = False) -> None:
+    """Print the completion script of a shell.
+
+    Parameters
+    ----------
+    shell
+        The shell.
+    install
+        Write the script where the shell finds it, and print the path.
+    """
+    app = make_app()
+    if install:
+        _print_line(str(app.install_completion(shell=shell, add_to_startup=False)))
+    else:
+        _print_line(app.generate_completion(prog_name="cellar", shell=shell))
 
 
 def _checked_client_settings(options: Settings | None) -> Settings:

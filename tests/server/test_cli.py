@@ -422,3 +422,27 @@ def test_spinning_of_threads_is_limited(
         cli.run(Settings(port=0))
 
     assert [rounds] == seen
+
+
+def test_the_shell_completes_commands_options_and_words() -> None:
+    """The script of bash, run by bash."""
+    command = [sys.executable, "-c", "from server.cli import main; main()", "completion", "bash"]
+    script = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    lines = [script]
+    for words in (("cellar", "mod"), ("cellar", "serve", "--quan"), ("cellar", "serve", "--quantize", "in")):
+        lines.append(f"COMP_WORDS=({' '.join(words)}); COMP_CWORD={len(words) - 1}; COMPREPLY=()")
+        lines.append('_cellar; echo "${COMPREPLY[@]}"')
+    done = subprocess.run(["bash", "-c", "\n".join(lines)], capture_output=True, text=True, check=True)
+
+    assert ["models", "--quantize", "int8 int4"] == done.stdout.splitlines()
+
+
+def test_the_completion_is_installed(tmp_path: Path) -> None:
+    """In the folder of the shell, which is printed."""
+    command = [sys.executable, "-c", "from server.cli import main; main()", "completion", "fish", "--install"]
+    environment = {**os.environ, "HOME": str(tmp_path)}
+    environment.pop("XDG_CONFIG_HOME", None)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, env=environment)
+
+    assert tmp_path in (path := Path(done.stdout.strip())).parents
+    assert "complete -c cellar" in path.read_text()
