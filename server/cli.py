@@ -97,6 +97,7 @@ def make_app() -> App:
     app.command(pull, config=())
     app.command(make_models_app())
     app.command(bench)
+    app.command(plan)
     # Its arguments are no settings: none comes from the environment.
     app.command(convert, config=())
     app.command(completion, config=())
@@ -301,6 +302,32 @@ def bench(
         context=settings.context,
     )
     sys.exit(measured(bench_settings, served))
+
+
+def plan(
+    model: str | None = None, *, json: bool = False, options: Annotated[Settings | None, Parameter(name="*")] = None
+) -> None:
+    """Show the memory that `cellar serve` takes with the same options, without reading the weights.
+
+    The exit code is 1 if the model cannot be planned or does not fit.
+
+    Parameters
+    ----------
+    model
+        As for `cellar serve`; of a model of the hub only the configuration and the tokenizer are downloaded.
+    json
+        Print JSON, sizes in bytes.
+    """
+    from server.commands.plan import run_plan
+
+    settings = replace(options or Settings(), model=model)
+    try:
+        check_environment()
+        settings.check()
+    except (ValueError, OSError) as error:
+        _print_line(f"cellar: {error}")
+        sys.exit(EXIT_USAGE)
+    sys.exit(run_plan(settings, as_json=json))
 
 
 def convert(

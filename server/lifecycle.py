@@ -28,6 +28,7 @@ from server.http.descriptors import ListeningSocket, connection_limit, log_exhau
 from server.http.protocol import strict_protocol, strict_websocket
 from server.http.version import version
 from server.settings import Settings
+from server.sizes import format_count, format_size
 from server.store.store import describe_location
 
 if TYPE_CHECKING:
@@ -275,23 +276,24 @@ def banner(
 def _lines(
     info: ModelInfo, memory: MemoryPlan, drafting: DraftingInfo, settings: Settings
 ) -> Iterator[tuple[str, str]]:
-    yield "model", f"{info.architecture}, {_count(info.parameters)} parameters, {info.dtype}, from {info.folder}"
+    yield "model", f"{info.architecture}, {format_count(info.parameters)} parameters, {info.dtype}, from {info.folder}"
     maximum = f" (--context: up to {info.max_context})" if info.max_context > info.context else ""
     yield "context", f"{info.context} tokens a sequence{maximum}, {info.slots} slots, overflow: {settings.overflow}"
     yield "steps", _step_text(info)
     yield "batches", _invariance_text(info)
     yield "queue", f"{settings.max_waiting} requests may wait"
-    windows = f" + windows {_size(memory.window_bytes)}" if memory.window_bytes else ""
+    windows = f" + windows {format_size(memory.window_bytes)}" if memory.window_bytes else ""
     yield (
         "memory",
-        f"weights {_size(memory.weights_bytes)} + cache {_size(memory.cache_bytes)} "
-        f"({memory.cells} tokens x {_size(memory.cell_bytes)}{windows}) + work {_size(memory.workspace_bytes)} "
-        f"= {_size(memory.weights_bytes + memory.cache_bytes + memory.workspace_bytes)} "
-        f"of {_size(memory.available_bytes)} free",
+        f"weights {format_size(memory.weights_bytes)} + cache {format_size(memory.cache_bytes)} "
+        f"({memory.cells} tokens x {format_size(memory.cell_bytes)}{windows}) "
+        f"+ work {format_size(memory.workspace_bytes)} "
+        f"= {format_size(memory.weights_bytes + memory.cache_bytes + memory.workspace_bytes)} "
+        f"of {format_size(memory.available_bytes)} free",
     )
     yield "drafts", _draft_text(drafting, settings.draft_tokens)
     if settings.disk_cache_folder is not None:
-        yield "disk cache", f"{settings.disk_cache_folder}, {_size(settings.disk_cache_bytes)} at most"
+        yield "disk cache", f"{settings.disk_cache_folder}, {format_size(settings.disk_cache_bytes)} at most"
     yield "responses", describe_location(settings.store)
     if settings.origins:
         yield "pages", f"of {', '.join(settings.origins)} may call the server from a browser"
@@ -333,8 +335,8 @@ def _draft_text(drafting: DraftingInfo, tokens: Literal["auto"] | int) -> str:
         return text
     model, memory = drafting.model, drafting.memory
     return (
-        f"{text}; {model.architecture}, {_count(model.parameters)} parameters, from {model.folder}: "
-        f"weights {_size(memory.weights_bytes)} + cache {_size(memory.cache_bytes)}"
+        f"{text}; {model.architecture}, {format_count(model.parameters)} parameters, from {model.folder}: "
+        f"weights {format_size(memory.weights_bytes)} + cache {format_size(memory.cache_bytes)}"
     )
 
 
@@ -342,9 +344,9 @@ def _embedding_line(embedding: EmbeddingModelInfo) -> tuple[str, str]:
     """The kind, size and memory of the embedding model."""
     model, length = embedding.model, f" of {embedding.dimensions} numbers" if embedding.output_kind == "vectors" else ""
     return embedding.output_kind, (
-        f"{model.architecture}, {_count(model.parameters)} parameters, {model.dtype}, from {model.folder}: "
+        f"{model.architecture}, {format_count(model.parameters)} parameters, {model.dtype}, from {model.folder}: "
         f"{embedding.output_kind}{length}, {model.context} tokens a text, "
-        f"weights {_size(embedding.weights_bytes)} + work {_size(embedding.workspace_bytes)}"
+        f"weights {format_size(embedding.weights_bytes)} + work {format_size(embedding.workspace_bytes)}"
     )
 
 
@@ -354,17 +356,3 @@ def _url_lines(settings: Settings, url: str) -> Iterator[str]:
     yield f"  page       {url}/    chat and a live view of the engine"
     yield f"  API        {url}/v1    metrics {url}/metrics    types {url}/openapi.json"
     yield f"  try        curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'"
-
-
-def _count(number: int) -> str:
-    for unit, size in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
-        if number >= size:
-            return f"{number / size:.1f}{unit}"
-    return str(number)
-
-
-def _size(number: int) -> str:
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if number >= size:
-            return f"{number / size:.1f} {unit}"
-    return f"{number} bytes"

@@ -93,18 +93,22 @@ class PackedStorage:
     """Memory for some quantised matrices, in one arena."""
 
     def __init__(self, shapes: Iterable[MatrixShape]) -> None:
-        sizes = [
-            aligned_size(size)
-            for shape in shapes
-            for size in (_codes_shape(*shape).numel(), _scales_dtype(shape[2]).itemsize * prod(_scales_shape(*shape)))
-        ]
-        self._arena = Arena(sum(sizes))
+        self._arena = Arena(packed_bytes(shapes))
 
     def allocate(self, outputs: int, columns: int, format: WeightFormat) -> PackedMatrix:
         """An uninitialised matrix."""
         codes = self._arena.allocate(_codes_shape(outputs, columns, format), torch.uint8)
         scales = self._arena.allocate(_scales_shape(outputs, columns, format), _scales_dtype(format))
         return PackedMatrix(format, codes, scales, outputs, columns)
+
+
+def packed_bytes(shapes: Iterable[MatrixShape]) -> int:
+    """Memory for some quantised matrices."""
+    return sum(
+        aligned_size(size)
+        for shape in shapes
+        for size in (_codes_shape(*shape).numel(), _scales_dtype(shape[2]).itemsize * prod(_scales_shape(*shape)))
+    )
 
 
 def pack(rows: RowMajorWeights, storage: PackedStorage | None = None) -> PackedMatrix:

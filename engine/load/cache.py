@@ -10,6 +10,7 @@ from engine.config import EngineConfig
 from engine.load.load import LoadedModel
 from engine.load.memory import max_batch_tokens
 from engine.model.layers import CachedLayer
+from engine.types.status import MemoryPlan
 from kvcache.cache import Cache
 from kvcache.offload import OffloadConfig
 
@@ -48,11 +49,16 @@ def offload_config(config: EngineConfig, identity: str) -> OffloadConfig:
     )
 
 
+def state_budget(memory: MemoryPlan, share: float = _STATE_SHARE) -> int:
+    """Bytes of recurrent states in the prefix tree at most."""
+    return int(memory.available_bytes * share)
+
+
 def _make_cache(
     config: EngineConfig, model: LoadedModel, layers: Sequence[CachedLayer], identity: str, state_share: float
 ) -> Cache:
     """A cache for `layers` with the slots and cells of a model; `state_share` 0: the layers are not recurrent."""
-    state_bytes = int(model.memory.available_bytes * state_share) if model.recurrent and state_share else None
+    state_bytes = state_budget(model.memory, state_share) if model.recurrent and state_share else None
     return Cache(
         [layer.spec for layer in layers],
         slots=model.info.slots,

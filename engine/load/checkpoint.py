@@ -7,7 +7,7 @@ The path of a model is a folder in the layout of transformers, or a GGUF file, t
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from engine.errors import ModelMissing
 from engine.gguf.config import is_language_model
 from engine.gguf.container import GgufError, GgufModel, Metadata, read_metadata, read_model, shard_files
 from engine.load.file_kind import GGUF_FILE, JSON_FILE, SAFETENSORS_FILE, file_kind
-from engine.load.hub import CONSOLIDATED_FILES, download
+from engine.load.hub import CONSOLIDATED_FILES, download, download_headers
 from engine.load.resources import processor_count
 
 # Errors that transformers raises for a broken checkpoint. The last two derive from Exception directly.
@@ -45,8 +45,16 @@ _FILE_SUFFIXES = (".gguf", ".safetensors", ".bin", ".pt", ".pth", ".onnx", ".jso
 _MODEL_HINT = "pass a folder with config.json and safetensors, a GGUF file, or a model of the hub"
 
 
-def resolve(model: str | None) -> Path:
-    """The path of a model: the bundled one, a local one, or one of the hub and its cache. Raises ModelMissing."""
+def resolve_headers(model: str | None) -> Path:
+    """As `resolve`, without weights of the hub: the folder may have none."""
+    return resolve(model, download_headers)
+
+
+def resolve(model: str | None, download_files: Callable[[str], Path] = download) -> Path:
+    """The path of a model: the bundled one, a local one, or one of the hub and its cache. Raises ModelMissing.
+
+    download_files  of a model of the hub, by its name
+    """
     if model is None:
         return _bundled()
     try:
@@ -60,7 +68,7 @@ def resolve(model: str | None) -> Path:
         raise ModelMissing(model, error_line(error)) from error
     if model.partition(":")[0].count("/") != 1 or model.startswith((".", "/", "~")):
         raise ModelMissing(model, "there is no such folder, and a name on the hub looks like organisation/model")
-    found = download(model)
+    found = download_files(model)
     if found.is_file():
         return _model_file(model, found)
     return _in_folder(model, found, f"its repository has no config.json; {_MODEL_HINT}")

@@ -76,6 +76,21 @@ def download(model: str, revision: str | None = None) -> Path:
         return _download(repository, _DOWNLOADED_FILES, _IGNORED_FILES)
 
 
+def download_headers(model: str) -> Path:
+    """The folder of a model of the hub with its files except the weights. Raises ModelMissing, also for GGUF files:
+    their headers come with the weights.
+    """
+    name, _, quantisation = model.partition(":")
+    with _refusals(model, None):
+        repository = _repository(name, "main")
+        if quantisation or not any(file.endswith(".safetensors") for file in repository.files):
+            raise ModelMissing(
+                model, f"the header of a GGUF file is in the file: download it first, cellar pull {model}"
+            )
+        patterns = [each for each in _DOWNLOADED_FILES if each != "*.safetensors"]
+        return _download(repository, patterns, _IGNORED_FILES)
+
+
 def _repository(name: str, revision: str) -> _Repository:
     """The files of a repository; of its local cache if the hub does not list them."""
     try:

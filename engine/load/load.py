@@ -48,6 +48,7 @@ from engine.load.construction import construct
 from engine.load.gguf_model import gguf_config, gguf_model
 from engine.load.layers import LayersToQuantize, quantize_layers
 from engine.load.memory import ModelSizes, available_bytes, max_fitting_context, plan_memory
+from engine.load.resources import release_freed_memory
 from engine.load.tokenizer_cache import read_tokenizer
 from engine.load.weight_bars import reported_weights
 from engine.model import hooks, recurrence, rope
@@ -117,6 +118,7 @@ def load(config: EngineConfig, on_phase: Callable[[str], None], *, reserved_byte
     """
     with recording() as margins, reported_weights():
         loaded = _load(config, on_phase, reserved_bytes)
+    release_freed_memory()
     return replace(loaded, margins=log_margins(margins))
 
 
@@ -126,7 +128,7 @@ def _load(config: EngineConfig, on_phase: Callable[[str], None], reserved_bytes:
     available = max(available_bytes() - reserved_bytes, 0)
     torch.set_num_threads(config.threads or default_threads(folder))
     checkpoint, model_config = _read_config(name, folder, config)
-    dtype = _choose_dtype(config, folder, model_config)
+    dtype = choose_dtype(config, model_config, small=is_small(folder))
     kv_dtype: torch.dtype = dtype if config.kv_dtype == "auto" else getattr(torch, config.kv_dtype)
     reading = _start_tokenizer(name, checkpoint, model_config.get_text_config().vocab_size)
     on_phase("weights")
@@ -135,10 +137,10 @@ def _load(config: EngineConfig, on_phase: Callable[[str], None], reserved_bytes:
     text_config = model.config.get_text_config()
     parameters = sum(parameter.numel() for parameter in model.parameters())
     on_phase("calibrate")
-    switch = _install_rope(name, model)
+    switch = install_rope(name, model)
     quantises = config.device == "cpu" and (config.quantize != "none" or matrices is not None)
     checks = ModelChecks(config, model, earlier, quantises=quantises)
-    recurrent = _install_hooks(model)
+    recurrent = install_hooks(model)
     on_phase("kernels")
     encoder = _encoder(name, model, budget_bytes=available // _ENCODER_MEMORY_DIVISOR)
     checks.set_traits(text_config.vocab_size, recurrent=recurrent, encoder=encoder, switch=switch)
@@ -149,7 +151,7 @@ def _load(config: EngineConfig, on_phase: Callable[[str], None], reserved_bytes:
     quantised = quantize_layers(config, layers, available, reading)
     selection, invariant = checks.select(quantised.format, context=config.context or max_context(text_config))
     compute_dtype = torch.float32 if selection.reason is None else dtype
-    sizes = _sizes(model, selection.runner.layers, compute_dtype, kv_dtype)
+    sizes = model_sizes(text_config, bytes_of(model), selection.runner.layers, compute_dtype, kv_dtype)
     reserved = sizes.weights_bytes + (0 if encoder is None else encoder.budget_bytes)
     memory, context, slots = plan_memory(config, sizes, available - reserved)
     largest_context = max(context, max_fitting_context(config, sizes, available - reserved))
@@ -195,8 +197,8 @@ def _dtype_name(compute_dtype: torch.dtype, weights: str) -> str:
     return name if weights == name else f"{name}, {weights} weights"
 
 
-def _choose_dtype(settings: EngineConfig, folder: Path, config: Any) -> torch.dtype:
-    """The dtype of weights and activations.
+def choose_dtype(settings: EngineConfig, config: Any, *, small: bool) -> torch.dtype:
+    """The dtype of weights and activations; `small`: see checkpoint.is_small.
 
     "auto" is bfloat16 for checkpoints in bfloat16 if the processor multiplies it (measured 1.3-3 times faster than
     float32 on AVX512-BF16, slower without), and float32 otherwise: also for small models, where exactness is cheap. The
@@ -207,7 +209,7 @@ def _choose_dtype(settings: EngineConfig, folder: Path, config: Any) -> torch.dt
         return chosen
     stored = getattr(config.get_text_config(), "dtype", None)
     native = settings.device != "cpu" or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return torch.bfloat16 if stored == torch.bfloat16 and native and not is_small(folder) else torch.float32
+    return torch.bfloat16 if stored == torch.bfloat16 and native and not small else torch.float32
 
 
 def _read_config(name: str, folder: Path, settings: EngineConfig) -> tuple[Checkpoint, Any]:
@@ -216,6 +218,11 @@ def _read_config(name: str, folder: Path, settings: EngineConfig) -> tuple[Check
     """
     if not is_gguf(folder):
         _check_files(name, folder)
+    return read_headers(name, folder, settings)
+
+
+def read_headers(name: str, folder: Path, settings: EngineConfig) -> tuple[Checkpoint, Any]:
+    """As `_read_config`, of a folder that may lack weights."""
     checkpoint, config = _configuration(name, folder)
     if config.is_encoder_decoder and not settings.media:
         raise ModelUnsupported(name, "its decoder needs audio or a text for its encoder, and no request can have media")
@@ -260,9 +267,8 @@ def _read_model(
 ) -> tuple[Any, FileMatrices | None]:
     """The model, and the quantised matrices of its file that replace layers. Raises ModelUnsupported."""
     # Another dtype or format is that of all weights.
-    keeps_formats = settings.quantize in ("none", "auto") and settings.dtype == "auto" and settings.device == "cpu"
-    dtype = earlier.dtype
-    repacked = earlier.quantised if keeps_formats else None
+    dtype, keeps = earlier.dtype, keeps_formats(settings)
+    repacked = earlier.quantised if keeps else None
     try:
         if checkpoint.gguf is None:
             model, report = _read_weights(name, checkpoint.path, config, dtype)
@@ -276,15 +282,20 @@ def _read_model(
     if dtype == torch.float64:
         # The default, a grouped matrix product, does not support float64.
         model.set_experts_implementation("eager")
-    kept = matrices if matrices is not None and matrices.quantised and keeps_formats else None
+    kept = matrices if matrices is not None and matrices.quantised and keeps else None
     return model.to(settings.device).eval().requires_grad_(False), kept
+
+
+def keeps_formats(settings: EngineConfig) -> bool:
+    """Whether the quantised matrices of a GGUF file keep their formats."""
+    return settings.quantize in ("none", "auto") and settings.dtype == "auto" and settings.device == "cpu"
 
 
 def _read_weights(name: str, path: Path, config: Any, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
     """The model with the weights of a folder, and the report of transformers on them. Raises READ_ERRORS."""
     _dequantize(name, path, config, dtype)
     read = partial(
-        _model_class(config).from_pretrained,
+        model_class(config).from_pretrained,
         path,
         config=config,
         dtype=dtype,
@@ -314,7 +325,7 @@ def _dequantize(name: str, folder: Path, config: Any, dtype: torch.dtype) -> Non
     )
 
 
-def _model_class(config: Any) -> Any:
+def model_class(config: Any) -> Any:
     """The Auto class of transformers: one with the encoder if the configuration has an encoder."""
     kinds = (AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq, AutoModelForImageTextToText)
     classes = [kind for kind in kinds if has_encoder(config) and type(config) in kind._model_mapping]
@@ -359,7 +370,7 @@ def _read_tokenizer(name: str, checkpoint: Checkpoint, *, vocabulary: int) -> To
         raise ModelUnsupported(name, f"its tokenizer cannot be read: {error_line(error)}") from error
 
 
-def _install_rope(name: str, model: Any) -> RopeSwitch | None:
+def install_rope(name: str, model: Any) -> RopeSwitch | None:
     """Install the rotary hooks; the length at which the model's rotary factors change.
 
     Dynamic NTK scaling starts beyond max_position_embeddings, the longest context that is served, so it never applies.
@@ -370,7 +381,7 @@ def _install_rope(name: str, model: Any) -> RopeSwitch | None:
         raise ModelUnsupported(name, str(error)) from error
 
 
-def _install_hooks(model: Any) -> bool:
+def install_hooks(model: Any) -> bool:
     """Install the attention and recurrence hooks; whether some layers keep a recurrent state."""
     hooks.install_latent(model)
     hooks.install_bias(model)
@@ -389,15 +400,23 @@ def max_context(text: Any) -> int:
     return int(next((length for name in names if (length := getattr(text, name, None) or 0) > 0), _DEFAULT_CONTEXT))
 
 
-def _sizes(model: Any, layers: tuple[CachedLayer, ...], dtype: torch.dtype, kv_dtype: torch.dtype) -> ModelSizes:
-    text = model.config.get_text_config()
+def model_sizes(
+    text: Any, weights_bytes: int, layers: tuple[CachedLayer, ...], dtype: torch.dtype, kv_dtype: torch.dtype
+) -> ModelSizes:
+    """The sizes of a model with the text configuration `text`.
+
+    dtype  of the computation
+    """
     element = torch.finfo(dtype).bits // 8
     # Activations of one layer at a time, about 16 widths with the MLP's, and logits.
     row = 16 * int(text.hidden_size) * element + 8 * int(text.vocab_size)
     specs = tuple(plan.spec for plan in layers)
-    weights = bytes_of(model)
     return ModelSizes(
-        weights_bytes=weights, layers=specs, kv_dtype=kv_dtype, activation_bytes=row, max_context=max_context(text)
+        weights_bytes=weights_bytes,
+        layers=specs,
+        kv_dtype=kv_dtype,
+        activation_bytes=row,
+        max_context=max_context(text),
     )
 
 

@@ -61,7 +61,7 @@ def plan_memory(config: EngineConfig, sizes: ModelSizes, available: int) -> tupl
     share = int(available * _CACHE_SHARE)
     for slots in _slot_counts(config):
         context = config.context or _default_context(config, sizes, share, slots)
-        plan = _plan(config, sizes, available, context, slots)
+        plan = memory_plan(config, sizes, available, context, slots)
         enough = config.context or min(sizes.max_context, _MIN_TOKENS_PER_SLOT if slots > 2 else _CONTEXT_MULTIPLE)
         if config.cells or (plan.cache_bytes <= share and context >= enough):
             break
@@ -74,7 +74,9 @@ def plan_memory(config: EngineConfig, sizes: ModelSizes, available: int) -> tupl
 def fitting_context(config: EngineConfig, sizes: ModelSizes, cache_bytes: int, slots: int) -> int:
     """The longest context, at most the trained one, that fits into the cache; at least the smallest default context."""
     lengths: list[int] = [*range(_CONTEXT_MULTIPLE, sizes.max_context, _CONTEXT_MULTIPLE), sizes.max_context]
-    fitting = bisect_right(lengths, cache_bytes, key=lambda length: _plan(config, sizes, 0, length, slots).cache_bytes)
+    fitting = bisect_right(
+        lengths, cache_bytes, key=lambda length: memory_plan(config, sizes, 0, length, slots).cache_bytes
+    )
     return lengths[max(fitting - 1, 0)]
 
 
@@ -89,7 +91,7 @@ def _default_context(config: EngineConfig, sizes: ModelSizes, share: int, slots:
     if config.cells:
         return min(sizes.max_context, config.cells)
     if config.draft_model is not None:
-        every_slot = _plan(config, sizes, 0, min(sizes.max_context, _MIN_TOKENS_PER_SLOT), slots).cache_bytes
+        every_slot = memory_plan(config, sizes, 0, min(sizes.max_context, _MIN_TOKENS_PER_SLOT), slots).cache_bytes
         share = min(share, max(share // 2, every_slot))
     return fitting_context(config, sizes, share, slots)
 
@@ -103,7 +105,7 @@ def _slot_counts(config: EngineConfig) -> Iterator[int]:
         yield slots
 
 
-def _plan(config: EngineConfig, sizes: ModelSizes, available: int, context: int, slots: int) -> MemoryPlan:
+def memory_plan(config: EngineConfig, sizes: ModelSizes, available: int, context: int, slots: int) -> MemoryPlan:
     cells, rows = config.cells or _default_cells(config, context, slots), max_batch_tokens(config, slots)
     groups = group_layers([layer.limited_to(min(context, cells)) for layer in sizes.layers])
     pools = [

@@ -44,10 +44,15 @@ class CachedLayer:
 
 
 class CalibrationBackend:
-    """An AttentionBackend for a forward in which each token attends only to itself; records each layer's call."""
+    """An AttentionBackend for a forward in which each token attends only to itself.
+
+    calls        of each layer
+    state_bytes  of each recurrent state behind one token, by name
+    """
 
     def __init__(self) -> None:
         self.calls: dict[int, hooks.AttentionCall] = {}
+        self.state_bytes: dict[Hashable, int] = {}
 
     def attend(self, call: hooks.AttentionCall) -> Tensor:
         """The value of each token itself, whatever its score; in cross attention, which has no keys here, the query."""
@@ -62,29 +67,38 @@ class CalibrationBackend:
 
     def recur(self, name: Hashable, operation: hooks.RecurrentOperation) -> list[Tensor]:
         """Start every token from a zero state."""
-        return [operation(row, row + 1, None)[0] for row in range(_CALIBRATION_TOKENS)]
+        outputs, states = zip(*(operation(row, row + 1, None) for row in range(_CALIBRATION_TOKENS)), strict=True)
+        self.state_bytes[name] = states[0].nbytes
+        return list(outputs)
 
 
 def find_cached_layers(model: Any, *, vocabulary: int) -> tuple[CachedLayer, ...]:
     """The attention layers that store cells, in order. Raises whatever the model raises if it cannot run packed."""
-    before, after = (
-        _attention_calls(model, vocabulary, _OLD_POSITION),
-        _attention_calls(model, vocabulary, _NEW_POSITION),
-    )
+    before, after = (calibrate(model, vocabulary, position).calls for position in (_OLD_POSITION, _NEW_POSITION))
     frequencies = dict(_frequencies(model))
     plans = []
     for layer, readers in _storing_layers(before):
-        old, new = before[layer], after[layer]
-        spec = LayerSpec(
-            heads=old.key.shape[0],
-            key_width=old.key.shape[-1],
-            value_width=old.value.shape[-1],
-            attention_range=_attention_range(model.config.get_text_config(), layer, old.window),
-            rotation=_rotation(old, new, frequencies),
-            latent_width=0 if old.latent is None else old.latent.latent_width,
-        )
-        plans.append(CachedLayer(layer, spec, readers))
+        rotation = _rotation(before[layer], after[layer], frequencies)
+        plans.append(CachedLayer(layer, _layer_spec(model, before[layer], rotation), readers))
     return tuple(plans)
+
+
+def cached_layers_without_rotation(model: Any, calls: Mapping[int, hooks.AttentionCall]) -> tuple[CachedLayer, ...]:
+    """The attention layers that store cells, by the calls of one forward, also of a model without values (meta)."""
+    return tuple(
+        CachedLayer(layer, _layer_spec(model, calls[layer], None), readers) for layer, readers in _storing_layers(calls)
+    )
+
+
+def _layer_spec(model: Any, call: hooks.AttentionCall, rotation: Rotation | None) -> LayerSpec:
+    return LayerSpec(
+        heads=call.key.shape[0],
+        key_width=call.key.shape[-1],
+        value_width=call.value.shape[-1],
+        attention_range=_attention_range(model.config.get_text_config(), call.layer, call.window),
+        rotation=rotation,
+        latent_width=0 if call.latent is None else call.latent.latent_width,
+    )
 
 
 def _storing_layers(calls: Mapping[int, hooks.AttentionCall]) -> list[tuple[int, tuple[int, ...]]]:
@@ -94,19 +108,23 @@ def _storing_layers(calls: Mapping[int, hooks.AttentionCall]) -> list[tuple[int,
     """
     members: dict[Hashable, list[int]] = {}
     for layer, call in calls.items():
-        # The backend holds all tensors, so no two of them share an address.
-        tensors = (call.key.data_ptr(), call.value.data_ptr(), call.key.shape, call.value.shape)
-        members.setdefault((*tensors, call.window), []).append(layer)
+        members.setdefault((_place(call.key), _place(call.value), call.window), []).append(layer)
     return sorted((layers[0], tuple(layers[1:])) for layers in members.values())
 
 
-def _attention_calls(model: Any, vocabulary: int, position: int) -> dict[int, hooks.AttentionCall]:
+def _place(tensor: Tensor) -> Hashable:
+    """Equal for tensors in the same memory; the backend holds all tensors. Meta tensors have a storage too."""
+    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape
+
+
+def calibrate(model: Any, vocabulary: int, position: int = _OLD_POSITION) -> CalibrationBackend:
+    """The calls of one forward of a few tokens. Raises whatever the model raises if it cannot run packed."""
     device = next(model.parameters()).device
     backend = CalibrationBackend()
     with torch.inference_mode(), hooks.use_backend(backend):
         rows = torch.arange(_CALIBRATION_TOKENS, device=device)
         hooks.forward(model, rows * (vocabulary // _CALIBRATION_TOKENS), torch.full_like(rows, position), rows)
-    return backend.calls
+    return backend
 
 
 def _attention_range(config: Any, layer: int, window: int | None) -> AttentionRange:

@@ -29,6 +29,15 @@ def move_weights(model: nn.Module) -> None:
         torch._foreach_copy_(copies, views)
         for own, copy in zip(group, copies, strict=True):
             own.data = copy.transpose(1, 2) if id(own) in transposed else copy
+    _copy_others(model, matrices)
+
+
+def _copy_others(model: nn.Module, moved: Sequence[Tensor]) -> None:
+    """Copy the other parameters: one small tensor in a mapped file would keep the whole file mapped."""
+    ids = {id(own) for own in moved}
+    for own in model.parameters():
+        if id(own) not in ids:
+            own.data = own.data.clone()
 
 
 def _groups(matrices: Sequence[Tensor]) -> Iterator[list[Tensor]]:

@@ -125,7 +125,7 @@ def _fit_with_minimums(
     largest = 2 ** LAYOUTS[format].bits - 1
     grouped = weights.view(-1, GROUP, weights.shape[1])
     at_once = max(_CACHED_WEIGHTS // grouped[0].numel(), 1)
-    parts = zip(*(torch.split(each, at_once) for each in (grouped, importance.view(-1, 1, GROUP))), strict=True)
+    parts = zip(torch.split(grouped, at_once), torch.split(importance.view(-1, 1, GROUP), at_once), strict=True)
     fitted = zip(*(_affine_scales(*part, largest) for part in parts), strict=True)
     scales, minimums = (_super_scaled(torch.cat(each), SUPERBLOCK, scale_levels) for each in fitted)
     if feedback:

@@ -155,8 +155,7 @@ class _CallLog:
 
     def record(self, observed: _ObservedLinear, rows: Tensor) -> None:
         """Record a call."""
-        # An input changed in place between two calls is another input; NaN is never equal.
-        same = rows is self._input and self._input_copy is not None and torch.equal(rows, self._input_copy)
+        same = rows is self._input and self._input_copy is not None and _is_unchanged(rows, self._input_copy)
         if not same or observed in self._same_input:
             self.end_group()
             self._input, self._input_copy = rows, rows.clone()
@@ -234,6 +233,11 @@ def replace_modules(model: nn.Module, replacements: dict[nn.Module, nn.Module]) 
         for name, child in parent._modules.items():
             if child is not None and child in replacements:
                 parent._modules[name] = replacements[child]
+
+
+def _is_unchanged(rows: Tensor, copy: Tensor) -> bool:
+    """Whether an input has not been changed in place since the copy; NaN is never equal, meta tensors always are."""
+    return rows.is_meta or torch.equal(rows, copy)
 
 
 def _skip_reason(observed: _ObservedLinear, routed: set[int], small: set[nn.Module]) -> str | None:

@@ -73,7 +73,8 @@ def take_all(browser: Any, address: str, folder: Path) -> None:
         save(tab, folder, f"text-{scheme}")
         file.unlink()
     tools(Tab(browser.new_context(viewport={"width": 1180, "height": 860}), address).ready(), folder)
-    phone(Tab(browser.new_context(viewport={"width": 390, "height": 800}, color_scheme="dark"), address).ready(), folder)
+    small = browser.new_context(viewport={"width": 390, "height": 800}, color_scheme="dark")
+    phone(Tab(small, address).ready(), folder)
 
 
 def tools(tab: Tab, folder: Path) -> None:

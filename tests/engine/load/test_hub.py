@@ -14,10 +14,12 @@ import uvicorn
 from fastapi import FastAPI, Response
 from fastapi.responses import FileResponse, JSONResponse
 
+from engine.config import EngineConfig
 from engine.errors import ModelMissing
-from engine.load.checkpoint import resolve
+from engine.load.checkpoint import resolve, resolve_headers
 from engine.load.hub import download
 from engine.load.hub_cache import cached_models, remove_revisions
+from engine.load.model_plan import plan_model
 from engine.types.progress import Progress, progress_to
 from tests.engine.load.test_load import load_folder
 from tests.engine.play import Job, ask, play
@@ -148,6 +150,20 @@ def test_hub_refusal_is_one_error_line(hub: Hub, name: str, reason: str) -> None
         resolve(name)
 
     assert 1 == len(str(refusal.value).splitlines())
+
+
+def test_headers_come_without_weights(hub: Hub) -> None:
+    folder = resolve_headers("someone/tiny")
+
+    assert {"config.json", "tokenizer.json"} <= {file.name for file in folder.iterdir()}
+    assert [] == [*folder.glob("*.safetensors")]
+    assert plan_model(EngineConfig(model="someone/tiny"), folder).parameters > 0
+    assert folder == resolve("someone/tiny")
+
+
+def test_header_of_a_gguf_file_comes_with_the_file(hub: Hub) -> None:
+    with pytest.raises(ModelMissing, match="cellar pull someone/tiny:Q4_K_M"):
+        resolve_headers("someone/tiny:Q4_K_M")
 
 
 def test_unreachable_hub_is_one_error_line(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,300 @@
+"""The memory of a model before its weights are read: from its configuration, headers and tokenizer alone.
+
+The model is constructed on torch's meta device, where tensors have shapes but no memory, and one forward of a few
+tokens finds the layers that store cells or states. The sizes then go through the plan of the load (memory.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor, nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from engine.config import BUNDLED_NAME, EngineConfig
+from engine.errors import ModelUnsupported, PlanTooLarge
+from engine.gguf.config import file_type
+from engine.gguf.matrices import FileMatrices
+from engine.gguf.weights import parameter_sources
+from engine.kernels.formats import WeightFormat
+from engine.kernels.packing import packed_bytes
+from engine.load.cache import state_budget
+from engine.load.checkpoint import READ_ERRORS, Checkpoint, error_line, is_small, weight_files
+from engine.load.construction import construct
+from engine.load.load import (
+    choose_dtype,
+    install_hooks,
+    install_rope,
+    keeps_formats,
+    max_context,
+    model_class,
+    model_sizes,
+    read_headers,
+)
+from engine.load.memory import ModelSizes, available_bytes, memory_plan, plan_memory
+from engine.load.tokenizer_cache import read_tokenizer
+from engine.model import hooks
+from engine.model.layers import cached_layers_without_rotation, calibrate
+from engine.quantize.formats import MAX_AVERAGE_BITS
+from engine.quantize.plan import LayerSurvey, QuantizationPlan
+from engine.quantize.quantize import bits_for, bytes_of
+from engine.quantize.quantizer import planned_matrices
+from engine.types.status import MemoryPlan
+from kvcache.spec import group_layers
+
+# Contexts and slots of the table.
+_TABLE_CONTEXTS = (4096, 8192, 16384, 32768, 65536, 131072)
+_TABLE_SLOTS = (1, 2, 4, 8)
+_EXPERTS = "shapes"
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSize:
+    """The cells of attention layers with one geometry.
+
+    window       positions that a query attends to; None: all
+    token_bytes  of one token in all layers of the group
+    """
+
+    layers: int
+    heads: int
+    key_width: int
+    value_width: int
+    window: int | None
+    token_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TableEntry:
+    """The memory of a number of slots with a context each, all of them full."""
+
+    slots: int
+    context: int
+    cache_bytes: int
+    total_bytes: int
+    fits: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPlan:
+    """The planned memory of a server.
+
+    weights          format of the weights
+    state_bytes      of the recurrent layers' state behind one token
+    states_bytes     of all full slots, with the checkpoints in the prefix tree
+    process_bytes    of Python, its libraries and the tokenizer: measured in this process
+    memory           of the settings; None: they do not fit, for the `reason`
+    context, slots   of the settings, or chosen as by `cellar serve`
+    """
+
+    model: str
+    folder: str
+    architecture: str
+    parameters: int
+    weights: str
+    kv_dtype: str
+    weights_bytes: int
+    groups: tuple[GroupSize, ...]
+    state_bytes: int
+    states_bytes: int
+    process_bytes: int
+    available_bytes: int
+    max_context: int
+    context: int
+    slots: int
+    memory: MemoryPlan | None
+    reason: str | None
+    table: tuple[TableEntry, ...]
+
+    @property
+    def total_bytes(self) -> int | None:
+        """Resident memory of the server with full slots; None: the settings do not fit."""
+        if self.memory is None:
+            return None
+        planned = self.memory
+        return self.process_bytes + planned.weights_bytes + planned.cache_bytes + self.states_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Skeleton:
+    """A model on the meta device with the outcome of one forward."""
+
+    model: Any
+    layers: Any
+    state_bytes: int
+    quantization: QuantizationPlan
+
+
+def plan_model(config: EngineConfig, folder: Path, *, process_bytes: int | None = None) -> ModelPlan:
+    """The plan of a model in a folder or GGUF file. Raises ModelUnsupported."""
+    name = config.model or BUNDLED_NAME
+    available = available_bytes()
+    checkpoint, model_config = read_headers(name, folder, config)
+    text = model_config.get_text_config()
+    dtype = choose_dtype(config, model_config, small=bool(weight_files(folder)) and is_small(folder))
+    skeleton = _skeleton(name, model_config, dtype)
+    parameters = sum(parameter.numel() for parameter in skeleton.model.parameters())
+    label, weights_bytes = _weights(config, checkpoint, model_config, skeleton, dtype, available)
+    kv_dtype: torch.dtype = dtype if config.kv_dtype == "auto" else getattr(torch, config.kv_dtype)
+    sizes = model_sizes(text, weights_bytes, skeleton.layers, torch.float32, kv_dtype)
+    read_tokenizer_of(name, folder)
+    process = psutil.Process().memory_info().rss if process_bytes is None else process_bytes
+    memory, reason, context, slots = _settings(config, sizes, available - weights_bytes)
+    return ModelPlan(
+        model=name,
+        folder=str(folder),
+        architecture=type(skeleton.model).__name__,
+        parameters=parameters,
+        weights=label,
+        kv_dtype=str(kv_dtype).removeprefix("torch."),
+        weights_bytes=weights_bytes,
+        groups=_groups(sizes),
+        state_bytes=skeleton.state_bytes,
+        states_bytes=0 if memory is None else _states_bytes(config, skeleton.state_bytes, memory, context, slots),
+        process_bytes=process,
+        available_bytes=available,
+        max_context=max_context(text),
+        context=context,
+        slots=slots,
+        memory=memory,
+        reason=reason,
+        table=_table(config, sizes, available, process, skeleton.state_bytes),
+    )
+
+
+def read_tokenizer_of(name: str, folder: Path) -> object:
+    """The tokenizer, which takes memory too. Raises ModelUnsupported."""
+    try:
+        return read_tokenizer(folder)
+    except READ_ERRORS as error:
+        raise ModelUnsupported(name, f"its tokenizer cannot be read: {error_line(error)}") from error
+
+
+def _skeleton(name: str, config: Any, dtype: torch.dtype) -> _Skeleton:
+    """Raises ModelUnsupported for a model that needs values to run."""
+    try:
+        with torch.device("meta"):
+            make = partial(model_class(config).from_config, config, dtype=dtype, attn_implementation="eager")
+            model = construct(make).to("meta").eval().requires_grad_(False)
+            model.tie_weights()
+        install_rope(name, model)
+        install_hooks(model)
+        model.set_attn_implementation(hooks.ATTENTION_NAME)
+        model.set_experts_implementation(_EXPERTS)
+        survey = LayerSurvey(model)
+        calls = calibrate(model, config.get_text_config().vocab_size)
+    except (*READ_ERRORS, NotImplementedError) as error:
+        raise ModelUnsupported(
+            name, f"its memory cannot be planned without its weights, as they decide how it runs ({error_line(error)})"
+        ) from error
+    layers = cached_layers_without_rotation(model, calls.calls)
+    return _Skeleton(model, layers, sum(calls.state_bytes.values()), survey.close())
+
+
+def _experts_shape(module: nn.Module, hidden_states: Tensor, *_: object, **__: object) -> Tensor:
+    """The output of experts without values: the choice of experts would need some."""
+    return torch.empty_like(hidden_states)
+
+
+ALL_EXPERTS_FUNCTIONS.register(_EXPERTS, _experts_shape)
+
+
+def _weights(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    model_config: Any,
+    skeleton: _Skeleton,
+    dtype: torch.dtype,
+    available: int,
+) -> tuple[str, int]:
+    """The format and the bytes of all weights, as they will be loaded."""
+    model, plan, label = skeleton.model, skeleton.quantization, str(dtype).removeprefix("torch.")
+    if (content := checkpoint.gguf) is not None and keeps_formats(config):
+        sources = parameter_sources(content, model, model_config)
+        matrices = FileMatrices(sources, model, file_type(content.metadata) or "GGUF")
+        if matrices.quantised:
+            limited = matrices.limit(plan)
+            return matrices.label, _quantised_bytes(model, limited, _packed_bytes(limited, matrices.formats))
+    bits = bits_for(config.quantize, plan, available) if config.device == "cpu" else None
+    if bits is None:
+        return label, bytes_of(model)
+    if bits == 8:
+        formats: dict[str, WeightFormat] = {each.name: "int8" for each in planned_matrices(plan)}
+        return "int8", _quantised_bytes(model, plan, _packed_bytes(plan, formats))
+    # The formats of the matrices are chosen by their values.
+    return "int4", _quantised_bytes(model, plan, int(plan.weights * MAX_AVERAGE_BITS / 8))
+
+
+def _packed_bytes(plan: QuantizationPlan, formats: dict[str, WeightFormat]) -> int:
+    return packed_bytes((*each.weight.shape, formats[each.name]) for each in planned_matrices(plan))
+
+
+def _quantised_bytes(model: nn.Module, plan: QuantizationPlan, packed: int) -> int:
+    """The bytes of quantised weights and of the others; frees the weights of the plan."""
+    for layer in plan.layers:
+        layer.module.register_parameter("weight", None)
+    for experts in plan.experts.values():
+        for stack in (experts.up, experts.down):
+            stack.module.register_parameter(stack.parameter, None)
+    return bytes_of(model) + packed
+
+
+def _groups(sizes: ModelSizes) -> tuple[GroupSize, ...]:
+    """Layers with an attention range beyond the trained context count as full."""
+    return tuple(
+        GroupSize(
+            layers=len(group.layers),
+            heads=group.heads,
+            key_width=group.key_width,
+            value_width=group.value_width,
+            window=None if group.attention_range.kind == "full" else group.attention_range.size,
+            token_bytes=group.cell_bytes(sizes.kv_dtype),
+        )
+        for group in group_layers([layer.limited_to(sizes.max_context) for layer in sizes.layers])
+    )
+
+
+def _states_bytes(config: EngineConfig, state_bytes: int, plan: MemoryPlan, context: int, slots: int) -> int:
+    """Every prefill step leaves a checkpoint of each slot in it, up to the budget of the prefix tree."""
+    steps = -(-slots * context // config.chunk)
+    return slots * state_bytes + min(steps * slots * state_bytes, state_budget(plan))
+
+
+def _settings(config: EngineConfig, sizes: ModelSizes, left: int) -> tuple[MemoryPlan | None, str | None, int, int]:
+    """The plan of `cellar serve` in `left` bytes beside the weights, or the reason for its refusal; context, slots."""
+    try:
+        memory, context, slots = plan_memory(config, sizes, left)
+    except PlanTooLarge as error:
+        return None, str(error), config.context or sizes.max_context, config.slots or 1
+    return memory, None, context, slots
+
+
+def _table(
+    config: EngineConfig, sizes: ModelSizes, available: int, process: int, state_bytes: int
+) -> tuple[TableEntry, ...]:
+    contexts = sorted({*(length for length in _TABLE_CONTEXTS if length < sizes.max_context), sizes.max_context})
+    return tuple(
+        _entry(replace(config, context=context, slots=slots, cells=None), sizes, available, process, state_bytes)
+        for context in contexts[: len(_TABLE_CONTEXTS)]
+        for slots in _TABLE_SLOTS
+    )
+
+
+def _entry(config: EngineConfig, sizes: ModelSizes, available: int, process: int, state_bytes: int) -> TableEntry:
+    assert config.context is not None
+    assert config.slots is not None
+    plan = memory_plan(config, sizes, available - sizes.weights_bytes, config.context, config.slots)
+    states = _states_bytes(config, state_bytes, plan, config.context, config.slots)
+    needed = plan.weights_bytes + plan.cache_bytes + plan.workspace_bytes + states
+    return TableEntry(
+        slots=config.slots,
+        context=config.context,
+        cache_bytes=plan.cache_bytes + states,
+        total_bytes=process + plan.weights_bytes + plan.cache_bytes + states,
+        fits=needed <= available,
+    )

@@ -1,0 +1,101 @@
+"""`cellar plan` on the console: the memory of a model by use, and a table of slots and contexts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from server.sizes import format_count, format_size
+
+if TYPE_CHECKING:
+    from engine.load.model_plan import GroupSize, ModelPlan
+    from server.settings import Settings
+
+EXIT_IMPOSSIBLE = 1
+
+
+def run_plan(settings: Settings, *, as_json: bool) -> int:
+    """Print the plan; returns the exit code."""
+    console = Console(highlight=False, soft_wrap=True)
+    # These imports take seconds, and their memory is part of the plan.
+    with console.status("import of torch and transformers"):
+        from engine.load.imports import import_transformers
+
+        import_transformers()
+        import server.app  # noqa: F401
+        from engine.errors import ModelError
+        from engine.load.checkpoint import resolve_headers
+        from engine.load.model_plan import plan_model
+    config = settings.engine_config()
+    try:
+        with console.status("configuration and headers"):
+            planned = plan_model(config, resolve_headers(config.model))
+    except ModelError as error:
+        console.print(f"cellar: {error}", markup=False)
+        return EXIT_IMPOSSIBLE
+    if as_json:
+        console.print_json(json.dumps(asdict(planned) | {"total_bytes": planned.total_bytes}))
+    else:
+        _print_plan(console, planned)
+    return 0 if planned.memory is not None else EXIT_IMPOSSIBLE
+
+
+def _print_plan(console: Console, planned: ModelPlan) -> None:
+    console.print(
+        f"{planned.model}: {planned.architecture}, {format_count(planned.parameters)} parameters", markup=False
+    )
+    for name, text in _lines(planned):
+        console.print(f"  {name:<10} {text}", markup=False)
+    console.print("\nMemory in all, by the context of each slot (*: more than is free):", markup=False)
+    console.print(_table(planned))
+    if planned.reason is not None:
+        console.print(f"cellar: {planned.reason}", markup=False)
+
+
+def _lines(planned: ModelPlan) -> Iterator[tuple[str, str]]:
+    yield "weights", f"{format_size(planned.weights_bytes)} ({planned.weights})"
+    for group in planned.groups:
+        yield "cells", f"{format_size(group.token_bytes)} a token ({planned.kv_dtype}): {_group_text(group)}"
+    if planned.state_bytes:
+        yield (
+            "states",
+            (
+                f"{format_size(planned.state_bytes)} a sequence, and as much a checkpoint in the prefix cache: "
+                f"up to {format_size(planned.states_bytes)} for {planned.slots} slots"
+            ),
+        )
+    yield "process", f"{format_size(planned.process_bytes)} (Python, libraries, tokenizer)"
+    memory = planned.memory
+    if memory is None:
+        return
+    yield "slots", f"{planned.slots} slots, {planned.context} tokens a sequence (trained: {planned.max_context})"
+    yield "cache", f"{format_size(memory.cache_bytes)} for {memory.cells} tokens of all slots"
+    yield "work", f"{format_size(memory.workspace_bytes)} at most, during a step"
+    total = planned.total_bytes
+    assert total is not None
+    yield "total", f"{format_size(total)} with full slots, of {format_size(planned.available_bytes)} free"
+
+
+def _group_text(group: GroupSize) -> str:
+    reach = "all tokens of a slot" if group.window is None else f"the last {group.window} tokens of a slot"
+    values = f" + {group.value_width}" if group.value_width else ""
+    return f"{group.layers} layers x {group.heads} heads x ({group.key_width}{values}), {reach}"
+
+
+def _table(planned: ModelPlan) -> Table:
+    """The totals: a row for each context, a column for each number of slots."""
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    table.add_column("  context", justify="right")
+    for slots in sorted({entry.slots for entry in planned.table}):
+        table.add_column("1 slot" if slots == 1 else f"{slots} slots", justify="right")
+    for context in sorted({entry.context for entry in planned.table}):
+        entries = sorted((entry for entry in planned.table if entry.context == context), key=lambda each: each.slots)
+        table.add_row(
+            f"{context}", *(f"{format_size(entry.total_bytes)}{' ' if entry.fits else '*'}" for entry in entries)
+        )
+    return table
