@@ -6,6 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from gguf.constants import GGMLQuantizationType
@@ -17,7 +18,7 @@ from engine.kernels.formats import WeightFormat
 from engine.kernels.packing import PackedMatrix, PackedStorage
 from engine.kernels.rounding import pack_floats
 from engine.quantize.plan import QuantizationPlan
-from engine.quantize.quantizer import PlannedMatrix, matrix_name, planned_matrices
+from engine.quantize.quantizer import PlannedEmbedding, PlannedMatrix, matrix_name, planned_matrices
 
 log = logging.getLogger("cellar.engine")
 
@@ -63,18 +64,34 @@ class FileMatrices:
         self.formats = {each.name: self._format(each.name, each.weight) for each in planned_matrices(limited)}
         return limited
 
-    def exact_parameters(self, plan: QuantizationPlan) -> frozenset[str]:
+    def embedding(self, model: Any, plan: QuantizationPlan) -> PlannedEmbedding | None:
+        """The embedding table in an exact format, if layers with the same weights are in the plan; sets its format."""
+        module = model.get_input_embeddings()
+        name = next((name for name, own in model.named_modules() if own is module), "")
+        tied = [own.removesuffix(".weight") for own, source in self._tied.items() if source == f"{name}.weight"]
+        layers = {layer.name for layer in plan.layers}
+        if not isinstance(module, nn.Embedding) or module.max_norm is not None or not layers.issuperset(tied):
+            return None
+        matrix = self._matrix(name)
+        if matrix is None or matrix.type is None or not self._is_exact(matrix, module.weight):
+            return None
+        if not tied:
+            self.formats[name] = EXACT_FORMATS[matrix.type]
+        return PlannedEmbedding(name, module, tied[0] if tied else None)
+
+    def exact_parameters(self, model: Any, plan: QuantizationPlan) -> frozenset[str]:
         """The parameters of which every matrix is in the plan and has an exact format: `quantize` needs no weights."""
-        exact = {own.name for own in planned_matrices(self.limit(plan)) if self._has_exact_format(own)}
+        plan = self.limit(plan)
+        embedding = self.embedding(model, plan)
+        exact = {own.name for own in planned_matrices(plan) if self._has_exact_format(own)}
         stacks = {
             f"{name}.{stack.parameter}": [matrix_name(name, stack, number) for number in range(len(stack.stored))]
             for name, experts in plan.experts.items()
             for stack in (experts.up, experts.down)
         }
         layers = {f"{layer.name}.weight": [layer.name] for layer in plan.layers}
-        return frozenset(
-            name for name, own in (stacks | layers).items() if exact.issuperset(own) and name not in self._tied
-        )
+        own = {name for name, own in (stacks | layers).items() if exact.issuperset(own) and name not in self._tied}
+        return frozenset(own if embedding is None else own | {f"{embedding.name}.weight"})
 
     def quantize(self, name: str, weight: Tensor, storage: PackedStorage) -> PackedMatrix:
         """The matrix in its format: exact, or with one of int8 from its dequantised `weight`.

@@ -61,6 +61,18 @@ class PackedMatrix:
         with torch._C.DisableTorchFunction():
             return self._row_major(blocks)
 
+    def rows(self, outputs: Tensor) -> RowMajorWeights:
+        """The rows of some outputs [rows], in any order."""
+        # See row_major.
+        with torch._C.DisableTorchFunction():
+            layout, blocks, places = LAYOUTS[self.format], outputs // BLOCK, outputs % BLOCK
+            codes = _unpack_codes(self.codes[blocks, :, :, places][:, :, :, None], layout.bits)
+            scales = {
+                name: view[blocks, :, :, places].flatten(1)[:, : self._scale_count(name)]
+                for name, view in _scale_views(self.scales, layout.scales).items()
+            }
+            return RowMajorWeights(self.format, codes.flatten(1)[:, : self.columns], **scales)
+
     def _row_major(self, blocks: slice) -> RowMajorWeights:
         layout = LAYOUTS[self.format]
         codes = _unpack_codes(self.codes[blocks], layout.bits).transpose(1, 2).flatten(0, 1).flatten(1)

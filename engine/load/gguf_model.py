@@ -55,7 +55,7 @@ def gguf_model(
     # Long rotary factors are calibrated by running the model at each start (engine/load/selftest.py).
     has_long_factors = original_length(skeleton) is not None
     plan = None if repacked is None or has_long_factors else plan_from_names(skeleton, repacked)
-    unread = frozenset[str]() if plan is None else matrices.exact_parameters(plan)
+    unread = frozenset[str]() if plan is None else matrices.exact_parameters(skeleton, plan)
     try:
         read = {name: source for name, source in sources.items() if name not in unread}
         parameters = read_parameters(read, dtype, threads=processor_count()) | _placeholders(skeleton, unread, dtype)

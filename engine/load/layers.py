@@ -70,7 +70,8 @@ def quantize_layers(
 
 
 def _repack(model: Any, plan: QuantizationPlan, matrices: FileMatrices, prepare: PrepareMatrices) -> QuantizedLayers:
-    repack(model, matrices.limit(plan), matrices, prepare, label=matrices.label)
+    plan = matrices.limit(plan)
+    repack(model, plan, matrices.embedding(model, plan), matrices, prepare, label=matrices.label)
     matrices.log_loss()
     return QuantizedLayers(matrices.label)
 

@@ -34,6 +34,7 @@ from engine.model.rope import RopeSwitch
 from engine.model.runner import PackedRunner
 from engine.model.sequential_runner import SequentialRunner
 from engine.native.float32_mode import Float32Mode
+from engine.quantize.quantize import weights_of
 from engine.types.request import MlaMode
 from kvcache.cache import Cache
 from kvcache.spec import Span
@@ -253,10 +254,8 @@ def default_attention(model: Any) -> str:
 def _prompt_length(model: Any, switch: RopeSwitch | None = None) -> int:
     """Tokens of the longer prompt: beyond twice the longest affordable range, within the original length."""
     config = model.config.get_text_config()
-    weights = sum(parameter.numel() for parameter in model.parameters())
-    limit = min(
-        _MAX_PROMPT, _MAX_WEIGHT_TOKENS // weights, getattr(config, "max_position_embeddings", None) or _MAX_PROMPT
-    )
+    longest = getattr(config, "max_position_embeddings", None) or _MAX_PROMPT
+    limit = min(_MAX_PROMPT, _MAX_WEIGHT_TOKENS // weights_of(model), longest)
     limit = limit if switch is None else min(limit, switch.original_length)
     sizes = [size for name in _RANGE_FIELDS if isinstance(size := getattr(config, name, None), int)]
     return _MIN_PROMPT + max((2 * size for size in sizes if 2 * size + _MIN_PROMPT <= limit), default=0)

@@ -343,10 +343,17 @@ class OutputHead:
 class DecoderSpec:
     """A decoder.
 
-    embedding  [vocabulary, width]; embeddings are multiplied by `scale`
+    embedding          [vocabulary, width]; embeddings are multiplied by `scale`
+    rounds_embeddings  whether weights of a quantised embedding are rounded to bfloat16
     """
 
-    embedding: Tensor
+    embedding: Tensor | PackedMatrix
     scale: float
     layers: tuple[DecoderLayer, ...]
     output_head: OutputHead
+    rounds_embeddings: bool = False
+
+    @property
+    def width(self) -> int:
+        """Numbers of a hidden state."""
+        return self.embedding.columns if isinstance(self.embedding, PackedMatrix) else self.embedding.shape[1]

@@ -197,9 +197,20 @@ def describe_experts(experts: ExpertsSpec) -> ExpertsFields:
 def describe_embedding(decoder: DecoderSpec) -> EmbeddingFields:
     """The embedding table. Raises UnsupportedArchitecture for an unsupported dtype or memory layout."""
     table = decoder.embedding
+    if isinstance(table, PackedMatrix):
+        return EmbeddingFields(
+            table=table.codes.data_ptr(),
+            scales=table.scales.data_ptr(),
+            kind=WEIGHT_FORMATS[table.format],
+            count=table.outputs,
+            rounds_to_bfloat16=decoder.rounds_embeddings,
+            scale=decoder.scale,
+        )
     if table.dtype not in _FLOAT_FORMATS or not table.is_contiguous():
         raise UnsupportedArchitecture(f"its embeddings are {table.dtype}, or not contiguous")
-    return EmbeddingFields(table.data_ptr(), _FLOAT_FORMATS[table.dtype], len(table), decoder.scale)
+    return EmbeddingFields(
+        table=table.data_ptr(), kind=_FLOAT_FORMATS[table.dtype], count=len(table), scale=decoder.scale
+    )
 
 
 def describe_rotary(rotary: RotarySpec, angles: tuple[Tensor, Tensor]) -> RotaryFields:

@@ -28,7 +28,7 @@ from engine.native.decoder import (
 )
 from engine.native.mlp_block import find_mlp_block
 from engine.native.recurrence import find_recurrence
-from engine.native.trace import trace
+from engine.native.trace import embedding_table, trace
 from engine.native.trace_reader import TraceReader
 
 
@@ -57,7 +57,8 @@ def find_decoder(model: Any, layers: Sequence[CachedLayer], *, vocabulary: int, 
             reason = f"{error.reason}; it has layers of the kind {traced.unsupported_modules[0]}"
             raise UnsupportedArchitecture(reason) from error
         raise
-    return DecoderSpec(model.get_input_embeddings().weight, scale, tuple(found), head)
+    table, rounds = embedding_table(model.get_input_embeddings())
+    return DecoderSpec(table, scale, tuple(found), head, rounds_embeddings=rounds)
 
 
 def _find_layer(

@@ -215,7 +215,7 @@ class NativeRunner(ModelRunner):
     def _describe_step(self, decoder: DecoderSpec, rounds_to_bfloat16: bool) -> StepFields:
         """The fields that are the same in all steps."""
         return StepFields(
-            width=decoder.embedding.shape[1],
+            width=decoder.width,
             embedding=describe_embedding(decoder),
             layers=self._fields,
             layer_count=len(self._fields),

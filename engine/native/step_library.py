@@ -51,7 +51,11 @@ class HeadsFields(Structure):
 class EmbeddingFields(Structure):
     """`Embedding` of step.h."""
 
-    _fields_ = [("table", c_void_p), *((name, c_int64) for name in ("kind", "count")), ("scale", c_float)]
+    _fields_ = [
+        *((name, c_void_p) for name in ("table", "scales")),
+        *((name, c_int64) for name in ("kind", "count", "rounds_to_bfloat16")),
+        ("scale", c_float),
+    ]
 
 
 class RotaryFields(Structure):

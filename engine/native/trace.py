@@ -23,6 +23,7 @@ from engine.native.recurrence_trace import (
     trace_recurrence,
 )
 from engine.quantize import stacks
+from engine.quantize.embedding import QuantizedEmbedding
 from engine.quantize.experts import QuantizedExperts
 from engine.quantize.layers import QuantizedLinear
 
@@ -149,7 +150,7 @@ def trace(model: Any, *, vocabulary: int, context: int) -> Trace:
     tokens = rows * (vocabulary // len(rows))
     with ExitStack() as stack, torch.inference_mode():
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-        if head is None or not isinstance(embedding, nn.Embedding):
+        if head is None or not isinstance(embedding, nn.Embedding | QuantizedEmbedding):
             raise UnsupportedArchitecture("its embeddings or its output layer are no tables")
         stack.callback(head.register_forward_hook(lambda module, inputs, output: _LOGIT_GAIN * output).remove)
         for module in model.modules():
@@ -160,7 +161,9 @@ def trace(model: Any, *, vocabulary: int, context: int) -> Trace:
         with hooks.use_backend(_TraceBackend(events, len(rows), recorder.active)):
             logits = hooks.forward(model, tokens, positions, rows)
         unsupported = tuple(recorder.unsupported_modules)
-        return Trace(positions, embedding.weight[tokens].float(), tuple(events), unsupported, logits)
+        is_quantised = isinstance(embedding, QuantizedEmbedding)
+        embeddings = embedding.rows(tokens) if is_quantised else embedding.weight[tokens]
+        return Trace(positions, embeddings.float(), tuple(events), unsupported, logits)
 
 
 class _ModuleRecorder:
@@ -241,6 +244,13 @@ class _ModuleRecorder:
 def _expert_matrices(stack: stacks.ExpertStack, quantised: tuple[PackedMatrix, ...] | None) -> ExpertMatrices:
     bias = None if stack.bias is None else stack.bias.detach().float().contiguous()
     return ExpertMatrices(stack.stored if quantised is None else quantised, stack.transposed, bias)
+
+
+def embedding_table(module: nn.Embedding | QuantizedEmbedding) -> tuple[Tensor | PackedMatrix, bool]:
+    """The weights of an embedding, and whether those of a quantised one are rounded to bfloat16."""
+    if isinstance(module, nn.Embedding):
+        return module.weight, False
+    return module.packed, module.dtype == torch.bfloat16
 
 
 def linear_of(module: nn.Linear | QuantizedLinear) -> Linear:

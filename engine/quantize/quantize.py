@@ -17,11 +17,19 @@ from engine.kernels.linear import PrepareMatrices
 from engine.kernels.packing import PackedMatrix, PackedStorage
 from engine.kernels.rounding import Bits
 from engine.quantize.calibration import LayerStatistics
+from engine.quantize.embedding import QuantizedEmbedding
 from engine.quantize.experts import QuantizedExperts
 from engine.quantize.formats import MAX_AVERAGE_BITS
 from engine.quantize.layers import QuantizedLinear, SharedInputGroup
 from engine.quantize.plan import LinearLayer, QuantizationPlan, replace_modules
-from engine.quantize.quantizer import MatrixSource, Quantizer, describe_formats, matrix_name, planned_matrices
+from engine.quantize.quantizer import (
+    MatrixSource,
+    PlannedEmbedding,
+    Quantizer,
+    describe_formats,
+    matrix_name,
+    planned_matrices,
+)
 from engine.quantize.stacks import ExpertStack, experts_of
 from engine.quantize.store import WeightStore
 from engine.types.progress import report_progress
@@ -92,13 +100,24 @@ def quantize(
 
 
 def repack(
-    model: nn.Module, plan: QuantizationPlan, source: MatrixSource, prepare: PrepareMatrices, *, label: str
+    model: nn.Module,
+    plan: QuantizationPlan,
+    embedding: PlannedEmbedding | None,
+    source: MatrixSource,
+    prepare: PrepareMatrices,
+    *,
+    label: str,
 ) -> None:
-    """Replace the layers and experts of the plan by the matrices of a source; the original weights are freed.
+    """Replace the layers and experts of the plan, and an embedding, by the matrices of a source; the original weights
+    are freed.
 
     label  name of the formats, for the log
     """
-    storage = PackedStorage((*each.weight.shape, source.formats[each.name]) for each in planned_matrices(plan))
+    weights = {each.name: each.weight for each in planned_matrices(plan)}
+    if embedding is not None and embedding.layer is None:
+        weights[embedding.name] = embedding.module.weight
+    storage = PackedStorage((*weight.shape, source.formats[name]) for name, weight in weights.items())
+    del weights
     packed = dict[str, PackedMatrix]()
 
     def matrix(name: str, weight: Tensor) -> PackedMatrix:
@@ -106,6 +125,10 @@ def repack(
         return packed[name]
 
     _replace(model, plan, matrix, prepare, step="repack weights")
+    if embedding is not None:
+        own = embedding.module
+        table = matrix(embedding.name, own.weight) if embedding.layer is None else packed[embedding.layer]
+        replace_modules(model, {own: QuantizedEmbedding(own, table)})
     log.info("%s: %s", label, describe_formats(packed))
     _log_summary(model, plan, label)
 
@@ -137,8 +160,18 @@ def _replace(
 def bytes_of(model: nn.Module) -> int:
     """Memory of a model's weights, quantised or not."""
     parameters = sum(parameter.nbytes for parameter in model.parameters())
-    layers = sum(buffer.nbytes for layer in _layers(model) for buffer in layer.buffers(recurse=False))
+    modules = (module for module in model.modules() if isinstance(module, QuantizedLinear | QuantizedEmbedding))
+    # An embedding may share its matrix with a layer.
+    buffers = {id(buffer): buffer for module in modules for buffer in module.buffers(recurse=False)}
+    layers = sum(buffer.nbytes for buffer in buffers.values())
     return parameters + layers + sum(experts.bytes for experts in _experts(model))
+
+
+def weights_of(model: nn.Module) -> int:
+    """Number of a model's weights, quantised or not; those of a quantised embedding that a layer shares count twice."""
+    quantised = (QuantizedLinear, QuantizedEmbedding, QuantizedExperts)
+    layers = sum(module.weights for module in model.modules() if isinstance(module, quantised))
+    return layers + sum(parameter.numel() for parameter in model.parameters())
 
 
 class _QuantizedMatrices:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from engine.kernels.formats import LAYOUTS, WeightFormat
 from engine.kernels.packing import PackedMatrix, PackedStorage
@@ -31,6 +31,18 @@ class PlannedMatrix:
     name: str
     weight: Tensor
     statistics: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedEmbedding:
+    """An embedding table to replace.
+
+    layer  name of a layer of the plan with the same weights; None: there is none
+    """
+
+    name: str
+    module: nn.Embedding
+    layer: str | None
 
 
 def planned_matrices(plan: QuantizationPlan) -> Iterator[PlannedMatrix]:

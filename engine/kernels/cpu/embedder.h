@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "memory.h"
+#include "packed_rows.h"
 #include "step.h"
 #include "vector.h"
 
@@ -27,6 +28,7 @@ class Embedder {
     // The hidden states of a row before the first layer.
     void embed(int64_t row, float *to) const {
         const Embedding &own = step->embedding;
+        if (own.kind >= WEIGHTS_INT8) return embed_packed(step->tokens[row], to);
         for (int64_t at = 0, from = step->tokens[row] * step->width; at < step->width; ++at, ++from)
             to[at] = own.scale * (own.kind == WEIGHTS_BFLOAT16 ? number(((const bfloat16 *)own.table)[from])
                                                                : ((const float *)own.table)[from]);
@@ -36,6 +38,16 @@ class Embedder {
     int64_t rotary_row(int64_t row) const { return step->rotary_rows ? step->rotary_rows[row] : positions[row]; }
 
   private:
+    void embed_packed(int64_t token, float *to) const {
+        const Embedding &own = step->embedding;
+        with_format(own.kind, [&](auto format) {
+            const PackedRow<decltype(format)::value> row((const uint8_t *)own.table, own.scales, step->width, token);
+            row.for_each(step->width, [&](int64_t column, float weight) {
+                to[column] = own.scale * (own.rounds_to_bfloat16 ? rounded_to_bfloat16(weight) : weight);
+            });
+        });
+    }
+
     void find_positions(const CellGroup &cells) {
         for (int64_t at = 0; at < cells.count; ++at) {
             const Segment &segment = cells.segments[at];

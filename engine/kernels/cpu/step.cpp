@@ -390,7 +390,7 @@ EXPORT_LAYOUT(
     LAYOUT(Linear, weights, scales, bias, kind, outputs, columns, stride)
     LAYOUT(Norm, weight, bias, kind, width, epsilon)
     LAYOUT(Heads, matrix, offset, stride, count, width)
-    LAYOUT(Embedding, table, kind, count, scale)
+    LAYOUT(Embedding, table, scales, kind, count, rounds_to_bfloat16, scale)
     LAYOUT(Rotary, cosine, sine, pairs, offset, interleaved)
     LAYOUT(CellGroup, segments, count, cells)
     LAYOUT(Experts, router, score_correction, scoring, top_k, normalised, scaling_factor, inner, down, activation,

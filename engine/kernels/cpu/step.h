@@ -42,9 +42,11 @@ struct Heads {
 
 // The embedding table; embeddings are multiplied by `scale`.
 struct Embedding {
-    const void *table;  // [count][width], WEIGHTS_FLOAT32 or WEIGHTS_BFLOAT16
+    const void *table;           // [count][width], or quantised codes (linear.h)
+    const uint8_t *scales;       // of quantised weights
     WeightFormat kind;
     int64_t count;
+    int64_t rounds_to_bfloat16;  // whether quantised weights are rounded
     float scale;
 };
 

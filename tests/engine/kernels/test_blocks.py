@@ -56,6 +56,8 @@ def test_weights_equal_the_package(kind: GGMLQuantizationType, seed: int) -> Non
     assert torch.equal(bits_of(expected), bits_of(rows.unpack(torch.float32)))
     assert torch.equal(bits_of(expected), bits_of(packed.unpack(torch.float32)))
     assert torch.equal(bits_of(expected[16:48]), bits_of(packed.unpack(torch.float32, slice(1, 3))))
+    some = torch.tensor([3, 34, 0, 17, 3])
+    assert torch.equal(bits_of(expected[some]), bits_of(packed.rows(some).unpack(torch.float32)))
 
 
 def test_matrices_larger_than_one_part() -> None:

@@ -1,0 +1,73 @@
+"""Embeddings in the formats of GGUF files: rows equal the dequantised table bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Type
+from torch import Tensor
+
+from engine.gguf.container import read_model
+from engine.gguf.matrices import FileMatrices
+from engine.gguf.weights import PLAIN_TYPES
+from engine.load.load import LoadedModel
+from engine.native.runner import NativeRunner
+from engine.quantize.embedding import QuantizedEmbedding
+from engine.quantize.quantize import bytes_of
+from tests.engine.gguf.files import TYPES, empty_cache, feed, load_file, prompt, write_types, write_wide
+from tests.libraries import built
+
+KINDS = [kind for kind in TYPES if kind not in PLAIN_TYPES]
+
+
+def logits(loaded: LoadedModel) -> Tensor:
+    """The logits after each token of the prompt."""
+    return feed(loaded, empty_cache(loaded), prompt())
+
+
+def float_embeddings(monkeypatch: pytest.MonkeyPatch, file: Path) -> LoadedModel:
+    """The model with a dequantised table."""
+    with monkeypatch.context() as patch:
+        patch.setattr(FileMatrices, "embedding", lambda *_: None)
+        return load_file(file)
+
+
+@pytest.mark.parametrize("rounds", [False, True], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [(Type.Q4_K, "gemma3"), *((kind, "llama") for kind in KINDS)],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_native_rows_equal_the_dequantised_table(
+    kind: Type, name: str, rounds: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tied and untied, also where weights are rounded to bfloat16."""
+    built("step")
+    # Small models are computed in float32.
+    monkeypatch.setattr("engine.load.load._choose_dtype", lambda *_: torch.bfloat16 if rounds else torch.float32)
+    file = tmp_path / "other.gguf"
+    write_types(read_model(write_wide(name, tmp_path)), file, kind)
+
+    expected, actual = float_embeddings(monkeypatch, file), load_file(file)
+
+    assert isinstance(actual.runner, NativeRunner)
+    assert isinstance(actual.model.get_input_embeddings(), QuantizedEmbedding)
+    assert torch.equal(logits(expected), logits(actual))
+    assert bytes_of(actual.model) < bytes_of(expected.model)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "granite"])
+def test_torch_rows_equal_the_dequantised_table(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The output of the module with its scale, whatever the kind of the table."""
+    file = tmp_path / "other.gguf"
+    write_types(read_model(write_wide(name, tmp_path)), file, Type.Q5_K)
+    tokens = torch.tensor([[3, 0, 17], [3, 200, 1]])
+
+    expected, actual = (
+        loaded.model.get_input_embeddings()(tokens)
+        for loaded in (float_embeddings(monkeypatch, file), load_file(file, kernels="torch"))
+    )
+
+    assert torch.equal(expected, actual)
