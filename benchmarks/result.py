@@ -71,6 +71,11 @@ class BenchmarkResult:
         optional = ("transcribed", "note")
         return {name: value for name, value in asdict(self).items() if value or name not in optional}
 
+    @property
+    def run(self) -> tuple[str | None, ...]:
+        """What identifies a run."""
+        return self.benchmark, self.cpu, self.command, self.commit, self.date
+
     def keys(self) -> set[tuple[Any, ...]]:
         """What identifies the rows: benchmark, processor, and the row's fields."""
         return {self.key(row) for row in self.rows}
@@ -100,7 +105,7 @@ def add_rows(path: Path, added: BenchmarkResult) -> None:
     """Add the rows of a result to a file, instead of earlier rows of the same kind."""
     kept = [result.without(added.keys()) for result in documents(path)]
     # A run adds its rows in parts.
-    same = [result for result in kept if replace(result, rows=[]) == replace(added, rows=[])]
+    same = [result for result in kept if result.run == added.run]
     others = [result for result in kept if result.rows and result not in same]
     joined = replace(added, rows=[row for result in (*same, added) for row in result.rows])
     write_json(path, [result.content() for result in (*others, joined)])
