@@ -12,7 +12,7 @@ FAST := not slow and not gpu and not container and not arm64 and not browser
 .DEFAULT_GOAL := help
 
 help:  ## show this list
-	@grep -hE '^[a-z-]+:.*##' Makefile | awk -F ':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z0-9-]+:.*##' Makefile | awk -F ':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
 
 serve: .venv/serve  ## install, then serve the bundled model on http://127.0.0.1:8000 (ARGS="MODEL --port N ...")
 	@exec $(BIN)/cellar serve $(ARGS)

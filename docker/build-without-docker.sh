@@ -2,10 +2,13 @@
 # Builds the image on Debian or Ubuntu without a Docker engine, as root: mmdebstrap builds the base image, buildah ours.
 # Needs `apt-get install buildah crun mmdebstrap`; docker/run-without-docker.py then serves it.
 # Images are in $CELLAR_IMAGES. The build gets the settings of pip on this machine, as a secret.
+# ARCH=arm64 builds localhost/cellar-arm64, which this machine runs under emulation: also needs `qemu-user-static binfmt-support`.
 set -eu
 cd "$(dirname "$0")/.."
 store=${CELLAR_IMAGES:-${XDG_CACHE_HOME:-$HOME/.cache}/cellar-containers}
 python=${PYTHON:-python3}
+own_arch=$(dpkg --print-architecture)
+arch=${ARCH:-$own_arch}
 mkdir -p "$store/tmp"
 export TMPDIR="$store/tmp"
 
@@ -17,13 +20,21 @@ buildah() {
     command buildah --root "$store/$driver" --runroot "$store/run" --storage-driver "$driver" "$@"
 }
 
-if ! buildah inspect --type image localhost/cellar-base >/dev/null 2>&1; then
-    mmdebstrap --variant=minbase --include=python3,python3-venv bookworm "$store/base.tar"
-    container=$(buildah from scratch)
-    buildah add --quiet "$container" "$store/base.tar" / >/dev/null
-    buildah commit --quiet --rm "$container" localhost/cellar-base >/dev/null
-    rm "$store/base.tar"
-fi
+# The name of an image for an architecture.
+image() {
+    if [ "$2" = "$own_arch" ]; then echo "localhost/$1"; else echo "localhost/$1-$2"; fi
+}
+
+for some in "$own_arch" "$arch"; do
+    base=$(image cellar-base "$some")
+    if ! buildah inspect --type image "$base" >/dev/null 2>&1; then
+        mmdebstrap --variant=minbase --arch="$some" --include=python3,python3-venv bookworm "$store/base.tar"
+        container=$(buildah from --arch "$some" scratch)
+        buildah add --quiet "$container" "$store/base.tar" / >/dev/null
+        buildah commit --quiet --rm "$container" "$base" >/dev/null
+        rm "$store/base.tar"
+    fi
+done
 
 pip_conf=$(mktemp)
 trap 'rm -f "$pip_conf"' EXIT
@@ -56,8 +67,11 @@ elif grep -q -e '^find-links' -e 'index-url' "$pip_conf"; then
 fi
 
 buildah build --isolation chroot --pull-never --layers=false --format docker --file docker/Dockerfile \
-    --build-arg BASE=localhost/cellar-base --secret "id=pip,src=$pip_conf" "$@" --tag localhost/cellar .
+    --platform "linux/$arch" --build-arg "BUILDPLATFORM=linux/$own_arch" \
+    --build-arg "BASE=$base" --build-arg "BUILD_BASE=$(image cellar-base "$own_arch")" \
+    --secret "id=pip,src=$pip_conf" "$@" --tag "$(image cellar "$arch")" .
 
+[ "$arch" = "$own_arch" ] || exit 0
 # run-without-docker.py needs the image unpacked; all runs share one copy, because it is read-only.
 buildah rm cellar >/dev/null 2>&1 || true
 buildah rmi --prune >/dev/null # the image before this one

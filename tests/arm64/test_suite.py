@@ -1,0 +1,50 @@
+"""The tests of the kernels and of the native step pass on arm64, in each variant, run by an arm64 Python."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from engine.kernels.cpu.build import prebuild
+from tests.arm64.machine import MACHINE, MISSING, NEEDED
+
+ROOT = Path(__file__).resolve().parents[2]
+# The command of an arm64 Python with the packages of the tests, natively or under qemu-user.
+PYTHON = os.environ.get("CELLAR_ARM64_PYTHON", "")
+TESTS = (
+    "tests/engine/kernels/test_attention.py",
+    "tests/engine/kernels/test_linear.py",
+    "tests/engine/kernels/test_shared_cells.py",
+    "tests/engine/native/test_step.py",
+)
+
+pytestmark = [
+    pytest.mark.arm64,
+    pytest.mark.timeout(0),
+    pytest.mark.skipif(bool(MISSING), reason=NEEDED),
+    pytest.mark.skipif(not PYTHON, reason="CELLAR_ARM64_PYTHON names no arm64 Python"),
+]
+
+
+@pytest.mark.parametrize("file", TESTS)
+def test_tests_of_the_kernels_pass(file: str) -> None:
+    """With the libraries of this checkout, cross-built into the folder of the prebuilt ones."""
+    prebuild(ROOT / "engine/kernels/cpu/prebuilt", MACHINE)
+    command = [
+        *shlex.split(PYTHON),
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "not slow",
+        "-o",
+        "timeout=0",
+    ]
+
+    subprocess.run([*command, file], check=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
