@@ -303,8 +303,9 @@ def _lines(
 
 def _step_text(info: ModelInfo) -> str:
     """How steps are computed, and the weight bytes of --quantize."""
+    variants = " and ".join(dict.fromkeys(info.kernel_variants))
     path = (
-        "one native call"
+        f"one native call{f', with kernels for {variants}' if variants else ''}"
         if info.not_native_reason is None
         else f"torch operations instead of the native step: {info.not_native_reason}"
     )

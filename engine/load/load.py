@@ -57,6 +57,7 @@ from engine.model.layers import CachedLayer
 from engine.model.margins import Margin, recording
 from engine.model.model_runner import ModelRunner
 from engine.model.rope import RopeSwitch
+from engine.native.step_library import step_variants
 from engine.quantize.quantize import bytes_of, estimate
 from engine.text.tokenizer import Tokenizer
 from engine.types.status import MemoryPlan, ModelInfo
@@ -171,6 +172,7 @@ def _load(config: EngineConfig, on_phase: Callable[[str], None], reserved_bytes:
         device=config.device,
         batch_invariant=invariant,
         not_native_reason=selection.reason,
+        kernel_variants=step_variants() if selection.reason is None else (),
         quantization_estimate=estimate(model, available) if not quantised.format and config.device == "cpu" else None,
     )
     ends = _end_tokens(model, tokenizer)

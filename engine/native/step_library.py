@@ -309,14 +309,19 @@ class StepLibrary:
             raise _error(outcome)
 
 
-def step_library(variant: str | None = None) -> StepLibrary:
-    """The library of a variant, by default the fastest. May build it, in seconds. Raises LibraryUnavailable."""
+def step_variants(variant: str | None = None) -> tuple[str, str]:
+    """A variant of the step, by default the fastest, and that of its products. Raises LibraryUnavailable."""
     variants = build.variants("step")
     if not variants:
         raise build.LibraryUnavailable("it needs AVX2, AVX-512 or NEON, which this processor lacks")
     variant = variant or variants[0]
-    products = next(own for own in build.variants("linear") if own in _PRODUCTS[variant])
-    files = build.library("step", variant), build.library("linear", products)
+    return variant, next(own for own in build.variants("linear") if own in _PRODUCTS[variant])
+
+
+def step_library(variant: str | None = None) -> StepLibrary:
+    """The library of a variant, by default the fastest. May build it, in seconds. Raises LibraryUnavailable."""
+    step, products = step_variants(variant)
+    files = build.library("step", step), build.library("linear", products)
     try:
         return StepLibrary(*files)
     except OSError as error:

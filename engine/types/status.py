@@ -30,6 +30,7 @@ class ModelInfo:
     batch_invariant          logits are bit for bit the same in any batch, with any chunks and cached prefix; else equal
                              up to rounding
     not_native_reason        why steps run in torch operations; None: each is one call of the C++ library
+    kernel_variants          of the native step and of its products with quantised weights; empty without it
     quantization_estimate    None: the weights are quantised, or cannot be
     """
 
@@ -47,6 +48,7 @@ class ModelInfo:
     device: str = "cpu"
     batch_invariant: bool = False
     not_native_reason: str | None = None
+    kernel_variants: tuple[str, ...] = ()
     quantization_estimate: QuantizationEstimate | None = None
 
 

@@ -377,6 +377,12 @@ def test_the_start_up_screen_shows_steps_and_quantisation() -> None:
     )
     assert "auto: no quantisation\n" in banner(slow, MEMORY, DraftingInfo(), Settings(), url)
     assert "steps      one native call\n" in banner(INFO, MEMORY, DraftingInfo(), Settings(), url)
+    arm64 = replace(INFO, kernel_variants=("neon", "dotprod"))
+    same = replace(INFO, kernel_variants=("avx2", "avx2"))
+    assert "one native call, with kernels for neon and dotprod\n" in banner(
+        arm64, MEMORY, DraftingInfo(), Settings(), url
+    )
+    assert "one native call, with kernels for avx2\n" in banner(same, MEMORY, DraftingInfo(), Settings(), url)
 
 
 def test_the_start_up_screen_shows_origins() -> None:

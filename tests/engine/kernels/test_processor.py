@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from engine.kernels.cpu import build, processor
+from engine.native.step_library import step_variants
 
 # Bits of Linux on arm64: HWCAP_ASIMDDP, and HWCAP2_I8MM.
 ASIMDDP, I8MM = 1 << 20, 1 << 13
@@ -62,6 +63,7 @@ def test_arm64_on_linux(monkeypatch: pytest.MonkeyPatch, entries: dict[int, int]
 
     assert linear == build.variants("linear")
     assert ("neon",) == build.variants("attention") == build.variants("step")
+    assert ("neon", linear[0]) == step_variants()
 
 
 @pytest.mark.parametrize(
@@ -91,7 +93,8 @@ def test_other_architectures_are_generic(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(platform, "machine", lambda: "riscv64")
 
     assert ("generic",) == build.variants("linear") == build.variants("attention")
-    assert () == build.variants("step")
+    with pytest.raises(build.LibraryUnavailable, match="needs AVX2, AVX-512 or NEON"):
+        step_variants()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the auxiliary vector is Linux's")
