@@ -14,7 +14,7 @@ from tests.arm64.machine import MACHINE, MISSING, NEEDED
 
 ROOT = Path(__file__).resolve().parents[2]
 # The command of an arm64 Python with the packages of the tests, natively or under qemu-user.
-PYTHON = os.environ.get("CELLAR_ARM64_PYTHON", "")
+PYTHON = os.environ.get("ARM64_PYTHON", "")
 TESTS = (
     "tests/engine/kernels/test_attention.py",
     "tests/engine/kernels/test_linear.py",
@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.arm64,
     pytest.mark.timeout(0),
     pytest.mark.skipif(bool(MISSING), reason=NEEDED),
-    pytest.mark.skipif(not PYTHON, reason="CELLAR_ARM64_PYTHON names no arm64 Python"),
+    pytest.mark.skipif(not PYTHON, reason="ARM64_PYTHON names no arm64 Python"),
 ]
 
 
