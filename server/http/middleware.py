@@ -37,6 +37,8 @@ _host_and_port = re.compile(r"(\[[^\[\]]*\]|[^\[\]:]*)(?::[0-9]*)?")
 _request_id = re.compile(r"[\x21-\x7e]{1,128}")
 # Requested every few seconds by monitoring.
 _probe_paths = frozenset({"/health", "/ready", "/metrics"})
+# The live view of the web page requests the last one several times a second.
+_paths_logged_at_debug = _probe_paths | {"/v1/engine"}
 # ASGI messages that start a response, of HTTP and of WebSockets.
 _start_messages = frozenset({"http.response.start", "websocket.http.response.start", "websocket.accept"})
 _methods_with_body = frozenset({"POST", "PUT", "PATCH"})
@@ -177,7 +179,7 @@ class _ResponseLog:
         status = self.status if self.status is not None else 0
         metrics.count_response(route, status)
         milliseconds = (time.monotonic() - self._started) * 1000
-        level = logging.DEBUG if route in _probe_paths else logging.INFO
+        level = logging.DEBUG if route in _paths_logged_at_debug else logging.INFO
         method = self._scope.get("method", "WEBSOCKET")
         logger.log(level, "%s %s %s %d %.1fms", self.id, method, route, status, milliseconds)
 

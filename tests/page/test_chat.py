@@ -225,3 +225,17 @@ def test_markup_of_a_model_is_text(open_tab: Callable[..., Tab], tmp_path: Path)
     ]
     expect(tab.answers.locator(".hljs-keyword").first).to_have_text("def")
     expect(tab.answers.locator("pre")).to_contain_text("return '<b>'")
+
+
+@pytest.mark.parametrize("secure", [True, False], ids=["secure", "plain"])
+def test_code_is_copied(open_tab: Callable[..., Tab], secure: bool) -> None:
+    """Also where the browser has no clipboard interface, as on plain HTTP from another machine."""
+    tab = open_tab(permissions=["clipboard-read", "clipboard-write"]).ready()
+    answer = tab.ask(QUESTION)
+    if not secure:
+        tab.page.evaluate("Object.defineProperty(navigator, 'clipboard', { value: undefined, configurable: true })")
+    tab.button("Copy").click()
+    expect(tab.button("Copied")).to_be_visible()
+    tab.page.evaluate("delete navigator.clipboard")
+
+    assert answer == tab.page.evaluate("navigator.clipboard.readText()").strip()

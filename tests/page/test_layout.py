@@ -115,7 +115,9 @@ def test_nothing_is_cut_off_on_narrow_windows(open_tab: Callable[..., Tab], tmp_
         tab.open_panel(name)
         expect(tab.page.get_by_role("complementary", name=name)).to_be_in_viewport()
         assert 0 == tab.overflow
-        tab.button("Close the panel").click()
+        expect(tab.button("Close the panel")).to_be_focused()
+        tab.page.keyboard.press("Enter")
+        expect(tab.page.get_by_role("button", name=name, exact=True)).to_be_focused()
 
 
 def test_text_of_twice_the_size_fits(open_tab: Callable[..., Tab], tmp_path: Path) -> None:

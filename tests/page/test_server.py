@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from engine.types.events import Delta, Event, Started
+from engine.types.request import Request
 from tests.e2e.serving import serving
 from tests.page.tab import ENDLESS_SCHEMA, Tab
-from tests.server.fakes import FakeEngine, serve_in_thread
+from tests.server.fakes import HERMES, FakeEngine, FakeTokenizer, finished, serve_in_thread
 
 pytestmark = pytest.mark.browser
 expect = pytest.importorskip("playwright.sync_api", reason="playwright is missing").expect
@@ -117,3 +119,32 @@ def test_the_phase_is_shown_while_the_model_loads(open_tab: Callable[..., Tab]) 
         engine.phase = "ready"
         tab.ready()
         tab.page.goto("about:blank")
+
+
+def reason(request: Request) -> Iterator[Event]:
+    """The script of an answer with reasoning."""
+    yield Started(len(request.prompt), 0, 7)
+    for token, text in ((254, "<think>"), (1, "Two and two"), (255, "</think>"), (2, "Four.")):
+        yield Delta(text, (token,))
+    yield finished(request)
+
+
+def test_reasoning_is_folded(open_tab: Callable[..., Tab]) -> None:
+    """Above the answer, and opened by a click."""
+    with serve_in_thread(FakeEngine(script=reason, tokenizer=FakeTokenizer(HERMES))) as port:
+        tab = open_tab(f"http://127.0.0.1:{port}").ready()
+        assert "Four." == tab.ask("2 + 2")
+        reasoning = tab.answers.last.locator("details")
+        expect(reasoning.get_by_text("Two and two")).not_to_be_visible()
+        reasoning.locator("summary").click()
+        expect(reasoning.get_by_text("Two and two")).to_be_visible()
+        tab.page.goto("about:blank")
+
+
+def test_a_full_storage_is_reported(tab: Tab) -> None:
+    """The conversation goes on, and can be exported."""
+    tab.page.evaluate("Storage.prototype.setItem = () => { throw new Error('full') }")
+    assert "Cellar" in tab.ask("What is Cellar?")
+
+    expect(tab.page.get_by_role("alert")).to_contain_text("The storage of this browser is full")
+    expect(tab.button("Export all")).to_be_enabled()

@@ -138,6 +138,9 @@ export function App() {
   useEffect(() => {
     if (drawer) document.querySelector<HTMLElement>('.sidebar .new')?.focus();
   }, [drawer]);
+  useEffect(() => {
+    if (panel && !matchMedia(WIDE).matches) document.querySelector<HTMLElement>('.panel .icon')?.focus();
+  }, [panel]);
   // Conversations of other tabs.
   useEffect(() => {
     const changed = () => setConversations(loadConversations());
@@ -145,6 +148,10 @@ export function App() {
     return () => removeEventListener('storage', changed);
   }, []);
 
+  const closePanel = () => {
+    document.querySelector<HTMLElement>(`[data-panel='${panel}']`)?.focus();
+    setPanel(null);
+  };
   const open = (conversation: Conversation) => {
     setCurrent(conversation);
     setDrawer(false);
@@ -171,7 +178,10 @@ export function App() {
         open={drawer}
         conversations={conversations}
         current={current.id}
-        onClose={() => setDrawer(false)}
+        onClose={() => {
+          setDrawer(false);
+          document.querySelector<HTMLElement>('.top .drawer-button')?.focus();
+        }}
         onOpen={open}
         onNew={() => open(newConversation(current.settings))}
         onRename={(conversation, title) => keep({ ...conversation, title, named: !!title })}
@@ -205,6 +215,7 @@ export function App() {
               <button
                 key={name}
                 type="button"
+                data-panel={name}
                 aria-pressed={panel === name}
                 onClick={() => setPanel(panel === name ? null : name)}
               >
@@ -245,7 +256,7 @@ export function App() {
         <aside class="panel" aria-label={panel === 'engine' ? 'Engine' : 'Settings'}>
           <header>
             <h2>{panel === 'engine' ? 'Engine' : 'Settings'}</h2>
-            <button type="button" class="icon" aria-label="Close the panel" onClick={() => setPanel(null)}>
+            <button type="button" class="icon" aria-label="Close the panel" onClick={closePanel}>
               ×
             </button>
           </header>

@@ -16,7 +16,8 @@ import typescript from 'highlight.js/lib/languages/typescript';
 import xml from 'highlight.js/lib/languages/xml';
 import yaml from 'highlight.js/lib/languages/yaml';
 import { Marked, type Token, type Tokens } from 'marked';
-import { useEffect, useMemo, useState } from 'preact/hooks';
+import { useMemo } from 'preact/hooks';
+import { CopyButton } from './copy';
 
 const LANGUAGES = { bash, cpp, css, diff, go, java, javascript, json, python, rust, sql, typescript, xml, yaml };
 for (const [name, language] of Object.entries(LANGUAGES)) hljs.registerLanguage(name, language);
@@ -70,25 +71,16 @@ function Block({ token }: { token: Token }) {
 }
 
 export function Code({ text, language, label }: { text: string; language: string; label?: string }) {
-  const [copied, setCopied] = useState(false);
-  useEffect(() => {
-    if (!copied) return;
-    const timer = setTimeout(() => setCopied(false), 1500);
-    return () => clearTimeout(timer);
-  }, [copied]);
   const name = hljs.getLanguage(language) ? language : '';
   const content = useMemo(() => {
     const plain = !name || text.length > MAX_HIGHLIGHTED;
     return { __html: plain ? escaped(text) : hljs.highlight(text, { language: name, ignoreIllegals: true }).value };
   }, [text, name]);
-  const copy = () => void navigator.clipboard.writeText(text).then(() => setCopied(true));
   return (
     <figure class="code">
       <figcaption>
         <span>{label ?? (language || 'text')}</span>
-        <button type="button" class="quiet" onClick={copy}>
-          {copied ? 'Copied' : 'Copy'}
-        </button>
+        <CopyButton text={text} />
       </figcaption>
       <pre tabIndex={0} aria-label={label ?? `Code, ${language || 'text'}`}>
         <code dangerouslySetInnerHTML={content} />

@@ -1,5 +1,6 @@
 // One message: text, reasoning, tool calls with their results, figures, errors, and what can be done with it.
-import { useEffect, useLayoutEffect, useRef, useState } from 'preact/hooks';
+import { useLayoutEffect, useRef, useState } from 'preact/hooks';
+import { CopyButton } from './copy';
 import { Code, Markdown } from './markdown';
 import type { AnswerStats, Message, ToolCall } from './types';
 
@@ -200,24 +201,6 @@ function OpenCalls({
         </button>
       </div>
     </form>
-  );
-}
-
-function CopyButton({ text }: { text: string }) {
-  const [copied, setCopied] = useState(false);
-  useEffect(() => {
-    if (!copied) return;
-    const timer = setTimeout(() => setCopied(false), 1500);
-    return () => clearTimeout(timer);
-  }, [copied]);
-  return (
-    <button
-      type="button"
-      class="quiet"
-      onClick={() => void navigator.clipboard.writeText(text).then(() => setCopied(true))}
-    >
-      {copied ? 'Copied' : 'Copy'}
-    </button>
   );
 }
 

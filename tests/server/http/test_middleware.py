@@ -234,6 +234,15 @@ def test_an_unexpected_exception_is_a_500_without_details(caplog: pytest.LogCapt
     assert "RuntimeError" in caplog.text
 
 
+@pytest.mark.parametrize("path", ["/health", "/ready", "/metrics", "/v1/engine"])
+def test_repeated_requests_are_logged_at_debug(path: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Monitoring and the live view of the page would fill the log."""
+    with caplog.at_level(logging.DEBUG, "cellar.http"):
+        ask(create_app(FakeEngine(), settings()), "GET", path)  # type: ignore[arg-type]
+
+    assert [logging.DEBUG] == [record.levelno for record in caplog.records if record.name == "cellar.http"]
+
+
 def test_a_request_is_one_line_in_the_log_without_its_content(caplog: pytest.LogCaptureFixture) -> None:
     """No path, prompt or key of a client is logged at any level."""
     app = create_app(FakeEngine(), settings(keys=("CANARY",)))  # type: ignore[arg-type]
