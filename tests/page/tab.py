@@ -60,7 +60,7 @@ class Tab:
         """The text of an answer once it is complete."""
         found = self.answers.last if number < 0 else self.answers.nth(number)
         found.locator("footer").wait_for()
-        text: str = found.locator(".markdown").inner_text()
+        text: str = found.locator("> .markdown").inner_text()
         return text
 
     def set(self, label: str, text: str) -> None:

@@ -54,7 +54,7 @@ def test_a_prefix_is_shown_as_shared_while_both_run(tab: Tab) -> None:
         expect(tab.page.locator(".cells")).to_contain_text(re.compile(r"[1-9]\d* in use · [1-9]\d* of them shared"))
         expect(tab.page.locator(".node.shared title").last).to_have_text(re.compile(r"used by slot \d, \d"))
     expect(tab.page.locator(".slot.decode")).to_have_count(0)
-    expect(tab.page.locator(".finished > li:nth-child(-n+2) .cached")).to_have_count(1)
+    expect(tab.page.locator(".finished > li:nth-child(-n+2) .cached")).not_to_have_count(0)
 
 
 def test_a_context_shift_is_shown_while_it_runs(tab: Tab) -> None:

@@ -143,7 +143,7 @@ def test_reasoning_is_folded(open_tab: Callable[..., Tab]) -> None:
 
 def test_a_full_storage_is_reported(tab: Tab) -> None:
     """The conversation goes on, and can be exported."""
-    tab.page.evaluate("Storage.prototype.setItem = () => { throw new Error('full') }")
+    tab.page.evaluate("void (Storage.prototype.setItem = () => { throw new Error() })")
     assert "Cellar" in tab.ask("What is Cellar?")
 
     expect(tab.page.get_by_role("alert")).to_contain_text("The storage of this browser is full")
