@@ -175,7 +175,7 @@ def run_prompt(
 
 
 def pull(model: str, *, revision: str | None = None) -> None:
-    """Download a model of the hub into its local cache; an interrupted download continues.
+    """Download a model of the hub into its local cache. After an interruption, only missing files are downloaded.
 
     Prints the folder or the GGUF file, and the size. The exit code is 1 if the model is not there.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,16 @@ def remove_revisions(models: Iterable[CachedModel]) -> int:
     strategy = cache.delete_revisions(*(model.revision for model in models))
     strategy.execute()
     return int(strategy.expected_freed_size)
+
+
+def remove_partial_files() -> None:
+    """Delete the files that this process is downloading, before it ends: no later download continues them."""
+    # Only Linux lists the open files of a process.
+    for descriptor in Path("/proc/self/fd").glob("*"):
+        with suppress(OSError):
+            file = descriptor.readlink()
+            if file.suffix == ".incomplete":
+                file.unlink()
 
 
 def _scan() -> Any:

@@ -15,6 +15,7 @@ from rich.text import Text
 from engine.config import BUNDLED_NAME
 from engine.errors import ModelError
 from engine.load.hub import download
+from engine.load.hub_cache import remove_partial_files
 from engine.types.progress import progress_to
 from server.terminal.load_screen import load_screen
 
@@ -31,6 +32,7 @@ def run_pull(model: str, revision: str | None) -> int:
 
     def end(number: int, _: FrameType | None) -> None:
         screen.print("cellar: interrupted; the same command continues with the files that are missing")
+        remove_partial_files()
         # An exception would wait for the download threads, which end with their files.
         os._exit(128 + number)
 

@@ -81,7 +81,7 @@ class BarScreen:
             TimeElapsedColumn(),
             console=console,
             transient=True,
-            # Redirected log lines stand above this line; those of a file stay in the file.
+            # Log lines on the terminal stand above this line; a log file is not redirected.
             redirect_stderr=sys.stderr.isatty(),
         )
         self._name, self._begun = name, time.monotonic()

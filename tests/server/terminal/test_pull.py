@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 import uvicorn
+from starlette.responses import Response, StreamingResponse
 
 from tests.engine.load.test_hub import Hub
-from tests.server.terminal.session import ROOT, TerminalSession
+from tests.server.terminal.session import CTRL_C, ROOT, TerminalSession
 
 NAME = "someone/tiny"
 FOLDER = ROOT / "models" / "target"
@@ -23,15 +26,42 @@ COMMAND = (sys.executable, "-c", "from server.cli import main; main()")
 Home = dict[str, str]
 
 
+class SlowHub(Hub):
+    """A hub whose weights arrive to a third while it is slow."""
+
+    slow = False
+
+    async def file(self, owner: str, name: str, revision: str, file: str) -> Response:
+        """One file."""
+        answer = await super().file(owner, name, revision, file)
+        if not self.slow or file != "model.safetensors":
+            return answer
+        content = (self.files / file).read_bytes()
+        headers = {**answer.headers, "Content-Length": str(len(content))}
+
+        async def pieces() -> AsyncIterator[bytes]:
+            yield content[: len(content) // 3]
+            while self.slow:
+                await asyncio.sleep(0.05)
+
+        return StreamingResponse(pieces(), headers=headers)
+
+
 @pytest.fixture
-def hub(home: Home, tmp_path: Path) -> Iterator[Home]:
+def slow_hub() -> SlowHub:
+    return SlowHub(FOLDER)
+
+
+@pytest.fixture
+def hub(home: Home, tmp_path: Path, slow_hub: SlowHub) -> Iterator[Home]:
     """Variables for a hub on 127.0.0.1 with the bundled model as someone/tiny, and an empty cache."""
     listener = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(Hub(FOLDER).app, log_level="critical", lifespan="off"))
+    server = uvicorn.Server(uvicorn.Config(slow_hub.app, log_level="critical", lifespan="off"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     endpoint = f"http://127.0.0.1:{listener.getsockname()[1]}"
     yield {**home, "HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "hf"), "CELLAR_URL": "http://127.0.0.1:9"}
+    slow_hub.slow = False
     server.should_exit = True
     thread.join()
 
@@ -115,6 +145,24 @@ def test_a_pull_on_a_terminal_has_a_bar(hub: Home) -> None:
     assert f"pull {NAME}" in session.text
     assert "5.9 MB" in session.text
     assert session.text.rstrip().endswith("5.9 MB")
+
+
+def test_ctrl_c_ends_a_download_at_once(hub: Home, slow_hub: SlowHub) -> None:
+    """Finished files stay, the cut file is removed, and the same command downloads it."""
+    slow_hub.slow = True
+    cache = Path(hub["HF_HOME"])
+    with TerminalSession(["pull", NAME], hub) as session:
+        give_up = time.monotonic() + 60
+        while not [*cache.rglob("model.safetensors*.incomplete")] or not [*cache.rglob("tokenizer.json")]:
+            assert time.monotonic() < give_up
+            time.sleep(0.05)
+        session.type(CTRL_C)
+        session.wait("cellar: interrupted; the same command continues with the files that are missing")
+        assert 130 == session.end()
+    slow_hub.slow = False
+
+    assert [] == [*cache.rglob("*.incomplete")]
+    assert "5.9 MB" in cellar(hub, "pull", NAME)[1]
 
 
 def test_models_of_a_running_server_are_listed(url: str, home: Home) -> None:
