@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -29,8 +30,13 @@ def run_chat(model: str | None, options: ChatOptions, settings: Settings) -> int
         return EXIT_USAGE
     conversation = Conversation(system=options.system, parameters=options.parameters)
     try:
-        with starting(messages) as note, connected(model, options.url, settings, note=note) as served:
+        with (
+            end_by_signals(),
+            starting(messages) as note,
+            connected(model, options.url, settings, note=note) as served,
+        ):
             note("")
+            # A started server has its own handler of SIGTERM, like Ctrl-C.
             with end_by_signals():
                 Chat(served, conversation, Console(highlight=False)).run()
     except ServerError as error:
@@ -44,13 +50,13 @@ def run_chat(model: str | None, options: ChatOptions, settings: Settings) -> int
 @contextmanager
 def starting(console: Console) -> Iterator[Callable[[str], None]]:
     """A function that shows the state of a start: a spinner on a terminal, nothing elsewhere; "" ends it."""
-    status = console.status("")
+    status, begun = console.status(""), time.monotonic()
 
     def note(text: str) -> None:
         if not text:
             status.stop()
         elif console.is_terminal:
-            status.update(Text(text))
+            status.update(Text(f"{text}, {time.monotonic() - begun:.0f} s"))
             status.start()
 
     try:
