@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -12,6 +15,7 @@ from server import cli
 from server.options import Option, options, union_members
 from server.settings import Settings
 
+ROOT = Path(__file__).parents[2]
 IN_FILE = [option for option in options() if option.field != "config"]
 # Options with texts of a certain form.
 TEXTS = {
@@ -228,3 +232,37 @@ def test_every_option_has_a_type_that_the_file_can_have() -> None:
     parts = {part for option in options() for part in union_members(option.value_type)}
 
     assert {part for part in parts if part not in plain and not get_args(part)} == set()
+
+
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [(command, option) for command, kind in cli.SECTIONS.items() for option in options(kind)],
+    ids=lambda value: getattr(value, "flag", value),
+)
+def test_a_misspelt_option_of_a_section_is_refused(
+    run: Run, capsys: pytest.CaptureFixture[str], command: str, option: Option
+) -> None:
+    """In the file with the nearest name of the section, in the environment with the nearest variable."""
+    key = option.keys[0]
+    wrong, variable = misspelt(key), f"CELLAR_{misspelt(key).replace('-', '_').upper()}"
+    run.file.write_text(f"[{command}]\n{wrong} = 1\n")
+
+    assert 2 == run.code("--config", str(run.file))
+    assert f"[{command}] {wrong} is no option; the nearest one is {key}\n" in capsys.readouterr().err
+    assert 2 == run.code(**{variable: "1"})
+    assert f"{variable} is no setting; the nearest one is {option.variables[0]}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", cli.SECTIONS)
+def test_help_shows_the_options_of_each_command(command: str) -> None:
+    """With their environment variables; docs/cli.md has those of the chat."""
+    line = [sys.executable, "-c", "from server.cli import main; main()", command, "--help"]
+    wide = {**os.environ, "COLUMNS": "300", "TERM": "dumb"}
+    shown = subprocess.run(line, capture_output=True, text=True, check=True, cwd=ROOT, env=wide).stdout
+    declared = options(cli.SECTIONS[command])
+
+    assert [] == [option.flag for option in declared if option.flag not in shown]
+    assert [] == [option.variables[0] for option in declared if f"[env var: {option.variables[0]}]" not in shown]
+    if command != "bench":
+        documented = (ROOT / "docs" / "cli.md").read_text()
+        assert [] == [option.flag for option in declared if f"`{option.flag}" not in documented]
