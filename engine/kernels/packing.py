@@ -89,8 +89,7 @@ class PackedMatrix:
             raise ValueError(f"{rows.format} weights of {rows.codes.shape[1]} columns at output {first}")
         layout = LAYOUTS[self.format]
         blocks = slice(first // BLOCK, first // BLOCK + -(-len(rows.codes) // BLOCK))
-        grouped = split_dim(_blocks(rows.codes, self.codes.shape[1] * GROUP, layout.zero), 2, (-1, GROUP))
-        self.codes[blocks] = _pack_codes(grouped.transpose(1, 2), layout.bits)
+        _pack_codes(_blocks(rows.codes, self.codes.shape[1] * GROUP, layout.zero), layout.bits, self.codes[blocks])
         for name, view in _scale_views(self.scales[blocks], layout.scales).items():
             own = _blocks(getattr(rows, name), view.shape[1] * view.shape[2])
             view.copy_(split_dim(own, 2, view.shape[1:3]).permute(0, 2, 3, 1))
@@ -153,20 +152,25 @@ def _scales_dtype(format: WeightFormat) -> torch.dtype:
 
 def _blocks(rows: Tensor, columns: int, padding: int = 0) -> Tensor:
     """[outputs, columns] as [blocks, BLOCK, columns], padded."""
-    count, width = rows.shape
-    return split_dim(functional.pad(rows, (0, columns - width, 0, -count % BLOCK), value=padding), 0, (-1, BLOCK))
+    padded_columns, padded_rows = columns - rows.shape[1], -len(rows) % BLOCK
+    if padded_columns or padded_rows:
+        rows = functional.pad(rows, (0, padded_columns, 0, padded_rows), value=padding)
+    return split_dim(rows, 0, (-1, BLOCK))
 
 
-def _pack_codes(codes: Tensor, bits: int) -> Tensor:
-    """Codes [blocks, groups, BLOCK, GROUP] in the order of PackedMatrix.codes."""
+def _pack_codes(codes: Tensor, bits: int, packed: Tensor) -> None:
+    """Store codes [blocks, BLOCK, columns] in the order of PackedMatrix.codes."""
     # Four codes are moved at once, as an int32.
-    words = codes.contiguous().view(torch.int32).transpose(2, 3).contiguous()
-    if bits < 8:
-        low, high = words & 0x0F0F0F0F, words >> 4 & 0x0F0F0F0F
-        words = low[:, :, 0::2] | low[:, :, 1::2] << 4
-        if bits > 4:
-            words = torch.cat((words, _pack_high_bits(high, bits - 4)), 2)
-    return words.view(torch.uint8).view(*words.shape[:3], BLOCK, 4)
+    words = split_dim(codes.contiguous().view(torch.int32), 2, (-1, GROUP // 4)).permute(0, 2, 3, 1)
+    target = packed.flatten(3).view(torch.int32)
+    if bits == 8:
+        target.copy_(words)
+        return
+    words = words.contiguous()
+    low = words & 0x0F0F0F0F
+    torch.bitwise_or(low[:, :, 0::2], low[:, :, 1::2] << 4, out=target[:, :, :4])
+    if bits > 4:
+        target[:, :, 4:] = _pack_high_bits(words >> 4 & 0x0F0F0F0F, bits - 4)
 
 
 def _unpack_codes(codes: Tensor, bits: int) -> Tensor:
