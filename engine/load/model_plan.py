@@ -43,7 +43,7 @@ from engine.model.layers import cached_layers_without_rotation, calibrate
 from engine.quantize.formats import MAX_AVERAGE_BITS
 from engine.quantize.plan import LayerSurvey, QuantizationPlan
 from engine.quantize.quantize import bits_for, bytes_of
-from engine.quantize.quantizer import planned_matrices
+from engine.quantize.quantizer import PlannedEmbedding, matrix_shapes, planned_matrices
 from engine.types.status import MemoryPlan
 from kvcache.spec import group_layers
 
@@ -219,7 +219,11 @@ def _weights(
         matrices = FileMatrices(sources, model, file_type(content.metadata) or "GGUF")
         if matrices.quantised:
             limited = matrices.limit(plan)
-            return matrices.label, _quantised_bytes(model, limited, _packed_bytes(limited, matrices.formats))
+            embedding = matrices.embedding(model, limited)
+            packed = _packed_bytes(limited, matrices.formats, embedding)
+            if embedding is not None:
+                embedding.module.register_parameter("weight", None)
+            return matrices.label, _quantised_bytes(model, limited, packed)
     bits = bits_for(config.quantize, plan, available) if config.device == "cpu" else None
     if bits is None:
         return label, bytes_of(model)
@@ -230,8 +234,10 @@ def _weights(
     return "int4", _quantised_bytes(model, plan, int(plan.weights * MAX_AVERAGE_BITS / 8))
 
 
-def _packed_bytes(plan: QuantizationPlan, formats: dict[str, WeightFormat]) -> int:
-    return packed_bytes((*each.weight.shape, formats[each.name]) for each in planned_matrices(plan))
+def _packed_bytes(
+    plan: QuantizationPlan, formats: dict[str, WeightFormat], embedding: PlannedEmbedding | None = None
+) -> int:
+    return packed_bytes((*shape, formats[name]) for name, shape in matrix_shapes(plan, embedding).items())
 
 
 def _quantised_bytes(model: nn.Module, plan: QuantizationPlan, packed: int) -> int:

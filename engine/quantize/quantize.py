@@ -28,7 +28,7 @@ from engine.quantize.quantizer import (
     Quantizer,
     describe_formats,
     matrix_name,
-    planned_matrices,
+    matrix_shapes,
 )
 from engine.quantize.stacks import ExpertStack, experts_of
 from engine.quantize.store import WeightStore
@@ -113,11 +113,8 @@ def repack(
 
     label  name of the formats, for the log
     """
-    weights = {each.name: each.weight for each in planned_matrices(plan)}
-    if embedding is not None and embedding.layer is None:
-        weights[embedding.name] = embedding.module.weight
-    storage = PackedStorage((*weight.shape, source.formats[name]) for name, weight in weights.items())
-    del weights
+    shapes = matrix_shapes(plan, embedding)
+    storage = PackedStorage((*shape, source.formats[name]) for name, shape in shapes.items())
     packed = dict[str, PackedMatrix]()
 
     def matrix(name: str, weight: Tensor) -> PackedMatrix:
@@ -180,7 +177,7 @@ class _QuantizedMatrices:
     def __init__(
         self, store: WeightStore, plan: QuantizationPlan, calibrate: Callable[[], Mapping[str, LayerStatistics]]
     ) -> None:
-        shapes = {each.name: (each.weight.shape[0], each.weight.shape[1]) for each in planned_matrices(plan)}
+        shapes = matrix_shapes(plan)
         self._store, self._stored = store, store.read(shapes)
         self.packed = dict[str, PackedMatrix]()
         if self._stored is None:

@@ -55,6 +55,14 @@ def planned_matrices(plan: QuantizationPlan) -> Iterator[PlannedMatrix]:
                 yield PlannedMatrix(matrix_name(name, stack, number), weight, statistics)
 
 
+def matrix_shapes(plan: QuantizationPlan, embedding: PlannedEmbedding | None = None) -> dict[str, tuple[int, int]]:
+    """Outputs and columns of the matrices to store, by name; an embedding with a layer is stored with it."""
+    weights = {each.name: each.weight for each in planned_matrices(plan)}
+    if embedding is not None and embedding.layer is None:
+        weights[embedding.name] = embedding.module.weight
+    return {name: (weight.shape[0], weight.shape[1]) for name, weight in weights.items()}
+
+
 def matrix_name(experts: str, stack: ExpertStack, number: int) -> str:
     """The name of one expert's matrix."""
     return f"{experts}.{stack.parameter}.{number}"

@@ -76,9 +76,11 @@ def test_formats_change_the_plan_as_the_model(folder: Folder, options: dict[str,
     require_equal(planned(path, **options), loaded(path, **options))
 
 
-def test_quantised_gguf_file(folder: Folder, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_quantised_gguf_file(name: str, folder: Folder, tmp_path: Path) -> None:
+    """With embeddings of their own, and as the output layer."""
     file = tmp_path / "model.gguf"
-    convert(Conversion(str(folder("llama")), file, "q8_0", False, lambda _: None, lambda *_: None, "gpt-2"))
+    convert(Conversion(str(folder(name)), file, "q8_0", False, lambda _: None, lambda *_: None, "gpt-2"))
     plan = planned(file)
 
     require_equal(plan, loaded(file))
