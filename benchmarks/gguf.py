@@ -37,7 +37,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.benchmark import Benchmark
-from bench.cells import Cell
+from bench.cells import DECODE, Cell
 from bench.client import RequestOptions, Server
 from bench.launch import cellar, started
 from bench.plan import read_counts
@@ -47,6 +47,7 @@ from benchmarks.duel import PairedFigure, medians, rows
 from benchmarks.goals import GOALS
 from benchmarks.known import PEERS, Resources
 from benchmarks.peers import CONTEXT_STEP, MIN_CONTEXT, Sizes, check
+from benchmarks.reading import MemoryBandwidth
 from benchmarks.result import add_json_option, add_rows, measured, model_name
 from benchmarks.shapes import SHAPES, write_folder, write_gguf
 from benchmarks.token_scores import AT_ONCE, LIKELY, Loss, Place, ask_ours, ask_peer, loss
@@ -63,6 +64,7 @@ ALONE_SLOTS = 1
 # Sampled texts for the accuracy: how many, the random tokens at their start, and the sampled ones.
 TEXTS, START_TOKENS, TEXT_TOKENS, QUICK_TOKENS = 4, 8, 48, 8
 START, MEMORY, PERPLEXITY, DISTANCE = "start, ms", "resident, MiB", "perplexity, %", "distance, millinats"
+READ = "file read in decode, GB/s"
 # Figures of which less is better, beside those in milliseconds.
 LESS_IS_BETTER = (MEMORY, DISTANCE)
 _quantisation = re.compile(r"[-.](i?q\d\w*|bf16|f16|f32|mxfp4\w*)$", re.IGNORECASE)
@@ -262,6 +264,8 @@ def measure(machine: Machine, file: GgufFile, cells: Sequence[Cell], *, slots: i
     )
     if slots == ALONE_SLOTS:
         machine.start_once(file)
+    bandwidth = MemoryBandwidth(given.threads)
+    bandwidth.measure()
     with machine.servers(file, slots, tokens) as (servers, seconds):
         if cells:
             asyncio.run(session.run(servers, cells))
@@ -269,7 +273,15 @@ def measure(machine: Machine, file: GgufFile, cells: Sequence[Cell], *, slots: i
         if slots == ALONE_SLOTS:
             milliseconds = [1000 * each for each in seconds]
             figures += [paired("server", START, *milliseconds), paired("server", MEMORY, *resident_sizes())]
-    return [row | {"ratio": better(row)} for row in medians(figures, file.about)]
+    found = [row | {"ratio": better(row)} for row in medians(figures, file.about)]
+    return [*found, *(read_rate(file, row, bandwidth.rates[0]) for row in found if row["figure"] == DECODE)]
+
+
+def read_rate(file: GgufFile, decode: Row, bandwidth: float) -> Row:
+    """The bytes of the file times the decode rate, beside the memory bandwidth; such a row has no ratio."""
+    size = file.path.stat().st_size / 1e9
+    rates = {name: round(decode[name] * size, 2) for name in ("cellar", "other")}
+    return file.about | {"cell": decode["cell"], "figure": READ, "limit": round(bandwidth / 1e9, 2)} | rates
 
 
 def paired(cell: str, figure: str, ours: float, peers: float) -> PairedFigure:

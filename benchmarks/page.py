@@ -28,6 +28,7 @@ TRAINED, PEER_WEIGHTS = "Gemma 3 270M", {"int8": "Q8_0", "int4": "Q4_0"}
 LATENCIES = ("first token p50, ms", "first token p99, ms", "between p50, ms", "between p99, ms")
 # Columns of the table of GGUF files.
 GGUF_FIGURES = SPEEDS | {
+    "read in decode, GB/s": ("prompt of 512", "file read in decode, GB/s"),
     "first token, ms": ("prompt of 512", "first token, ms"),
     "start, ms": ("server", "start, ms"),
     "memory, MiB": ("server", "resident, MiB"),
@@ -65,9 +66,10 @@ threads and are measured over HTTP, without drafts. "perplexity": its increase i
 GGUF_NOTE = """\
 As Cellar / llama.cpp, and in brackets how many times better Cellar is: a higher rate, a lower time, size or error. Both
 serve the same file with two threads, in turns, without drafts. Streams: 64 tokens of prompt and 64 of output each.
-"start" is the time to readiness of a file that was served before; "memory" is resident after a prompt of 2,048 tokens
-in one slot. Accuracy beside the dequantised weights in float32: the change of the perplexity, and the root mean square
-error of log-probabilities, on texts that the dequantised model samples.
+"read in decode" is the size of the file times the decode rate, of the memory bandwidth that a sum over a large tensor
+reaches. "start" is the time to readiness of a file that was served before; "memory" is resident after a prompt of 2,048
+tokens in one slot. Accuracy beside the dequantised weights in float32: the change of the perplexity, and the root mean
+square error of log-probabilities, on texts that the dequantised model samples.
 """
 
 SPECULATION_NOTE = """\
@@ -324,7 +326,9 @@ def place(order: Sequence[str], name: str) -> int:
 
 
 def beside(row: Row | None) -> str:
-    """Cellar's figure, the peer's and the ratio."""
+    """Cellar's figure, the peer's, and the ratio or the limit of both."""
+    if row is not None and "limit" in row:
+        return f"{sides(row)} of {digits(row['limit'])}"
     return "" if row is None else f"{sides(row)} ({row['ratio']:.1f})" if "ratio" in row else sides(row)
 
 

@@ -11,7 +11,7 @@ Rows by benchmark:
     peers        model, weights, peer, cell, figure, cellar, other (medians), ratio, lowest, highest
     speculation  drafter, batch, plain (tokens/s without drafts), ratios by mode, best, auto_to_best
     quality      model, outliers, weights, server, perplexity (times float32's), divergence (nats)
-    gguf         model, weights, cell, figure, cellar, other, ratio (above 1: Cellar is better; perplexity has none)
+    gguf         model, weights, cell, figure, cellar, other, ratio (above 1: Cellar is better) or limit or neither
     memory       model, weights, slots, context, weights_bytes, cache_bytes, idle_bytes, peak_bytes
 """
 

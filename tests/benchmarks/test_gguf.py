@@ -21,6 +21,7 @@ from benchmarks.gguf import (
     better,
     main,
     make_parser,
+    read_rate,
     sampled,
     sessions,
 )
@@ -67,6 +68,14 @@ def test_measured_cells_are_not_measured_again(tmp_path: Path) -> None:
     assert [(["prompt of 2048"], 1), (["32 streams"], 32)] == labels(kept)
     assert [([], 1)] == labels(kept, "--cells", "server")
     assert [(["32 streams"], 32)] == labels(kept, "--cells", "streams")
+
+
+def test_read_rate_is_the_size_of_the_file_times_the_decode_rate(tmp_path: Path) -> None:
+    """In GB/s, of both servers."""
+    (file := tmp_path / "tiny-Q4_0.gguf").write_bytes(bytes(2 * 10**6))
+    row = read_rate(GgufFile(file), {"cell": "prompt of 512", "cellar": 5000.0, "other": 2500.0}, 3e10)
+
+    assert {"cellar": 10.0, "other": 5.0, "limit": 30.0, "cell": "prompt of 512"}.items() <= row.items()
 
 
 def test_sizes_and_errors_are_better_when_less() -> None:

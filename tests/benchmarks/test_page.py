@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.gguf import READ
 from benchmarks.page import PAGE, page
 from benchmarks.result import KEYS, RESULTS, BenchmarkResult, command_line, documents, load, measured
 
@@ -74,10 +75,13 @@ def test_gguf_files_have_a_table() -> None:
         about | {"cell": "server", "figure": "start, ms"},
         about | {"cell": "accuracy", "figure": "distance, millinats"},
     ]
+    limited = {name: value for name, value in about.items() if name != "ratio"} | {"limit": 4.0}
+    rows.append(limited | {"cell": "prompt of 512", "figure": READ})
     text = page([result("2026-01-01", decode(1.0)), result("2026-01-02", *rows, benchmark="gguf")])
 
     (line,) = [line for line in text.splitlines() if line.startswith("| tiny | Q4_K_M |")]
     assert 2 == line.count("2.00 / 3.00 (1.5)")
+    assert "| 2.00 / 3.00 of 4.00 |" in line
 
 
 def test_absolute_paths_stay_out_of_the_command() -> None:
