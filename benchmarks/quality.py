@@ -9,6 +9,8 @@ columns after every norm: the column is scaled by 32 and its norm weight by 1/32
 three models are the same, so every difference is a quantisation error.
 
 Gemma's reference has the weights of its Q4_K_M file: that file is exact, and the other formats are made from it.
+
+Rows are added to --json as they are measured.
 """
 
 from __future__ import annotations
@@ -24,8 +26,9 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 import torch
@@ -38,10 +41,10 @@ from bench.launch import started
 from bench.target import BenchError
 from benchmarks.gemma import gguf_file, write_folder
 from benchmarks.known import PEERS, Resources
-from benchmarks.result import add_json_option, measured
+from benchmarks.result import add_json_option, add_rows, measured
 from benchmarks.shapes import write_gguf
 from benchmarks.token_scores import AT_ONCE, LIKELY, LISTED
-from engine.config import EngineConfig, Quantize
+from engine.config import EngineConfig
 from engine.load.load import LoadedModel, load
 from kvcache.cache import Cache
 from kvcache.spec import Span
@@ -51,7 +54,9 @@ from models.recipe.plan import TARGET
 # A power of two moves no bit of a bfloat16 weight but its exponent.
 TIMES, SHARE = 32.0, 0.01
 BUNDLED, GEMMA = "bundled", "Gemma 3 270M"
-FORMATS: tuple[Quantize, ...] = ("none", "int8", "int4")
+# Types of the weights that are not quantised, and all of Cellar's.
+DTYPES = ("float32", "bfloat16")
+FORMATS = (*DTYPES, "int8", "int4")
 PEER_FORMATS = ("Q8_0", "Q6_K", "Q4_K_M", "Q4_0")
 # Predictions are compared by the LIKELY most likely tokens in float32, and all others as one: a peer lists its LISTED
 # most likely tokens only. Texts are compared where their next token is among the LIKELY.
@@ -117,21 +122,23 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--quantizer", default="llama-quantize", metavar="PATH", help="llama-quantize")
     parser.add_argument("--texts", type=int, default=40, metavar="N", help="held-out conversations (default 40)")
     parser.add_argument("--every", type=int, default=4, metavar="N", help="compare every N-th token (default 4)")
+    formats = ",".join((*FORMATS, *PEER_FORMATS))
+    parser.add_argument("--formats", default=formats, metavar="NAMES", help=f"default: {formats}")
     parser.add_argument("--models", default=f"{BUNDLED},{GEMMA}", metavar="NAMES", help=f"default: {BUNDLED},{GEMMA}")
     parser.add_argument("--out", type=Path, default=Path("out/quality"), metavar="FOLDER", help="default: out/quality")
     add_json_option(parser)
     given = parser.parse_args(arguments)
     given.out.mkdir(parents=True, exist_ok=True)
-    found: Losses = {}
+    found, path, run = Losses(), given.json or given.out / "quality.json", measured("quality", ())
     try:
         with tempfile.TemporaryDirectory() as scratch:
             for subject in subjects(given, Path(scratch)):
-                found |= compare(given, subject)
+                for measurement in compare(given, subject):
+                    found |= measurement
+                    add_rows(path, replace(run, rows=list(result_rows(measurement))))
     except BenchError as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
     Console(width=110).print(table(found))
-    path = given.json or given.out / "quality.json"
-    measured("quality", result_rows(found)).write(path)
     print(path)
     return 0
 
@@ -159,24 +166,24 @@ def gemma_texts(folder: Path) -> list[list[int]]:
     return [tokenizer.encode(topic)[:GEMMA_TOKENS] for topic in topics[::step][:GEMMA_TEXTS]]
 
 
-def compare(given: argparse.Namespace, subject: Subject) -> Losses:
-    """Return the errors of both servers with one model."""
-    places, found = list(likely(subject.folder, subject.texts, given.every)), {}
-    for quantize in FORMATS:
-        loaded = ours(subject.folder, quantize)
-        name = str(loaded.dtype).removeprefix("torch.") if quantize == "none" else quantize
-        scores = score_ours(loaded, subject.texts, places)
-        found[subject.model, subject.outliers, name, "Cellar"] = loss(places, scores)
-        print(subject.model, subject.outliers, name, found[subject.model, subject.outliers, name, "Cellar"], flush=True)
-        del loaded
-    for name in PEER_FORMATS if given.program else ():
+def compare(given: argparse.Namespace, subject: Subject) -> Iterator[Losses]:
+    """Measure one model in each format; yield the errors of each."""
+    places, names = list(likely(subject.folder, subject.texts, given.every)), given.formats.split(",")
+    for name in filter(names.__contains__, FORMATS):
+        yield reported(
+            subject, name, "Cellar", loss(places, score_ours(ours(subject.folder, name), subject.texts, places))
+        )
+    for name in filter(names.__contains__, PEER_FORMATS if given.program else ()):
         with theirs(subject.gguf(name), given.program, given.out) as url:
             scores = asyncio.run(score_peer(url, subject.texts, places))
-        found[subject.model, subject.outliers, name, "llama.cpp"] = loss(places, scores)
-        print(
-            subject.model, subject.outliers, name, found[subject.model, subject.outliers, name, "llama.cpp"], flush=True
-        )
-    return found
+        yield reported(subject, name, "llama.cpp", loss(places, scores))
+
+
+def reported(subject: Subject, name: str, server: str, found: Loss) -> Losses:
+    """Print an error; return it by what was measured."""
+    key = (subject.model, subject.outliers, name, server)
+    print(*key, found, flush=True)
+    return {key: found}
 
 
 def plant(source: Path, folder: Path, times: float) -> None:
@@ -209,10 +216,10 @@ def likely(folder: Path, texts: Sequence[list[int]], every: int) -> Iterator[Pre
                 yield Prediction(number, position, tuple(tokens), tuple(scores), tokens.index(text[position]))
 
 
-def ours(folder: Path, quantize: Quantize) -> LoadedModel:
-    """Load a model as it is served, with quantised weights of its own."""
-    settings = EngineConfig(model=str(folder), quantize=quantize, context=1024, slots=1)
-    return load(settings, lambda phase: None)
+def ours(folder: Path, format: str) -> LoadedModel:
+    """Load a model as it is served, with weights of a dtype or quantised weights of its own."""
+    settings: dict[str, Any] = {"dtype": format} if format in DTYPES else {"quantize": format}
+    return load(EngineConfig(model=str(folder), context=1024, slots=1, **settings), lambda phase: None)
 
 
 def score_ours(loaded: LoadedModel, texts: Sequence[list[int]], places: Sequence[Prediction]) -> list[list[float]]:

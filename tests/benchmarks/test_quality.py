@@ -46,7 +46,7 @@ def test_unquantised_predictions_equal_float32() -> None:
     """Of the served model, at every compared position."""
     texts = held_out_texts(2)
     places = list(likely(TARGET.folder, texts, 8))
-    found = loss(places, score_ours(ours(TARGET.folder, "none"), texts, places))
+    found = loss(places, score_ours(ours(TARGET.folder, "float32"), texts, places))
 
     assert {0, 1} == {place.text for place in places}
     assert found.divergence < 1e-6
