@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import difflib
 import gc
 import logging
 import os
-import re
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TextIO
 
-from cyclopts import App, ArgumentCollection, Group, Parameter
-from cyclopts.config import Env
+from cyclopts import App, Group, Parameter
 from rich.console import Console
 
 from bench.options import BenchOptions
-from server.config_file import ConfigFile, ConfigFileError, exposes_keys, find
+from server.config_file import exposes_keys, find
 from server.http.version import version
-from server.options import options as declared_options
+from server.option_sources import EXIT_USAGE, SECTIONS, Environment, File, check_environment
 from server.options import serve_arguments, serve_environment
 from server.settings import ENVIRONMENT_PREFIX, LogLevel, Settings, is_world_readable, make_disk_cache
 from server.store.database import StoreError
@@ -31,54 +28,11 @@ from server.terminal.options import ChatOptions, RunOptions
 if TYPE_CHECKING:
     from engine.engine import Engine
 
-# Commands with options of their own, besides those of `cellar serve`.
-SECTIONS = {"bench": BenchOptions, "chat": ChatOptions, "run": RunOptions}
 SERVER_GROUP = Group("Options of a server that is started", sort_key=1)
-# The argument of the commands, and variables of compose.yaml and the scripts in docker/.
-OTHER_VARIABLES = frozenset({"CELLAR_MODEL", "CELLAR_MEMORY", "CELLAR_IMAGES"})
-_service_link = re.compile(r"_SERVICE_(HOST|PORT)|_PORT_\d+_(TCP|UDP)")
-EXIT_USAGE, EXIT_ADDRESS = 2, 1
+EXIT_ADDRESS = 1
 # Rounds that a waiting OpenMP thread spins before it sleeps. A step with two threads on busy cores (measured): 451 ms
 # with libgomp's default of 300,000 rounds, 67 ms with 20,000, 13 ms with 2,000, 8 ms with 0 or 200.
 SPIN_COUNT = "1000"
-
-
-class Environment(Env):
-    """Options from CELLAR_ variables. An empty variable counts as not set: compose.yaml passes those."""
-
-    def __call__(self, app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
-        """Add the tokens of the variables."""
-        super().__call__(app, commands, arguments)
-        for argument in arguments:
-            argument.tokens[:] = [token for token in argument.tokens if token.value or token.source != self.source]
-
-
-class File(ConfigFile):
-    """Options from the configuration file. Ends the process if the file is wrong."""
-
-    def __call__(self, app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
-        """Add the tokens of the file."""
-        try:
-            super().__call__(app, commands, arguments)
-        except ConfigFileError as error:
-            print(f"cellar: {error}", file=sys.stderr)
-            sys.exit(EXIT_USAGE)
-
-
-def check_environment() -> None:
-    """Raise ValueError for a CELLAR_ variable that belongs to no option, with the nearest name."""
-    kinds = (Settings, *SECTIONS.values())
-    variables = OTHER_VARIABLES.union(*(option.variables for kind in kinds for option in declared_options(kind)))
-    for name, value in sorted(os.environ.items()):
-        if not name.startswith(ENVIRONMENT_PREFIX) or name in variables or _is_service_link(name, value):
-            continue
-        nearest = difflib.get_close_matches(name.upper(), variables, 1, 0.0)[0]
-        raise ValueError(f"the environment variable {name} is no setting; the nearest one is {nearest}")
-
-
-def _is_service_link(name: str, value: str) -> bool:
-    """Whether Kubernetes or Docker made the variable for a service with a name like "cellar-web"."""
-    return value.startswith(("tcp://", "udp://")) or _service_link.search(name) is not None
 
 
 def make_app() -> App:
@@ -218,6 +172,11 @@ def models(
     """
     from server.commands.models import list_models
 
+    try:
+        check_environment()
+    except ValueError as error:
+        print(f"cellar: {error}", file=sys.stderr)
+        sys.exit(EXIT_USAGE)
     sys.exit(list_models(as_json=as_json, url=url, api_key=api_key))
 
 

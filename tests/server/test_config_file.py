@@ -12,6 +12,7 @@ import pytest
 
 from bench.options import BenchOptions
 from server import cli
+from server.option_sources import SECTIONS
 from server.options import Option, options, union_members
 from server.settings import Settings
 
@@ -236,7 +237,7 @@ def test_every_option_has_a_type_that_the_file_can_have() -> None:
 
 @pytest.mark.parametrize(
     ("command", "option"),
-    [(command, option) for command, kind in cli.SECTIONS.items() for option in options(kind)],
+    [(command, option) for command, kind in SECTIONS.items() for option in options(kind)],
     ids=lambda value: getattr(value, "flag", value),
 )
 def test_a_misspelt_option_of_a_section_is_refused(
@@ -253,13 +254,13 @@ def test_a_misspelt_option_of_a_section_is_refused(
     assert f"{variable} is no setting; the nearest one is {option.variables[0]}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", cli.SECTIONS)
+@pytest.mark.parametrize("command", SECTIONS)
 def test_help_shows_the_options_of_each_command(command: str) -> None:
     """With their environment variables; docs/cli.md has those of the chat."""
     line = [sys.executable, "-c", "from server.cli import main; main()", command, "--help"]
     wide = {**os.environ, "COLUMNS": "300", "TERM": "dumb"}
     shown = subprocess.run(line, capture_output=True, text=True, check=True, cwd=ROOT, env=wide).stdout
-    declared = options(cli.SECTIONS[command])
+    declared = options(SECTIONS[command])
 
     assert [] == [option.flag for option in declared if option.flag not in shown]
     assert [] == [option.variables[0] for option in declared if f"[env var: {option.variables[0]}]" not in shown]

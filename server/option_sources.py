@@ -1,0 +1,62 @@
+"""The sources of options besides the command line: environment variables and the configuration file."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import sys
+
+from cyclopts import App, ArgumentCollection
+from cyclopts.config import Env
+
+from bench.options import BenchOptions
+from server.config_file import ConfigFile, ConfigFileError
+from server.options import options
+from server.settings import ENVIRONMENT_PREFIX, Settings
+from server.terminal.options import ChatOptions, RunOptions
+
+EXIT_USAGE = 2
+# Commands with options of their own, besides those of `cellar serve`.
+SECTIONS: dict[str, type] = {"bench": BenchOptions, "chat": ChatOptions, "run": RunOptions}
+# The argument of the commands, and variables of compose.yaml and the scripts in docker/.
+OTHER_VARIABLES = frozenset({"CELLAR_MODEL", "CELLAR_MEMORY", "CELLAR_IMAGES"})
+_service_link = re.compile(r"_SERVICE_(HOST|PORT)|_PORT_\d+_(TCP|UDP)")
+
+
+class Environment(Env):
+    """Options from CELLAR_ variables. An empty variable counts as not set: compose.yaml passes those."""
+
+    def __call__(self, app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+        """Add the tokens of the variables."""
+        super().__call__(app, commands, arguments)
+        for argument in arguments:
+            argument.tokens[:] = [token for token in argument.tokens if token.value or token.source != self.source]
+
+
+class File(ConfigFile):
+    """Options from the configuration file. Ends the process if the file is wrong."""
+
+    def __call__(self, app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+        """Add the tokens of the file."""
+        try:
+            super().__call__(app, commands, arguments)
+        except ConfigFileError as error:
+            sys.stderr.write(f"cellar: {error}\n")
+            sys.exit(EXIT_USAGE)
+
+
+def check_environment() -> None:
+    """Raise ValueError for a CELLAR_ variable that belongs to no option, with the nearest name."""
+    kinds = (Settings, *SECTIONS.values())
+    variables = OTHER_VARIABLES.union(*(option.variables for kind in kinds for option in options(kind)))
+    for name, value in sorted(os.environ.items()):
+        if not name.startswith(ENVIRONMENT_PREFIX) or name in variables or _is_service_link(name, value):
+            continue
+        nearest = difflib.get_close_matches(name.upper(), variables, 1, 0.0)[0]
+        raise ValueError(f"the environment variable {name} is no setting; the nearest one is {nearest}")
+
+
+def _is_service_link(name: str, value: str) -> bool:
+    """Whether Kubernetes or Docker made the variable for a service with a name like "cellar-web"."""
+    return value.startswith(("tcp://", "udp://")) or _service_link.search(name) is not None
