@@ -13,14 +13,18 @@ import pytest
 import uvicorn
 from fastapi import FastAPI, Response
 from fastapi.responses import FileResponse, JSONResponse
+from gguf import GGMLQuantizationType as Type
 
 from engine.config import EngineConfig
 from engine.errors import ModelMissing
+from engine.gguf.container import read_model
 from engine.load.checkpoint import resolve, resolve_headers
 from engine.load.hub import download
 from engine.load.hub_cache import cached_models, remove_revisions
+from engine.load.load import load
 from engine.load.model_plan import plan_model
 from engine.types.progress import Progress, progress_to
+from tests.engine.gguf.files import greedy, load_file, prompt, write_types, write_wide
 from tests.engine.load.test_load import load_folder
 from tests.engine.play import Job, ask, play
 
@@ -210,6 +214,22 @@ def test_only_the_named_file_is_downloaded(gguf_hub: Hub, tag: str, file: str) -
     assert file == found.name == found.read_text()
     assert set(SHARDS if file in SHARDS else [file]) == set(gguf_hub.asked)
     assert set(gguf_hub.asked) == {each.name for each in found.parent.iterdir()}
+
+
+def test_a_quantised_file_of_the_hub_is_served(gguf_hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the text of the same local file, later without the hub."""
+    file = gguf_hub.files / "tiny-Q4_K_M.gguf"
+    write_types(read_model(write_wide("llama", tmp_path)), file, Type.Q4_K, {"general.file_type": 15})
+    expected = greedy(load_file(file), prompt(), 8)
+
+    for endpoint in (None, OFFLINE):
+        if endpoint is not None:
+            monkeypatch.setenv("HF_ENDPOINT", endpoint)
+        loaded = load(EngineConfig(model="someone/tiny:Q4_K_M", context=64, slots=2), lambda phase: None)
+
+        assert loaded.info.dtype == "float32, Q4_K_M weights"
+        assert expected == greedy(loaded, prompt(), 8)
+        assert {file.name} == set(gguf_hub.asked)
 
 
 @pytest.mark.parametrize("tag", ["", ":Q4_K_M", ":Q8_0"])
