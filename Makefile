@@ -3,6 +3,10 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3; 
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
+# Where no GPU is found, torch without gigabytes of CUDA libraries: uv has the addresses of its builds.
+GPU := $(wildcard /dev/nvidia0 /dev/kfd)
+CPU_TORCH = $(BIN)/python -m pip --disable-pip-version-check install --quiet "uv==0.13.*" && \
+	$(BIN)/uv pip install --python $(BIN)/python --torch-backend cpu --no-deps -c constraints.txt torch
 WHEEL = $(BIN)/python -m pip --disable-pip-version-check wheel --quiet --no-deps --wheel-dir dist .
 KERNELS := build/kernels
 CLIENTS := current older evaluation fuzz openresponses
@@ -65,13 +69,17 @@ wheel: .venv/serve  ## build two wheels in dist: with the C++ kernels of this pl
 clean:  ## remove the environment and all that was built
 	rm -rf .venv out dist build mutants .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
+# A command with a name, and the time that it takes.
+step = @echo "cellar: install $(1)"; started=$$(date +%s); { $(2); } && echo "cellar: took $$(( $$(date +%s) - started )) s"
+
 .venv/bin/python:
 	@test -n "$(PYTHON)" || { echo "cellar needs python3.11 or newer, and none is on the PATH"; exit 1; }
 	$(PYTHON) -m venv .venv
 
 # One stamp a set of packages, made anew when a requirement changes.
 .venv/serve: .venv/bin/python pyproject.toml constraints.txt
-	$(PIP) -e .
+	$(if $(GPU),,$(call step,torch for CPUs,$(CPU_TORCH) || echo "cellar: no CPU build of torch to be had: pip's default follows"))
+	$(call step,cellar and its packages,$(subst --quiet,,$(PIP)) -e .)
 	@touch $@
 .venv/test: .venv/serve
 	$(PIP) -e ".[test]"

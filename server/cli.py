@@ -52,6 +52,7 @@ def make_app() -> App:
     app.command(make_models_app())
     app.command(bench)
     app.command(plan)
+    app.command(doctor, config=())
     # Its arguments are no settings: none comes from the environment.
     app.command(convert, config=())
     app.command(completion, config=())
@@ -60,6 +61,8 @@ def make_app() -> App:
 
 def main() -> None:
     """The entry point of the distribution."""
+    if sys.platform == "win32":
+        sys.exit("cellar: Windows is not supported; run it in WSL, the Windows Subsystem for Linux: wsl --install")
     make_app()()
 
 
@@ -287,6 +290,21 @@ def plan(
         _print_line(f"cellar: {error}")
         sys.exit(EXIT_USAGE)
     sys.exit(run_plan(settings, as_json=json))
+
+
+def doctor(model: str | None = None, *, json: bool = False) -> None:
+    """Show what this machine runs natively, what is missing, and the remedy. The exit code is 1 if it has a problem.
+
+    Parameters
+    ----------
+    model
+        A model that has to be there, or on the hub. Default: the bundled one.
+    json
+        Print JSON.
+    """
+    from server.commands.doctor import run_doctor
+
+    sys.exit(run_doctor(model, as_json=json))
 
 
 def convert(

@@ -26,6 +26,7 @@ import subprocess
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Literal
 
 from engine.kernels.cache_folder import cache_folder, mark_used, scratch_folder, trim
 from engine.kernels.cpu.processor import supported_variants, variants_of
@@ -118,6 +119,25 @@ def library(
         _prune(target.parent, f"{kernel}-{variant}-*.so")
         trim()
     return target
+
+
+def find_compiler() -> str | None:
+    """The command of the C++ compiler; None: none is on the PATH."""
+    try:
+        return shlex.join(_compiler(None))
+    except LibraryUnavailable:
+        return None
+
+
+def find_library(kernel: str, variant: str, *, prebuilt: Path = PREBUILT) -> Literal["prebuilt", "compiled"] | None:
+    """The origin of the library that `library` returns; None: it has to be built first. Builds nothing."""
+    if _is_sound(prebuilt / _name(kernel, variant, "prebuilt", ())):
+        return "prebuilt"
+    try:
+        name = _name(kernel, variant, _version(_compiler(None)), KERNELS[kernel][variant])
+        return "compiled" if _is_sound(_user_cache() / name) else None
+    except LibraryUnavailable:
+        return None
 
 
 def prebuilt_names(machine: str) -> dict[str, tuple[str, str]]:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
 from engine.load.diagnosis import Finding, compiler_command, diagnose
 from engine.load.machine import Kernel, Machine, examine, find_conflicts, find_gpus
 

@@ -1,0 +1,144 @@
+"""What the facts of a machine mean for serving: findings, each with its remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from engine.load.machine import Kernel, Machine
+
+# The command that installs a C++ compiler, by the id of a distribution.
+_COMPILER_COMMANDS = {
+    "debian": "sudo apt-get install g++",
+    "fedora": "sudo dnf install gcc-c++",
+    "rhel": "sudo dnf install gcc-c++",
+    "arch": "sudo pacman -S gcc",
+    "suse": "sudo zypper install gcc-c++",
+    "alpine": "sudo apk add g++",
+}
+_MACOS_COMMAND = "xcode-select --install"
+# Below it a model of a billion parameters does not fit with a cache.
+_LITTLE_MEMORY_BYTES = 4 * 2**30
+# The quantised weights of one model of 8 billion parameters.
+_LITTLE_DISK_BYTES = 8 * 2**30
+_SLOWER = "models run in torch operations, 3 to 6 times slower"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the report.
+
+    level   "ok"; "note": no fault; "problem": models run slower, or not at all
+    remedy  a command or a sentence; None: there is none, or none is necessary
+    """
+
+    topic: str
+    level: Literal["ok", "note", "problem"]
+    text: str
+    remedy: str | None = None
+
+
+def diagnose(machine: Machine) -> tuple[Finding, ...]:
+    """All findings, in the order of the report."""
+    return tuple(
+        [
+            _system(machine),
+            _packages(machine),
+            _kernels(machine),
+            _compiler(machine),
+            _processors(machine),
+            _memory(machine),
+            _cache(machine),
+            *_gpus(machine),
+            _hub(machine),
+        ]
+    )
+
+
+def compiler_command(machine: Machine) -> str:
+    """The command that installs a C++ compiler."""
+    if machine.system == "Darwin":
+        return _MACOS_COMMAND
+    found = (_COMPILER_COMMANDS[name] for name in machine.distribution if name in _COMPILER_COMMANDS)
+    return next(found, "install g++ or clang++ with the package manager of the system")
+
+
+def _system(machine: Machine) -> Finding:
+    name = " ".join((machine.system, *machine.distribution[:1], machine.architecture))
+    return Finding("system", "ok", f"{name}, Python {machine.python}")
+
+
+def _packages(machine: Machine) -> Finding:
+    if machine.conflicts:
+        return Finding("packages", "problem", "; ".join(machine.conflicts), "install cellar again, in an environment")
+    versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
+    return Finding("packages", "ok", f"{versions}, all within the limits")
+
+
+def _kernels(machine: Machine) -> Finding:
+    """Whether the native step runs, by the variants of its kernel."""
+    native = {name: kernel for name, kernel in machine.kernels.items() if _is_native(kernel)}
+    if len(native) < len(machine.kernels):
+        needs = "AVX2" if machine.architecture in ("x86_64", "AMD64") else "an instruction set with kernels"
+        return Finding("kernels", "problem", f"the processor lacks {needs}: {_SLOWER}", "use another machine")
+    text = ", ".join(f"{name} ({kernel.variants[0]})" for name, kernel in native.items())
+    missing = [name for name, kernel in native.items() if kernel.library is None]
+    if missing and machine.compiler is None:
+        reason = f"no library and no compiler for {', '.join(missing)}: {_SLOWER}"
+        return Finding("kernels", "problem", reason, compiler_command(machine))
+    if missing:
+        return Finding("kernels", "ok", f"{text}; compiled at the first start, in about a minute")
+    origins = " and ".join(sorted({str(kernel.library) for kernel in native.values()}))
+    return Finding("kernels", "ok", f"{text}; {origins}")
+
+
+def _is_native(kernel: Kernel) -> bool:
+    return bool(kernel.variants) and kernel.variants[0] != "generic"
+
+
+def _compiler(machine: Machine) -> Finding:
+    if machine.compiler is not None:
+        return Finding("compiler", "ok", machine.compiler)
+    return Finding("compiler", "note", "none; it is used only where kernels are not prebuilt")
+
+
+def _processors(machine: Machine) -> Finding:
+    if machine.processors == machine.all_processors:
+        return Finding("processors", "ok", str(machine.processors))
+    text = f"{machine.processors} of {machine.all_processors}, by the affinity or the quota of the container"
+    return Finding("processors", "note", text)
+
+
+def _memory(machine: Machine) -> Finding:
+    text = f"{_gibibytes(machine.available_bytes)} free of {_gibibytes(machine.memory_bytes)}"
+    if machine.available_bytes < _LITTLE_MEMORY_BYTES:
+        remedy = "end other programs, raise the container's limit, or use small models: cellar plan MODEL"
+        return Finding("memory", "problem", text, remedy)
+    return Finding("memory", "ok", text)
+
+
+def _cache(machine: Machine) -> Finding:
+    if machine.cache_error is not None:
+        text = f"{machine.cache_error}: kernels, checks and quantised weights are made at every start"
+        return Finding("cache", "problem", text, "set XDG_CACHE_HOME to a writable folder")
+    text = f"{machine.cache}, {_gibibytes(machine.cache_free_bytes)} free"
+    if machine.cache_free_bytes < _LITTLE_DISK_BYTES:
+        return Finding("cache", "problem", text, "free space, or set XDG_CACHE_HOME to another disk")
+    return Finding("cache", "ok", text)
+
+
+def _gpus(machine: Machine) -> Iterator[Finding]:
+    if machine.gpus:
+        yield Finding("gpu", "note", f"{', '.join(machine.gpus)}: not used yet, models run on the processor")
+
+
+def _hub(machine: Machine) -> Finding:
+    if machine.hub_error is None:
+        return Finding("hub", "ok", f"{machine.hub} is reachable")
+    text = f"{machine.hub} is unreachable ({machine.hub_error}); local models and downloaded ones work"
+    return Finding("hub", "note", text)
+
+
+def _gibibytes(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB"
