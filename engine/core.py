@@ -107,9 +107,10 @@ class Core:
         began = self._clock()
         self._finish_expired(began)
         self._encode_media()
+        scheduling, self._finish_seconds = self._clock(), 0.0
         scheduled = self._scheduler.schedule()
         if scheduled:
-            self._compute(scheduled)
+            self._compute(scheduled, scheduling)
             self._totals["steps"] += 1
             self._step_seconds += self._clock() - began
         events, self._events = self._events, []
@@ -177,12 +178,12 @@ class Core:
                 log.exception("an encoder failed")
                 self._fail(sequence, f"the media could not be encoded ({type(error).__name__})")
 
-    def _compute(self, scheduled: Rows[ScheduledSequence]) -> None:
+    def _compute(self, scheduled: Rows[ScheduledSequence], began: float) -> None:
+        """Run a step; `began` is the time before it was scheduled."""
         try:
             work = Work.of([each.span for each in scheduled])
             self._totals["batch"] += work.batch_tokens
             self._cost.expect(work)
-            began, self._finish_seconds = self._clock(), 0.0
             scheduled = self._add_drafts(scheduled, work.batch_tokens)
             results = self._stepper.run(scheduled)
             sound = [result for result in results if not self._fail_if_broken(result)]

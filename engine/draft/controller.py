@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -180,6 +181,7 @@ class DepthController:
     def _count(self, outcome: StepOutcome, size: _BatchSize) -> None:
         """Count a step, and begin or double the cooldowns of drafters without a proposal."""
         size.steps += 1
+        size.catch_up.update({kind: MEMORY * seconds for kind, seconds in size.catch_up.items()})
         size.seconds += outcome.seconds + sum([call.seconds for call in outcome.calls])
         for draft in outcome.verified:
             size.unused[draft.kind] = 0
@@ -193,9 +195,6 @@ class DepthController:
         passed, self._learnt = self._steps - self._learnt, self._steps
         for acceptance in self._acceptance.values():
             acceptance.fade(passed)
-        for size in self._sizes.values():
-            for kind in size.catch_up:
-                size.catch_up[kind] *= MEMORY**passed
         for outcome in self._outcomes:
             for call in filter(attrgetter("depth"), outcome.calls):
                 self._learn_call(call, outcome.batch_tokens)
@@ -268,14 +267,15 @@ class DepthController:
             limits = [one.limit for one in candidates if one.kind == kind]
             for at, survival in enumerate(self._rates(kind).survival(max(limits))):
                 positions.append((-survival, at + 1, kind, sum([limit > at for limit in limits])))
-        depths, plain, tokens = dict.fromkeys([one.kind for one in candidates], 0), batch_tokens, float(batch_tokens)
-        yield _Option(dict(depths), batch_tokens, tokens, self.cost.seconds([batch_tokens])[0])
-        for chance, depth, kind, drafts in sorted(positions):
-            batch_tokens, tokens, depths[kind] = batch_tokens + drafts, tokens - chance * drafts, depth
-            if batch_tokens > self.cost.reach:
+        totals = list(accumulate([drafts for *_, drafts in sorted(positions)], initial=batch_tokens))
+        depths, tokens, reach = dict.fromkeys([one.kind for one in candidates], 0), float(batch_tokens), self.cost.reach
+        plain, *costs = self.cost.seconds(totals)
+        yield _Option(dict(depths), batch_tokens, tokens, plain)
+        for (chance, depth, kind, drafts), total, seconds in zip(sorted(positions), totals[1:], costs, strict=True):
+            if total > reach:
                 return
-            seconds = self.cost.seconds([batch_tokens])[0] + self._draft_seconds(depths, plain)
-            yield _Option(dict(depths), batch_tokens, tokens, seconds)
+            tokens, depths[kind] = tokens - chance * drafts, depth
+            yield _Option(dict(depths), total, tokens, seconds + self._draft_seconds(depths, batch_tokens))
 
     def _beside_prefill(self, kinds: frozenset[str], candidates: Sequence[Candidate], batch_tokens: int) -> list[int]:
         """The depths of steps without prefill, if drafts cost no more a token beside it than there; else none."""

@@ -2,10 +2,10 @@
 
     seconds = slowdown x (table(batch tokens) + cell seconds x cells + pair seconds x pairs)
 
-One table is for steps with prefill tokens and one for steps without, where every token has logits and is sampled.
+There are tables of steps with prefill tokens, of steps with draft tokens, which are verified too, and of other steps.
 Between measured batch sizes seconds are linear. The slowdown of the machine is common to all sizes, so that a size does
 not seem faster for not being measured lately. Beyond the measured sizes estimates are low, so that larger ones are
-tried.
+tried; so are steps with fewer draft tokens than were measured, which are estimated like steps without.
 
 Measurements are collected until an estimate is computed, which takes less time a step. Of equal steps in a row the
 second fastest of four counts: a step can wait for the machine, but none is too fast.
@@ -45,12 +45,14 @@ class Work:
     """What a step computes: batch tokens, the cells that its sequences attend to, and pairs of a token and a cell.
 
     logit_tokens  batch tokens with logits at most: one a sequence, and all draft tokens
+    draft_tokens  batch tokens that are drafts
     """
 
     batch_tokens: int = 0
     cells: int = 0
     pairs: int = 0
     logit_tokens: int = 0
+    draft_tokens: int = 0
 
     @classmethod
     def of(cls, spans: Iterable[Span]) -> Work:
@@ -75,15 +77,18 @@ class Work:
             self.cells + other.cells,
             self.pairs + other.pairs,
             self.logit_tokens + other.logit_tokens,
+            self.draft_tokens + other.draft_tokens,
         )
 
     def scaled(self, batch_tokens: int) -> Work:
-        """The same sequences and cells with another number of batch tokens."""
+        """The same sequences and cells with drafts, so that there are this many batch tokens."""
+        drafts = batch_tokens - self.batch_tokens
         return Work(
             batch_tokens,
             self.cells,
             self.pairs * batch_tokens // max(self.batch_tokens, 1),
-            self.logit_tokens + batch_tokens - self.batch_tokens,
+            self.logit_tokens + drafts,
+            self.draft_tokens + drafts,
         )
 
 
@@ -193,16 +198,12 @@ class _Table:
         self._sizes[round(16 * log2(size.tokens))] = size
         self.ordered.insert(at, size)
 
-    def lines(self, attention: _Attention) -> tuple[list[float], list[float]]:
-        """Tokens and base seconds of the sizes, from (0, 0) on."""
-        return [0.0, *map(_tokens, self.ordered)], [0.0, *(size.base(attention) for size in self.ordered)]
-
 
 class StepCost:
     """Step costs of one model. `expect` sets the work of the current step, which `seconds` and `observe` refer to."""
 
     def __init__(self) -> None:
-        self._prefill, self._decode = _Table(), _Table()
+        self._prefill, self._drafted, self._decode = _Table(), _Table(), _Table()
         self._attention = _Attention()
         self._slowdown, self._steps = 1.0, 0
         # The size that changes of the machine are measured by, as long as it is the most common one.
@@ -219,13 +220,14 @@ class StepCost:
     def frontier(self) -> int:
         """Batch tokens with prefill up to which estimates are useful."""
         self._learn()
-        return self._measured(self._prefill).reach
+        return (self._prefill if self._prefill.ordered else self._decode).reach
 
     @property
     def reach(self) -> int:
-        """Batch tokens of the current step up to which estimates are useful."""
+        """Batch tokens of the current step, with drafts, up to which estimates are useful."""
         self._learn()
-        return self._table(self._work).reach
+        drafted = self._work.scaled(self._work.batch_tokens + 1)
+        return max(self._table(self._work).reach, self._table(drafted).reach)
 
     def expect(self, work: Work) -> None:
         """Set the work of the current step."""
@@ -241,15 +243,15 @@ class StepCost:
 
     def seconds(self, batch_tokens: Sequence[int]) -> list[float]:
         """Estimates for the current step with other numbers of batch tokens."""
-        return [self.estimate(self._work.scaled(tokens)) for tokens in batch_tokens]
+        self._learn()
+        plain, drafted = self._lines(self._work), self._lines(self._work.scaled(self._work.batch_tokens + 1))
+        works = map(self._work.scaled, batch_tokens)
+        return [self._between(drafted if work.draft_tokens else plain, work) for work in works]
 
     def estimate(self, work: Work) -> float:
         """The estimate for any work."""
         self._learn()
-        tokens, seconds = self._measured(self._table(work)).lines(self._attention)
-        return self._slowdown * (
-            _between(tokens, seconds, work.batch_tokens) + self._attention.seconds(work.cells, work.pairs)
-        )
+        return self._between(self._lines(work), work)
 
     def grown(self, work: Work, start: int, most: int) -> Floats:
         """Estimates for work with 1 to `most` prefill tokens more, from position `start` of a sequence on."""
@@ -257,21 +259,21 @@ class StepCost:
         more = np.arange(1, most + 1)
         pairs = work.pairs + more * start + more * (more + 1) // 2
         attention = self._attention.cell * (work.cells + start + more) + self._attention.pair * pairs
-        tokens, seconds = self._measured(self._prefill).lines(self._attention)
+        tokens, seconds = self._lines(Work(1))
         found: Floats = self._slowdown * (np.interp(work.batch_tokens + more, tokens, seconds) + attention)
         return found
 
     def measured(self, batch_tokens: int) -> int:
-        """Measurements of batch sizes within a third of this one, in steps like the current one."""
+        """Measurements of batch sizes within a third of this one, in steps like the current one without drafts."""
         self._learn()
         return sum(
             size.count for size in self._table(self._work).ordered if 2 / 3 <= size.tokens / batch_tokens <= 3 / 2
         )
 
     def age(self, batch_tokens: int) -> int:
-        """Steps since this batch size was measured, in steps like the current one."""
+        """Steps since this batch size was measured, in steps like the current one with drafts up to it."""
         self._learn()
-        size = self._table(self._work).size(batch_tokens)
+        size = self._table(self._work.scaled(batch_tokens)).size(batch_tokens)
         return self._steps - (size.step if size else 0)
 
     def _learn(self) -> None:
@@ -307,12 +309,21 @@ class StepCost:
         return None
 
     def _table(self, work: Work) -> _Table:
-        return self._prefill if work.has_prefill else self._decode
+        return self._prefill if work.has_prefill else self._drafted if work.draft_tokens else self._decode
 
-    def _measured(self, table: _Table) -> _Table:
-        """The table, or the other one while it is empty."""
-        other = self._decode if table is self._prefill else self._prefill
-        return table if table.ordered else other
+    def _between(self, lines: tuple[list[float], list[float]], work: Work) -> float:
+        return self._slowdown * (_between(*lines, work.batch_tokens) + self._attention.seconds(work.cells, work.pairs))
+
+    def _lines(self, work: Work) -> tuple[list[float], list[float]]:
+        """Tokens and base seconds of measured sizes, from (0, 0) on.
+
+        Below the smallest size measured with drafts, sizes without drafts are used. Another table replaces an empty one.
+        """
+        first, second = (self._prefill, self._decode) if work.has_prefill else (self._decode, self._prefill)
+        sizes = first.ordered or second.ordered
+        if drafted := self._table(work).ordered if work.draft_tokens else []:
+            sizes = [*(size for size in sizes if size.tokens < drafted[0].tokens), *drafted]
+        return [0.0, *map(_tokens, sizes)], [0.0, *(size.base(self._attention) for size in sizes)]
 
 
 def _tokens(size: _Size) -> float:

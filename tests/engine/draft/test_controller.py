@@ -41,6 +41,7 @@ def step(
 ) -> list[int]:
     """One step: the depths of the candidates without a drafter in cooldown, all or no drafts accepted."""
     batch_tokens = batch_tokens or len(candidates)
+    depth.cost.expect(Work(batch_tokens, logit_tokens=batch_tokens))
     asked = [one for one in candidates if not depth.cooldown(one.kind, batch_tokens)]
     depths = depth.choose(asked, batch_tokens=batch_tokens) if asked else []
     outcome = StepOutcome(batch_tokens, sum(depths), step_seconds)
@@ -212,6 +213,7 @@ def test_depths_grow_with_what_is_measured() -> None:
 def test_the_drafter_with_the_higher_rate_gets_the_tokens() -> None:
     """Of two drafters where each further token takes time."""
     depth, total = DepthController(), {"good": 0, "bad": 0}
+    depth.cost.expect(Work(2, logit_tokens=2))
     for _ in range(400):
         asked = [Candidate(kind, 4) for kind in total if not depth.cooldown(kind, 2)]
         depths = dict(zip([one.kind for one in asked], depth.choose(asked, batch_tokens=2), strict=True))
@@ -252,6 +254,7 @@ def test_draft_costs_count() -> None:
 def test_computing_new_texts_counts(texts: int, drafts: bool) -> None:
     """A draft model computes each new text for 30 steps' time: that pays in long texts only."""
     depth, chosen, computed = DepthController(), list[int](), False
+    depth.cost.expect(Work(1, logit_tokens=1))
     for number in range(2000):
         computed = computed and number % texts > 0
         deep = 0
@@ -307,10 +310,11 @@ def test_measurements_are_bounded_where_no_depth_is_chosen() -> None:
 def test_a_fixed_depth_is_the_same_for_all() -> None:
     """Within the limits, whatever is measured; its step costs are measured too."""
     depth = FixedDepth(3)
+    depth.cost.expect(Work(4, logit_tokens=4))
     depth.observe(StepOutcome(4, 2, 100.0, [DraftCall(KIND, 3, 100.0)], [VerifiedDraft(KIND, 3, 0)], {"lookup": 1.0}))
 
     assert [3, 1, 0] == depth.choose([Candidate(KIND, 9), Candidate(KIND, 1), Candidate(KIND, 0)], batch_tokens=3)
     assert not depth.cooldown(KIND, 1)
     assert depth.prefers(KIND, "other")
-    assert 1 == depth.cost.measured(6)
+    assert [100.0] == depth.cost.seconds([6])
     assert FixedDepth(0).cooldown(KIND, 1)

@@ -128,6 +128,22 @@ def test_sizes_keep_their_ratio(usual: int) -> None:
     assert 0.6 < cost._slowdown < 1.7
 
 
+def test_steps_with_drafts_are_measured_on_their_own() -> None:
+    """Below the fewest tokens that were measured with drafts, steps with drafts are estimated like steps without."""
+    cost, plain = StepCost(), {4: 4.0, 8: 6.0, 16: 10.0}
+    for sequences, drafts, seconds in ((4, 0, 4.0), (8, 0, 6.0), (16, 0, 10.0), (4, 8, 12.0)):
+        cost.expect(Work(sequences, logit_tokens=sequences))
+        for _ in range(20):
+            cost.observe(sequences + drafts, seconds)
+
+    for tokens, seconds in plain.items():
+        assert seconds == pytest.approx(cost.estimate(Work(tokens, logit_tokens=tokens)), rel=1e-9)
+    cost.expect(Work(4, logit_tokens=4))
+    assert [4.0, 6.0, 12.0, 12.0] == pytest.approx(cost.seconds([4, 8, 12, 16]), rel=1e-9)
+    assert 32 == cost.reach
+    assert 0 == cost.age(12) < cost.age(16)
+
+
 def test_nothing_is_learnt_from_nothing() -> None:
     """Steps without rows or time, and a cost that was never told any."""
     cost = StepCost()
