@@ -317,7 +317,7 @@ class StepCost:
     def _lines(self, work: Work) -> tuple[list[float], list[float]]:
         """Tokens and base seconds of measured sizes, from (0, 0) on.
 
-        Below the smallest size measured with drafts, sizes without drafts are used. Another table replaces an empty one.
+        Below the smallest size measured with drafts, sizes without are used. Another table replaces an empty one.
         """
         first, second = (self._prefill, self._decode) if work.has_prefill else (self._decode, self._prefill)
         sizes = first.ordered or second.ordered
