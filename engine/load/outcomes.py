@@ -132,12 +132,14 @@ def _layer(content: dict[str, Any]) -> CachedLayer:
 @cache
 def _software() -> tuple[str, ...]:
     """Versions of the libraries, and a digest of the code that runs models."""
-    digest = hashlib.sha256()
+    # One update of a digest: each waits for the interpreter lock, which the tokenizer's thread holds.
+    content = bytearray()
     for folder in (Path(__file__).resolve().parents[1], Path(kvcache.spec.__file__).resolve().parent):
         for file in sorted(found for kind in _SOURCES for found in folder.rglob(kind)):
-            digest.update(f"{file.relative_to(folder)} {file.stat().st_size} ".encode())
-            digest.update(file.read_bytes())
-    return (torch.__version__, transformers.__version__, tokenizers.__version__, digest.hexdigest())
+            own = file.read_bytes()
+            content += f"{file.relative_to(folder)} {len(own)} ".encode() + own
+    digest = hashlib.sha256(content).hexdigest()
+    return (torch.__version__, transformers.__version__, tokenizers.__version__, digest)
 
 
 def _processor() -> tuple[str, ...]:
