@@ -46,7 +46,8 @@ def test_native_rows_equal_the_dequantised_table(
     """Tied and untied, also where weights are rounded to bfloat16."""
     built("step")
     # Small models are computed in float32.
-    monkeypatch.setattr("engine.load.load._choose_dtype", lambda *_: torch.bfloat16 if rounds else torch.float32)
+    dtype = torch.bfloat16 if rounds else torch.float32
+    monkeypatch.setattr("engine.load.load.choose_dtype", lambda *_, **__: dtype)
     file = tmp_path / "other.gguf"
     write_types(read_model(write_wide(name, tmp_path)), file, kind)
 
