@@ -38,8 +38,8 @@ from benchmarks.result import measured
 from engine.engine import Engine
 from engine.types.request import Request, SamplingParams
 from server.app import create_app
+from server.configuration.settings import Settings
 from server.lifecycle import SWITCH_SECONDS, freeze_garbage_collector
-from server.settings import Settings
 
 GOAL_GAP_MS, GOAL_MEMORY_BYTES = 100.0, 50 * 2**20
 QUIET_SECONDS, AFTER_SECONDS, QUIET_FUZZ_SECONDS = 1.5, 0.5, 0.05

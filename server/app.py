@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 
+from server.configuration.settings import Settings
 from server.http import errors, validation
 from server.http.auth import AuthMiddleware
 from server.http.lenient import LenientRoute
@@ -31,7 +32,6 @@ from server.routes import (
     tokens,
 )
 from server.service import Service
-from server.settings import Settings
 
 if TYPE_CHECKING:
     from engine.engine import Engine

@@ -15,11 +15,11 @@ from cyclopts import App, Group, Parameter
 from rich.console import Console
 
 from bench.options import BenchOptions
-from server.config_file import exposes_keys, find
+from server.commands.option_sources import EXIT_USAGE, SECTIONS, Environment, File, check_environment
+from server.configuration.config_file import exposes_keys, find
+from server.configuration.options import serve_arguments, serve_environment
+from server.configuration.settings import ENVIRONMENT_PREFIX, LogLevel, Settings, is_world_readable, make_disk_cache
 from server.http.version import version
-from server.option_sources import EXIT_USAGE, SECTIONS, Environment, File, check_environment
-from server.options import serve_arguments, serve_environment
-from server.settings import ENVIRONMENT_PREFIX, LogLevel, Settings, is_world_readable, make_disk_cache
 from server.store.database import StoreError
 from server.store.store import check_store
 from server.terminal.load_screen import LoadScreen, load_screen

@@ -24,12 +24,12 @@ import uvicorn
 from engine.errors import EngineError, ModelError
 from engine.types.status import DraftingInfo, EmbeddingModelInfo, MemoryPlan, ModelInfo
 from server.app import create_app
+from server.configuration.settings import Settings
 from server.http.descriptors import ListeningSocket, connection_limit, log_exhaustion
 from server.http.protocol import strict_protocol, strict_websocket
 from server.http.version import version
-from server.settings import Settings
-from server.sizes import format_count, format_size
 from server.store.store import describe_location
+from server.terminal.sizes import format_count, format_size
 
 if TYPE_CHECKING:
     from engine.engine import Engine

@@ -18,12 +18,12 @@ from engine.types.events import Delta, Event, Failed
 from engine.types.request import EmbeddingJob, Request
 from engine.types.snapshot import EngineSnapshot
 from engine.types.status import EmbeddingModelInfo
+from server.configuration.settings import Settings
 from server.http.auth import caller
 from server.http.errors import MODEL_NOT_FOUND, ApiError
 from server.http.events import ChoiceEvents, DeltaSink
 from server.http.version import version
 from server.metrics import Endpoint, GenerationTimer, Metrics
-from server.settings import Settings
 
 if TYPE_CHECKING:
     from engine.engine import Engine

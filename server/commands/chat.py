@@ -12,7 +12,7 @@ from types import FrameType
 from rich.console import Console
 from rich.text import Text
 
-from server.settings import Settings
+from server.configuration.settings import Settings
 from server.terminal.chat import Chat
 from server.terminal.client import ServerError
 from server.terminal.connection import connected

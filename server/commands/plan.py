@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from server.sizes import format_count, format_size
+from server.terminal.sizes import format_count, format_size
 
 if TYPE_CHECKING:
     from engine.load.model_plan import GroupSize, ModelPlan
-    from server.settings import Settings
+    from server.configuration.settings import Settings
 
 EXIT_IMPOSSIBLE = 1
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from server.commands.chat import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, end_by_signals, starting
-from server.settings import Settings
+from server.configuration.settings import Settings
 from server.terminal.client import AnswerEnd, AnswerPiece, ServerError
 from server.terminal.connection import ServedModel, connected
 from server.terminal.conversation import Conversation

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from server.configuration.settings import split_organisation
 from server.http.errors import INVALID_API_KEY, ApiError, error_response
-from server.settings import split_organisation
 
 # Compared with scope["path"] literally: no prefix, no case folding, no URL rebuilt from the Host header
 # (CVE-2026-48710).

@@ -21,11 +21,11 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from uvicorn.server import ServerState
 
+from server.configuration.settings import ClientLimits
 from server.http.direct_writer import CONNECTION
 from server.http.encoding import dumps
 from server.http.errors import HEADERS_TOO_LARGE, INVALID_HTTP, REQUEST_TIMEOUT, ApiError
 from server.http.paths import WEBSOCKET_PATHS
-from server.settings import ClientLimits
 
 logger = logging.getLogger("cellar.http")
 

@@ -14,10 +14,10 @@ from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from server.configuration.settings import ClientLimits
 from server.http.encoding import dumps
 from server.http.events import ChoiceEvents
 from server.http.stream_encoder import EncodeError, Frames, StreamEncoder, encode_stream
-from server.settings import ClientLimits
 
 DONE = b"data: [DONE]\n\n"
 HEADERS = {"Cache-Control": "no-cache"}

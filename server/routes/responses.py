@@ -9,6 +9,7 @@ from fastapi import FastAPI, Query, Request, WebSocket
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from server.configuration.settings import ClientLimits
 from server.generation.answer import cancel_on_disconnect
 from server.http.auth import owner
 from server.http.encoding import JsonResponse
@@ -30,7 +31,6 @@ from server.schemas.response_items import (
 )
 from server.schemas.responses import CompactRequest, PromptFields, ResponseRequest
 from server.service import Service
-from server.settings import ClientLimits
 from server.store.store import open_store
 
 PATH = "/v1/responses"

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
+from server.configuration.xdg import data_folder
 from server.store.database import MEMORY, Database, Row, StoreError, Value, connect, is_url
-from server.xdg import data_folder
 
 LEASE_SECONDS = 30.0
 MAX_MEMORY_BYTES = 64 * 2**20

@@ -16,8 +16,8 @@ import httpx
 from bench.launch import LOG_LINES, cellar
 from bench.target import BenchError, context_of
 from engine.config import BUNDLED_NAME
-from server.options import serve_arguments, serve_environment
-from server.settings import Settings
+from server.configuration.options import serve_arguments, serve_environment
+from server.configuration.settings import Settings
 from server.terminal.client import ChatClient, ConnectionFailed, ServerError
 
 POLL_SECONDS = 0.3

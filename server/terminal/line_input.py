@@ -11,7 +11,7 @@ import termios
 from collections.abc import Iterator, Sequence
 from glob import escape, glob
 
-from server.xdg import state_folder
+from server.configuration.xdg import state_folder
 
 HISTORY_LINES = 1000
 PROMPT, CONTINUATION = ">>> ", "... "

@@ -20,8 +20,8 @@ from bench.prompts import TokenIdPrompts, TokenRatio, WordPrompts, fit_ratio
 from bench.samples import LoadRun, Sample, outcomes, percentile
 from bench.target import BenchError
 from server.cli import make_app
-from server.options import serve_arguments
-from server.settings import Settings
+from server.configuration.options import serve_arguments
+from server.configuration.settings import Settings
 from tests.server.peer import MEASURED, Peer, running_peer
 
 

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from engine.kernels.cache_folder import cache_folder
-from server.options import options
+from server.configuration.options import options
 from tests.container.dockerfile import ROOT, last, stages
 
 SERVICE: dict[str, Any] = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]["cellar"]
@@ -150,6 +150,6 @@ def test_the_build_sees_only_what_is_named() -> None:
 
 def test_grace_is_longer_than_the_server_waits() -> None:
     """Docker kills only after the server has given up on running answers by itself."""
-    from server.settings import Settings
+    from server.configuration.settings import Settings
 
     assert float(SERVICE["stop_grace_period"].removesuffix("s")) > Settings().grace_seconds

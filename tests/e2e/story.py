@@ -9,7 +9,7 @@ from typing import Any
 
 from engine.engine import Engine
 from server.app import create_app
-from server.settings import Settings
+from server.configuration.settings import Settings
 from tests.server.fakes import call
 
 CONTEXT = 96

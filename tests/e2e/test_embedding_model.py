@@ -14,7 +14,7 @@ from torch.nn.functional import normalize
 from transformers import AutoTokenizer
 
 from engine.engine import Engine
-from server.settings import Settings
+from server.configuration.settings import Settings
 from tests.engine.embedder.folders import QUERY, TEXTS, lay_out, save_embedder, states
 from tests.server.fakes import serve_in_thread
 

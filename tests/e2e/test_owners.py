@@ -11,7 +11,7 @@ import pytest
 
 from engine.engine import Engine
 from server.app import create_app
-from server.settings import Settings
+from server.configuration.settings import Settings
 from tests.engine.models import save_model
 from tests.server.fakes import call
 

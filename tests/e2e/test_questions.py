@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engine.engine import Engine
 from engine.text.tokenizer import Tokenizer
+from server.configuration.settings import Settings
 from server.scoring.questions import QuestionEncoder
-from server.settings import Settings
 from tests.server.fakes import serve_in_thread
 
 MODEL = Path(__file__).parents[2] / "models" / "target"

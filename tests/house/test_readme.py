@@ -1,4 +1,4 @@
-"""The README's table of options is generated from the declarations in server/settings.py."""
+"""The README's table of options is generated from the declarations in server/configuration/settings.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 from docs.options import README, generated
-from server.options import options
+from server.configuration.options import options
 from tests.house.source import ROOT
 
 FLAG = re.compile(r"--[a-z][a-z0-9-]*")

@@ -21,8 +21,8 @@ from engine.types.events import Delta, Event, Failed, Finished, Logprob, Started
 from engine.types.request import EmbeddingJob, Grammar, RenderedPrompt, Request
 from engine.types.snapshot import EngineSnapshot
 from engine.types.status import DraftingInfo, EmbeddingModelInfo, MemoryPlan, ModelInfo, Stats
+from server.configuration.settings import ClientLimits, Settings
 from server.lifecycle import Lifecycle, listen
-from server.settings import ClientLimits, Settings
 from tests.server.embedders import FakeEmbeddingTokenizer, count_letters
 
 INFO = ModelInfo(

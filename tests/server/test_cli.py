@@ -14,8 +14,8 @@ import pytest
 
 from engine.types.status import DraftingInfo, ModelInfo, QuantizationEstimate
 from server import cli
+from server.configuration.settings import Settings
 from server.lifecycle import banner
-from server.settings import Settings
 from server.terminal.load_screen import LineScreen
 from tests.server.fakes import INFO, MEMORY
 

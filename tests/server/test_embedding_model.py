@@ -17,11 +17,11 @@ from engine.types.events import Embedded, Event, Failed
 from engine.types.request import EmbeddingJob
 from engine.types.status import DraftingInfo, EmbeddingModelInfo
 from server.app import create_app
+from server.configuration.settings import Settings
 from server.lifecycle import banner
 from server.schemas.capabilities import Capabilities
 from server.schemas.embeddings import EmbeddingList
 from server.schemas.models import ModelList
-from server.settings import Settings
 from tests.server.embedders import count_letters
 from tests.server.fakes import INFO, MEMORY, Answer, FakeEngine, ask, settings
 

@@ -10,10 +10,10 @@ import pytest
 from pydantic import TypeAdapter
 
 from server.app import create_app
+from server.configuration.settings import Settings
 from server.http.errors import ANTHROPIC_PREFIX, OLLAMA_PREFIX
 from server.http.parsing import StrictRoute
 from server.schemas.models import Model, ModelList
-from server.settings import Settings
 from tests.server.fakes import FakeEngine, ask, settings
 
 

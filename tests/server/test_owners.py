@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from server.app import create_app
-from server.settings import Settings
+from server.configuration.settings import Settings
 from tests.server.fakes import FakeEngine, Gate, ask, call, settings
 
 MESSAGES = [{"role": "user", "content": "hi"}]

@@ -12,8 +12,8 @@ import pytest
 from starlette.routing import Route
 
 from server.app import create_app
+from server.configuration.settings import Settings, is_loopback, read_keys, split_keys
 from server.http.auth import OPEN_PATHS, AuthMiddleware
-from server.settings import Settings, is_loopback, read_keys, split_keys
 from tests.server.fakes import FakeEngine, ask, settings
 
 KEYS = ("first-key", "second-key")

@@ -16,13 +16,13 @@ from engine.output.stream import RequestStream
 from engine.types.events import Delta, Event
 from engine.types.request import Request
 from server import lifecycle
+from server.configuration.settings import Settings
 from server.generation.requests import generate
 from server.http.direct_writer import CONNECTION
 from server.http.encoding import dumps
 from server.http.stream_encoder import encode_stream
 from server.metrics import Metrics
 from server.service import Service
-from server.settings import Settings
 from tests.server.fakes import WORDS, FakeEngine, finished, serve_in_thread, settings
 
 

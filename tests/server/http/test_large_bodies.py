@@ -19,6 +19,7 @@ import server.schemas
 from benchmarks.bodies import known
 from engine.errors import ContextTooLong
 from server.app import create_app
+from server.configuration.settings import ClientLimits
 from server.generation import chat_turn
 from server.http import json_limits
 from server.http.encoding import NESTED_SLICE, SCALAR_SLICE, dumps, dumps_sliced
@@ -32,7 +33,6 @@ from server.schemas.responses import ResponseRequest
 from server.schemas.tokens import DetokenizeRequest
 from server.scoring.questions import MAX_QUESTION_TOKENS as MOST_PROMPT_TOKENS
 from server.scoring.questions import QuestionEncoder
-from server.settings import ClientLimits
 from tests.server.fakes import FakeEngine, FakeTokenizer, ask, settings
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"

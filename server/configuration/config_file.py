@@ -14,9 +14,9 @@ from typing import Any, Literal, get_args, get_origin
 
 from cyclopts import App, ArgumentCollection, Token
 
-from server.options import Option, options, union_members
-from server.settings import is_world_readable
-from server.xdg import config_folder
+from server.configuration.options import Option, options, union_members
+from server.configuration.settings import is_world_readable
+from server.configuration.xdg import config_folder
 
 NAME = "cellar.toml"
 _KEYS_OF_API = "api-key"

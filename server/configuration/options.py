@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 from cyclopts import Parameter
 
-from server.settings import ENVIRONMENT_PREFIX, INTERNAL, Settings
+from server.configuration.settings import ENVIRONMENT_PREFIX, INTERNAL, Settings
 
 # Settings that belong to one server.
 _OWN = ("host", "port", "keys", "key_file", "config")

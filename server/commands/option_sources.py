@@ -11,9 +11,9 @@ from cyclopts import App, ArgumentCollection
 from cyclopts.config import Env
 
 from bench.options import BenchOptions
-from server.config_file import ConfigFile, ConfigFileError
-from server.options import options
-from server.settings import ENVIRONMENT_PREFIX, Settings
+from server.configuration.config_file import ConfigFile, ConfigFileError
+from server.configuration.options import options
+from server.configuration.settings import ENVIRONMENT_PREFIX, Settings
 from server.terminal.options import ChatOptions, RunOptions
 
 EXIT_USAGE = 2

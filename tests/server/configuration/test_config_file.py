@@ -12,9 +12,9 @@ import pytest
 
 from bench.options import BenchOptions
 from server import cli
-from server.option_sources import SECTIONS
-from server.options import Option, options, union_members
-from server.settings import Settings
+from server.commands.option_sources import SECTIONS
+from server.configuration.options import Option, options, union_members
+from server.configuration.settings import Settings
 
 ROOT = Path(__file__).parents[2]
 IN_FILE = [option for option in options() if option.field != "config"]

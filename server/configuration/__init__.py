@@ -1,0 +1,1 @@
+"""The options of the commands, and their sources: command line, environment and configuration file."""
