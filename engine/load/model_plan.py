@@ -113,11 +113,12 @@ class ModelPlan:
 
     @property
     def total_bytes(self) -> int | None:
-        """Resident memory of the server with full slots; None: the settings do not fit."""
+        """Resident memory of the server with full slots, during a step; None: the settings do not fit."""
         if self.memory is None:
             return None
         planned = self.memory
-        return self.process_bytes + planned.weights_bytes + planned.cache_bytes + self.states_bytes
+        own = planned.weights_bytes + planned.cache_bytes + planned.workspace_bytes
+        return self.process_bytes + own + self.states_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,6 +302,6 @@ def _entry(config: EngineConfig, sizes: ModelSizes, available: int, process: int
         slots=config.slots,
         context=config.context,
         cache_bytes=plan.cache_bytes + states,
-        total_bytes=process + plan.weights_bytes + plan.cache_bytes + states,
+        total_bytes=process + needed,
         fits=needed <= available,
     )

@@ -31,7 +31,8 @@ def test_plan_of_the_bundled_model(tmp_path: Path) -> None:
     assert 0 == done.returncode, done.stderr
     assert ("LlamaForCausalLM", 2048, 2) == (plan["architecture"], plan["context"], plan["slots"])
     assert memory["cache_bytes"] == 2 * 2048 * sum(group["token_bytes"] for group in plan["groups"])
-    assert plan["total_bytes"] == plan["process_bytes"] + plan["weights_bytes"] + memory["cache_bytes"]
+    own = sum(memory[name] for name in ("weights_bytes", "cache_bytes", "workspace_bytes"))
+    assert plan["total_bytes"] == plan["process_bytes"] + own
     assert {(1, 4096), (8, 4096)} <= {(entry["slots"], entry["context"]) for entry in plan["table"]}
 
 
