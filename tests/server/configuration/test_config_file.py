@@ -16,7 +16,7 @@ from server.commands.option_sources import SECTIONS
 from server.configuration.options import Option, options, union_members
 from server.configuration.settings import Settings
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 IN_FILE = [option for option in options() if option.field != "config"]
 # Options with texts of a certain form.
 TEXTS = {
@@ -259,7 +259,7 @@ def test_help_shows_the_options_of_each_command(command: str) -> None:
     """With their environment variables; docs/cli.md has those of the chat."""
     line = [sys.executable, "-c", "from server.cli import main; main()", command, "--help"]
     wide = {**os.environ, "COLUMNS": "300", "TERM": "dumb"}
-    shown = subprocess.run(line, capture_output=True, text=True, check=True, cwd=ROOT, env=wide).stdout
+    shown = subprocess.run(line, stdout=subprocess.PIPE, text=True, check=True, cwd=ROOT, env=wide).stdout
     declared = options(SECTIONS[command])
 
     assert [] == [option.flag for option in declared if option.flag not in shown]
