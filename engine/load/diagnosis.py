@@ -22,7 +22,7 @@ _MACOS_COMMAND = "xcode-select --install"
 _LITTLE_MEMORY_BYTES = 4 * 2**30
 # The quantised weights of one model of 8 billion parameters.
 _LITTLE_DISK_BYTES = 8 * 2**30
-_SLOWER = "models run in torch operations, 3 to 6 times slower"
+_SLOWER = "models run in torch operations, 2 to 6 times slower"
 
 
 @dataclass(frozen=True, slots=True)
