@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.errors import ModelUnsupported
@@ -145,6 +145,11 @@ def test_self_test_prompt_is_as_long_as_is_affordable(weights: int, length: int)
             def get_text_config(cls) -> type:
                 """Itself."""
                 return cls
+
+        @staticmethod
+        def modules() -> list[nn.Module]:
+            """No quantised layers."""
+            return []
 
         @staticmethod
         def parameters() -> list[Tensor]:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
 ROWS, COLUMNS = 40, 100
-WAIT_SECONDS = 90.0
+WAIT_SECONDS, AGAIN_SECONDS = 90.0, 3.0
 PROMPT = ">>> "
 CTRL_C, CTRL_D = "\x03", "\x04"
 # The terminal becomes that of the process, so its Ctrl-C is a signal.
@@ -59,6 +59,17 @@ class TerminalSession:
     def type(self, keys: str) -> None:
         """Press keys."""
         os.write(self._terminal, keys.encode())
+
+    def press_until(self, keys: str, text: str) -> None:
+        """Press keys until they have an effect: Python's readline misses a signal that comes just before it waits."""
+        give_up = time.monotonic() + WAIT_SECONDS
+        while text not in self.text[self._position :]:
+            assert time.monotonic() < give_up, self.text[self._position :][-1000:]
+            self.type(keys)
+            pressed = time.monotonic()
+            while text not in self.text[self._position :] and time.monotonic() < pressed + AGAIN_SECONDS:
+                self._read()
+        self.wait(text)
 
     def wait(self, text: str) -> str:
         """The output from the last wait up to the end of `text`, without colours."""
