@@ -54,9 +54,13 @@ class AnswerFigures:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Tokens after the first one by the time that they took; None for a single token."""
-        if self.first is None or self.tokens < 2 or self.last <= self.first:
+        """Tokens after the first one by the time that they took, or all tokens of an answer that arrived in one piece by
+        the time to it; None for a single token.
+        """
+        if not self.first or self.tokens < 2:
             return None
+        if self.last <= self.first:
+            return self.tokens / self.first
         return (self.tokens - 1) / (self.last - self.first)
 
     def line(self) -> str:

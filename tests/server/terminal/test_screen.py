@@ -82,6 +82,12 @@ def test_the_figures_of_an_answer() -> None:
     ) == figures.line()
 
 
+def test_an_answer_in_one_piece_has_a_speed() -> None:
+    figures = AnswerFigures(first=0.5, last=0.5, pieces=1, usage={"completion_tokens": 11})
+
+    assert figures.line().startswith("11 tokens, 22.0 tokens/s, first token after 0.50 s")
+
+
 class Answer(BaseHTTPRequestHandler):
     """Answers every request with a body."""
 
