@@ -54,8 +54,9 @@ class AnswerFigures:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Tokens after the first one by the time that they took, or all tokens of an answer that arrived in one piece by
-        the time to it; None for a single token.
+        """Tokens after the first one by the time that they took; None for a single token.
+
+        An answer that arrived in one piece: all tokens by the time to it.
         """
         if not self.first or self.tokens < 2:
             return None
