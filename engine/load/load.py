@@ -358,12 +358,12 @@ def _identity(checkpoint: Checkpoint, loaded: LoadedModel, int4_key: str) -> str
 def _start_tokenizer(name: str, checkpoint: Checkpoint, vocabulary: int) -> Future[Tokenizer]:
     """Read the tokenizer in another thread: large ones take seconds."""
     pool = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
-    reading = pool.submit(_read_tokenizer, name, checkpoint, vocabulary=vocabulary)
+    reading = pool.submit(read_model_tokenizer, name, checkpoint, vocabulary=vocabulary)
     pool.shutdown(wait=False)
     return reading
 
 
-def _read_tokenizer(name: str, checkpoint: Checkpoint, *, vocabulary: int) -> Tokenizer:
+def read_model_tokenizer(name: str, checkpoint: Checkpoint, *, vocabulary: int) -> Tokenizer:
     """The tokenizer without a context limit. Raises ModelUnsupported."""
     try:
         tokenizer, summary = read_tokenizer(checkpoint.path, metadata=checkpoint.metadata)

@@ -35,9 +35,9 @@ from engine.load.load import (
     model_class,
     model_sizes,
     read_headers,
+    read_model_tokenizer,
 )
 from engine.load.memory import ModelSizes, available_bytes, memory_plan, plan_memory
-from engine.load.tokenizer_cache import read_tokenizer
 from engine.model import hooks
 from engine.model.layers import cached_layers_without_rotation, calibrate
 from engine.quantize.formats import MAX_AVERAGE_BITS
@@ -143,7 +143,8 @@ def plan_model(config: EngineConfig, folder: Path, *, process_bytes: int | None 
     label, weights_bytes = _weights(config, checkpoint, model_config, skeleton, dtype, available)
     kv_dtype: torch.dtype = dtype if config.kv_dtype == "auto" else getattr(torch, config.kv_dtype)
     sizes = model_sizes(text, weights_bytes, skeleton.layers, torch.float32, kv_dtype)
-    read_tokenizer_of(name, folder)
+    # It takes memory too, which stays with the process.
+    read_model_tokenizer(name, checkpoint, vocabulary=text.vocab_size)
     process = psutil.Process().memory_info().rss if process_bytes is None else process_bytes
     memory, reason, context, slots = _settings(config, sizes, available - weights_bytes)
     return ModelPlan(
@@ -166,14 +167,6 @@ def plan_model(config: EngineConfig, folder: Path, *, process_bytes: int | None 
         reason=reason,
         table=_table(config, sizes, available, process, skeleton.state_bytes),
     )
-
-
-def read_tokenizer_of(name: str, folder: Path) -> object:
-    """The tokenizer, which takes memory too. Raises ModelUnsupported."""
-    try:
-        return read_tokenizer(folder)
-    except READ_ERRORS as error:
-        raise ModelUnsupported(name, f"its tokenizer cannot be read: {error_line(error)}") from error
 
 
 def _skeleton(name: str, config: Any, dtype: torch.dtype) -> _Skeleton:
