@@ -7,6 +7,8 @@ import gc
 import logging
 import os
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TextIO
@@ -75,14 +77,11 @@ def serve(model: str | None = None, *, options: Annotated[Settings | None, Param
         A folder, or a hub id such as Qwen/Qwen3-0.6B. Default: the small bundled model.
     """
     settings = replace(options or Settings(), model=model)
-    try:
+    with _usage_errors(_print_line):
         check_environment()
         settings.check()
         check_store(settings.store)
         make_disk_cache(settings.disk_cache_folder)
-    except (ValueError, OSError, StoreError) as error:
-        _print_line(f"cellar: {error}")
-        sys.exit(EXIT_USAGE)
     _warn_of_exposed_keys(settings)
     sys.exit(run(settings))
 
@@ -175,11 +174,8 @@ def models(
     """
     from server.commands.models import list_models
 
-    try:
+    with _usage_errors(_print_error):
         check_environment()
-    except ValueError as error:
-        print(f"cellar: {error}", file=sys.stderr)
-        sys.exit(EXIT_USAGE)
     sys.exit(list_models(as_json=as_json, url=url, api_key=api_key))
 
 
@@ -218,16 +214,27 @@ def completion(shell: Literal["bash", "zsh", "fish"], *, install: bool = False) 
 def _checked_client_settings(options: Settings | None) -> Settings:
     """The settings of a command whose output is for programs or a chat: messages go to stderr."""
     settings = options or Settings()
-    try:
+    with _usage_errors(_print_error):
         check_environment()
         settings.check()
         exposed = _exposed_files(settings)
-    except (ValueError, OSError) as error:
-        print(f"cellar: {error}", file=sys.stderr)
-        sys.exit(EXIT_USAGE)
     for path in exposed:
-        print(_exposure(path), file=sys.stderr)
+        _print_error(_exposure(path))
     return settings
+
+
+@contextmanager
+def _usage_errors(show: Callable[[str], None]) -> Iterator[None]:
+    """An error of the settings is shown and ends the process."""
+    try:
+        yield
+    except (ValueError, OSError, StoreError) as error:
+        show(f"cellar: {error}")
+        sys.exit(EXIT_USAGE)
+
+
+def _print_error(text: str) -> None:
+    print(text, file=sys.stderr)
 
 
 def bench(
@@ -249,12 +256,9 @@ def bench(
     from bench.command import ServeArguments, measured
 
     settings, bench_settings = options or Settings(), bench_options or BenchOptions()
-    try:
+    with _usage_errors(_print_line):
         check_environment()
         keys = settings.all_keys
-    except (ValueError, OSError) as error:
-        _print_line(f"cellar: {error}")
-        sys.exit(EXIT_USAGE)
     _warn_of_exposed_keys(settings)
     served = ServeArguments(
         arguments=(*([model] if model else []), *serve_arguments(settings)),
@@ -283,12 +287,9 @@ def plan(
     from server.commands.plan import run_plan
 
     settings = replace(options or Settings(), model=model)
-    try:
+    with _usage_errors(_print_line):
         check_environment()
         settings.check()
-    except (ValueError, OSError) as error:
-        _print_line(f"cellar: {error}")
-        sys.exit(EXIT_USAGE)
     sys.exit(run_plan(settings, as_json=json))
 
 
@@ -332,11 +333,8 @@ def convert(
     """
     from server.commands.convert import run_conversion
 
-    try:
+    with _usage_errors(_print_line):
         check_environment()
-    except ValueError as error:
-        _print_line(f"cellar: {error}")
-        sys.exit(EXIT_USAGE)
     sys.exit(run_conversion(source, target, weights=weights, pre_tokenizer=pre_tokenizer, force=force))
 
 

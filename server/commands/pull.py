@@ -52,7 +52,7 @@ def run_pull(model: str, revision: str | None) -> int:
 def size_of(path: Path) -> int:
     """The bytes of a folder, or of a GGUF file with all of its shards."""
     if path.is_file():
-        start, _, end = path.name.partition("-00001-of-")
-        shards = path.parent.glob(f"{start}-?????-of-{end}") if end else [path]
-        return sum(shard.stat().st_size for shard in shards)
+        from engine.gguf.container import shard_files
+
+        return sum(shard.stat().st_size for shard in shard_files(path))
     return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
