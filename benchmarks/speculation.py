@@ -1,6 +1,7 @@
 """Measures speculative decoding: the speed-up of fixed depths, and the depth chosen at run time beside the best one.
 
-    python -m benchmarks.speculation [--cells bundled 0 0.3 0.6 0.8 0.95] [--batches 1 4 8 16] [--null] [--out out]
+    python -m benchmarks.speculation [--cells bundled 0 0.3 0.6 0.8 0.95] [--batches 1 4 8 16] [--requests-per-slot 3]
+                                     [--null] [--out out]
 
 In one process, without HTTP. The bundled model answers the same requests in several modes: without drafts (off), with
 drafts of a fixed depth, with the depth chosen by the engine (auto), and the same without a draft model (lookup). Each
@@ -19,7 +20,9 @@ the reported ratio is the interquartile mean.
 
 `auto` is compared with the best fixed depth. Half of the rounds choose the best depth, the other half measure it, both
 ways around: a depth chosen and measured in the same rounds would be overestimated. The interval is the 90 % interval of
-a bootstrap over the rounds. With `--null` the best depth of the warm-up runs a second time in place of `auto`: the
+a bootstrap over the rounds. With `--requests-per-slot` above 1 a
+queue refills the slots and a round ends with its queue: with closed batches, drafts that end easy answers early leave
+smaller, less efficient batches. With `--null` the best depth of the warm-up runs a second time in place of `auto`: the
 result must be 1 and shows the error of the method.
 """
 
@@ -51,7 +54,7 @@ from engine.draft.loading import load_draft, make_speculation
 from engine.draft.speculation import Speculation
 from engine.load.load import load
 from engine.schedule.draft import DraftRequest
-from engine.types.events import Delta
+from engine.types.events import Delta, Finished
 from engine.types.request import DrafterChoice, Request, SamplingParams
 from models.recipe.evaluate import held_out
 
@@ -128,10 +131,13 @@ class RunningRound:
 
     outputs  output tokens by prompt
     seconds  processor time until now
+
+    With more requests than slots the round ends with its queue, so that every slot is in use in all of it.
     """
 
-    def __init__(self, core: Core, requests: Sequence[Request]) -> None:
-        self._core = core
+    def __init__(self, core: Core, requests: Sequence[Request], slots: int) -> None:
+        self._core, self._unfinished = core, len(requests)
+        self._end = slots if len(requests) > slots else 1
         self.outputs: dict[str, list[int]] = {_at(request.id): [] for request in requests}
         self.seconds = 0.0
         for request in requests:
@@ -139,8 +145,13 @@ class RunningRound:
 
     @property
     def busy(self) -> bool:
-        """Whether requests are running."""
-        return self._core.busy
+        """Whether the round goes on."""
+        return self._unfinished >= self._end
+
+    def run_to_end(self) -> None:
+        """Finish all requests."""
+        self._end = 1
+        self.run(math.inf)
 
     @property
     def time(self) -> RoundTime:
@@ -150,10 +161,11 @@ class RunningRound:
     def run(self, seconds: float) -> None:
         """Run steps for about this processor time."""
         began = now = time.thread_time()
-        while self._core.busy and now < began + seconds:
+        while self.busy and now < began + seconds:
             for name, event in self._core.step():
                 if isinstance(event, Delta):
                     self.outputs[_at(name)] += event.tokens
+                self._unfinished -= isinstance(event, Finished)
             now = time.thread_time()
         self.seconds += now - began
 
@@ -161,10 +173,10 @@ class RunningRound:
 class SpeculationBench:
     """The bundled models, the speculation of each mode, and engines.
 
-    words, dialogues  prompts, at least one of each for every sequence of the largest batch
+    words, dialogues  prompts, at least one of each for every request of a round
     """
 
-    def __init__(self, batch: int, max_tokens: int) -> None:
+    def __init__(self, batch: int, requests: int, max_tokens: int) -> None:
         self._config = EngineConfig(slots=batch, context=CONTEXT, threads=1)
         self._max_tokens = max_tokens
         self.target = load(self._config, lambda phase: None)
@@ -173,8 +185,8 @@ class SpeculationBench:
         gc.collect()
         gc.freeze()
         encode = self.target.tokenizer.encode
-        self.words = [tuple(encode(sentence(40, f"{at}"))) for at in range(batch)]
-        self.dialogues = [self.target.tokenizer.render_chat(asked).tokens for asked in longest(max(batch, _DIALOGUES))]
+        self.words = [tuple(encode(sentence(40, f"{at}"))) for at in range(requests)]
+        self.dialogues = [self.target.tokenizer.render_chat(one).tokens for one in longest(max(requests, _DIALOGUES))]
 
     def core(self, speculation: Speculation) -> Core:
         """A new engine; measured costs and acceptance stay in `speculation`."""
@@ -198,9 +210,8 @@ class SpeculationBench:
     def begin(self, core: Core, prompts: Prompts, number: int, *, ignore_end: bool) -> RunningRound:
         """Submit all prompts. The salt keeps rounds from sharing cached prefixes."""
         salt = f"{number}".encode()
-        return RunningRound(
-            core, [self._request(f"{number} {at}", prompt, salt, ignore_end) for at, prompt in enumerate(prompts)]
-        )
+        requests = [self._request(f"{number} {at}", prompt, salt, ignore_end) for at, prompt in enumerate(prompts)]
+        return RunningRound(core, requests, core.cache.slots)
 
     def _request(self, name: str, prompt: tuple[int, ...], salt: bytes, ignore_end: bool) -> Request:
         sampling = SamplingParams(temperature=0.0)
@@ -215,13 +226,13 @@ def longest(count: int) -> list[list[dict[str, object]]]:
 
 def measure(bench: SpeculationBench, drafter: str, batch: int, options: argparse.Namespace) -> ModeComparison:
     """All modes of a drafter at a batch size, round by round, for `options.seconds`."""
-    until = time.process_time() + options.seconds
-    prompts = bench.dialogues if drafter == BUNDLED else bench.words[:batch]
-    make = bench.bundled if drafter == BUNDLED else scripted_modes(bench, drafter, prompts, options.draft_cost)
+    until, requests = time.process_time() + options.seconds, batch * options.requests_per_slot
+    prompts = bench.dialogues if drafter == BUNDLED else bench.words
+    make = bench.bundled if drafter == BUNDLED else scripted_modes(bench, drafter, prompts, batch, options.draft_cost)
     fixed = ["off", *map(str, options.depths)]
     learning = fixed if options.null else ["auto", "lookup"] if drafter == BUNDLED else ["auto"]
     modes = {mode: make(mode) for mode in dict.fromkeys((*fixed, *learning))}
-    rounds = Rounds(bench, prompts, batch, ignore_end=drafter != BUNDLED)
+    rounds = Rounds(bench, prompts, requests, ignore_end=drafter != BUNDLED)
     warm_up = [rounds.play(modes, learning, number) for number in range(-options.warm, 0)]
     if options.null:
         best = min(fixed, key=lambda mode: sum(one[mode].seconds for one in warm_up))
@@ -240,8 +251,8 @@ def measure(bench: SpeculationBench, drafter: str, batch: int, options: argparse
 class Rounds:
     """Rounds of a comparison; all modes answer the same prompts."""
 
-    def __init__(self, bench: SpeculationBench, prompts: Prompts, batch: int, *, ignore_end: bool) -> None:
-        self._bench, self._prompts, self._batch, self._ignore_end = bench, prompts, batch, ignore_end
+    def __init__(self, bench: SpeculationBench, prompts: Prompts, requests: int, *, ignore_end: bool) -> None:
+        self._bench, self._prompts, self._requests, self._ignore_end = bench, prompts, requests, ignore_end
         self._chance = random.Random(0)
 
     def play(self, modes: Mapping[str, Speculation], active: Sequence[str], number: int) -> dict[str, RoundTime]:
@@ -255,24 +266,24 @@ class Rounds:
         return {mode: running.time for mode, running in runs.items()}
 
     def _round_prompts(self, number: int) -> Prompts:
-        """The prompts of a round: a random sample where there are more prompts than the batch has sequences.
+        """The prompts of a round: a random sample where there are more prompts than requests.
 
         Neighbours in the list have answers of similar length, which would end at the same time.
         """
-        if len(self._prompts) == self._batch:
+        if len(self._prompts) == self._requests:
             return self._prompts
-        return random.Random(number).sample(self._prompts, self._batch)
+        return random.Random(number).sample(self._prompts, self._requests)
 
 
 def scripted_modes(
-    bench: SpeculationBench, drafter: str, prompts: Prompts, draft_cost: float
+    bench: SpeculationBench, drafter: str, prompts: Prompts, slots: int, draft_cost: float
 ) -> Callable[[str], Speculation]:
     """A function from a mode to its speculation with scripts for these prompts."""
     plain = bench.core(bench.scripted("off"))
     for number in (0, 1):
         first = bench.begin(plain, prompts, number, ignore_end=True)
-        first.run(math.inf)
-    level_seconds = draft_cost * first.time.seconds * len(prompts) / first.time.tokens
+        first.run_to_end()
+    level_seconds = draft_cost * first.time.seconds * slots / first.time.tokens
     lengths = {str(at): len(prompt) for at, prompt in enumerate(prompts)}
     script = Scripted(first.outputs, lengths, float(drafter), level_seconds, bench.target.info.vocabulary)
     return lambda mode: bench.scripted(mode, script)
@@ -361,6 +372,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--cells", nargs="+", default=drafters, help="drafters: bundled, or acceptance rates of scripts"
     )
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 8, 16], help="batch sizes")
+    parser.add_argument("--requests-per-slot", type=int, default=1, help="above 1: a queue refills the slots")
     parser.add_argument("--depths", type=int, nargs="+", default=[1, 2, 3, 4, 6], help="fixed depths")
     parser.add_argument("--null", action="store_true", help="run the best depth twice, in place of auto")
     parser.add_argument("--draft-cost", type=float, default=0.1, help="of a scripted level, in steps without drafts")
@@ -387,11 +399,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "rounds": 2,
         }
         vars(options).update(quick, warm=1)
-    bench = SpeculationBench(max(options.batches), options.max_tokens)
+    benches = {
+        batch: SpeculationBench(batch, batch * options.requests_per_slot, options.max_tokens)
+        for batch in options.batches
+    }
     options.out.mkdir(parents=True, exist_ok=True)
     cells = []
     for drafter, batch in product(options.cells, options.batches):
-        cells.append(measure(bench, drafter, batch, options))
+        cells.append(measure(benches[batch], drafter, batch, options))
         with (options.out / "speculation.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(document(cells[-1])) + "\n")
         Console(width=200).print(table(cells[-1:]))
