@@ -86,6 +86,18 @@ class TerminalSession:
         self.wait(line)
         return self.wait(end)
 
+    def end_by(self, number: signal.Signals) -> int:
+        """The exit code after a signal, with keys until the process ends: a key wakes up Python's readline, too."""
+        give_up = time.monotonic() + WAIT_SECONDS
+        self.process.send_signal(number)
+        sent = time.monotonic()
+        while self._read():
+            assert time.monotonic() < give_up, self.text[-1000:]
+            if time.monotonic() > sent + AGAIN_SECONDS:
+                self.type(" ")
+                sent = time.monotonic()
+        return self.process.wait(WAIT_SECONDS)
+
     def end(self) -> int:
         """The exit code, once the process has ended."""
         give_up = time.monotonic() + WAIT_SECONDS

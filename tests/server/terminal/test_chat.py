@@ -64,8 +64,7 @@ def test_a_model_is_started_for_the_chat_and_ended_with_it(home: Home) -> None:
         session.wait(PROMPT)
         assert server.is_running()
         assert FIGURES.search(session.ask("What is a slot?"))
-        session.process.send_signal(signal.SIGHUP)
-        assert 128 + signal.SIGHUP == session.end()
+        assert 128 + signal.SIGHUP == session.end_by(signal.SIGHUP)
 
     assert not server.is_running()
 
