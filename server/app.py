@@ -30,6 +30,7 @@ from server.routes import (
     responses,
     scoring,
     tokens,
+    worker,
 )
 from server.service import Service
 
@@ -63,13 +64,14 @@ def create_app(engine: Engine, settings: Settings) -> FastAPI:
         lifespan=lifespan,
     )
     app.state.large_bodies = large_body_limiter()
-    service = Service(engine, settings, Metrics(engine))
+    service = Service(engine, settings, Metrics(engine, settings.model_names[0]))
     app.router.route_class = LenientRoute if settings.lenient else StrictRoute
     for routes in (
         capabilities,
         completions,
         scoring,
         tokens,
+        worker,
         models,
         anthropic,
         ollama,

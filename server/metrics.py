@@ -26,15 +26,19 @@ Endpoint = Literal[
 ]
 
 TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+# Tokens of a cache block for routers, vLLM's default. The cache is exact to the token: a shorter block would only make
+# routers that hash a limited number of blocks see less of a prompt.
+BLOCK_TOKENS = 16
 REQUEST_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 
 
 class Metrics:
     """The registry and the observations of one app."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, model_name: str) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(EngineCollector(engine))
+        self.registry.register(VllmCollector(engine, model_name))
         self._responses = self._counter("http_responses", "Responses by route and status.", ("route", "status"))
         self._requests = self._counter("requests", "Generations by finish reason.", ("endpoint", "finish_reason"))
         self._first_token = self._histogram("time_to_first_token", "From admission to the first text.", REQUEST_BUCKETS)
@@ -133,6 +137,45 @@ class EngineCollector(Collector):
         yield from _gauges(stats)
         yield from _counters(stats)
         yield from _drafts(stats.drafts)
+
+
+class VllmCollector(Collector):
+    """Numbers that routers read, by the names, labels and meanings of vLLM."""
+
+    def __init__(self, engine: Engine, model_name: str) -> None:
+        self._engine = engine
+        self._labels = {"model_name": model_name, "engine": "0"}
+
+    def collect(self) -> Iterator[Metric]:
+        """One family a metric."""
+        stats = self._engine.stats()
+        # Cells of cached prefixes alone are free, like unreferenced blocks in vLLM.
+        usage = stats.cells_used / stats.cells_total if stats.cells_total else 0.0
+        yield self._gauge("num_requests_running", "Requests in a slot.", stats.running)
+        yield self._gauge("num_requests_waiting", "Requests in the queue.", stats.waiting)
+        yield self._gauge("kv_cache_usage_perc", "Share of KV cells in use, from 0 to 1.", usage)
+        yield self._cache_config(stats.cells_total)
+        yield self._counter("prefix_cache_queries", "Prompt tokens.", stats.prompt_tokens_total)
+        yield self._counter("prefix_cache_hits", "Prompt tokens found in the cache.", stats.cached_tokens_total)
+        yield self._counter("prompt_tokens", "Prompt tokens.", stats.prompt_tokens_total)
+        yield self._counter("generation_tokens", "Generated tokens.", stats.generated_tokens_total)
+        yield self._counter("num_preemptions", "Sequences preempted to the queue.", stats.preemptions_total)
+
+    def _cache_config(self, cells: int) -> Metric:
+        sizes = {"block_size": str(BLOCK_TOKENS), "num_gpu_blocks": str(cells // BLOCK_TOKENS)}
+        info = GaugeMetricFamily("vllm:cache_config_info", "The KV cache in blocks.", labels=[*self._labels, *sizes])
+        info.add_metric([*self._labels.values(), *sizes.values()], 1)
+        return info
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        family = GaugeMetricFamily(f"vllm:{name}", text, labels=list(self._labels))
+        family.add_metric(list(self._labels.values()), value)
+        return family
+
+    def _counter(self, name: str, text: str, value: float) -> Metric:
+        family = CounterMetricFamily(f"vllm:{name}", text, labels=list(self._labels))
+        family.add_metric(list(self._labels.values()), value)
+        return family
 
 
 def _gauges(stats: Stats) -> Iterator[Metric]:

@@ -9,7 +9,9 @@ import anyio.to_thread
 from engine.types.events import Logprob
 from server.generation.chat_turn import prepare_chat
 from server.http.errors import INVALID_VALUE, ApiError, invalid_value
+from server.openai.prepared_completion import prepare_completion
 from server.schemas.chat import ChatRequest
+from server.schemas.completions import CompletionRequest
 from server.schemas.tokens import Detokenized, DetokenizeRequest, Rendered, TokenizeRequest, TokenPiece, Tokens
 from server.service import Service
 
@@ -47,6 +49,12 @@ async def prompt_of(service: Service, body: ChatRequest, id: str) -> list[int]:
     """Prompt tokens of a chat request."""
     turn = await prepare_chat(service, body, id)
     return list(turn.requests[0].prompt)
+
+
+async def prompts_of_completion(service: Service, body: CompletionRequest, id: str) -> list[list[int]]:
+    """Prompt tokens of a completion request, a list for each of its prompts."""
+    prepared = await prepare_completion(service, body, id)
+    return [list(request.prompt) for request in prepared.requests[:: prepared.width]]
 
 
 async def _tokens(service: Service, body: TokenizeRequest, id: str) -> list[int]:

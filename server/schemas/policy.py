@@ -56,8 +56,12 @@ _EXTENSIONS = (
 )
 EXTENSIONS: NeutralValues = {
     **dict.fromkeys(_EXTENSIONS.split(), ()),
+    "no_stop_trim": (False,),
     "reasoning_format": ("auto", "deepseek"),
+    "return_hidden_states": (False,),
+    "separate_reasoning": (True,),
     "spaces_between_special_tokens": (True,),
+    "stream_reasoning": (True,),
     "truncation": ("disabled",),
     "use_beam_search": (False,),
 }
@@ -83,6 +87,7 @@ RESPONSES: NeutralValues = {
     "image": (),
     "moderation": (),
     "personality": (),
+    "priority": (0,),
     "prompt": (),
     "prompt_cache_retention": ("in_memory",),
 }
@@ -117,6 +122,8 @@ RERANK: NeutralValues = {
     "max_tokens_per_doc": (),
     "priority": (0,),
     "return_embeddings": (False,),
+    "rid": (),
+    "top_k": (),
     "truncation": (),
 }
 TOKENIZE: NeutralValues = {

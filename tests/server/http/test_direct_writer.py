@@ -67,7 +67,7 @@ def run(
 ) -> tuple[list[bytes], str]:
     """The frames of the iterator after the steps, and the metrics."""
     engine = StreamingEngine()
-    metrics = Metrics(engine)  # type: ignore[arg-type]
+    metrics = Metrics(engine, "fake")  # type: ignore[arg-type]
     service = Service(engine, settings(), metrics)  # type: ignore[arg-type]
     requests = [Request(str(choice), (1,)) for choice in range(choices)]
 
