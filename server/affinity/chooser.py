@@ -75,7 +75,7 @@ class ReplicaChooser:
         return tuple(dict.fromkeys((first, *spread)))[:CHOICES]
 
     def _affine(self, keys: RequestKeys, loads: Mapping[str, float], reference: float) -> Iterator[str]:
-        """Replicas with the conversation, then with a prefix of the prompt, the longest first; below the limit of load."""
+        """Replicas below the limit of load: of the conversation, then of the prefixes, the longest first."""
         limit = max(self._slots, reference + CONVERSATION_WORTH)
         for replica in self._memory.holders(keys.conversation):
             if loads.get(replica, limit) < limit:
