@@ -59,7 +59,8 @@ class EngineConfig:
     itl_target_ms      limit of the inter-token latency while prompts are computed, in milliseconds; 0: prompts first;
                        None: 60, or three times the duration of a step without prompts if that is more
     device             of torch
-    threads            of torch; None: all cores, or one for a small model
+    threads            of torch, of all ranks together; None: all cores, or one for a small model
+    tensor_parallel    processes (ranks) that divide the heads and the matrices of the model; 1: it is not divided
     drafter            for speculative decoding; "auto": each that is available
     draft_model        a smaller model with the same tokenizer; None: that of the bundled pair, or none
     draft_tokens       of a draft, 0 to MAX_DRAFT_TOKENS, unless a request sets them; None: chosen at run time
@@ -87,6 +88,7 @@ class EngineConfig:
     itl_target_ms: float | None = None
     device: str = "cpu"
     threads: int | None = None
+    tensor_parallel: int = 1
     drafter: DrafterChoice = "auto"
     draft_model: str | None = None
     draft_tokens: int | None = None
@@ -106,7 +108,7 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value not in get_args(words):
                 raise ConfigError(name, f"must be one of {', '.join(get_args(words))}, not {value}")
-        for name in ("context", "slots", "cells", "chunk", "threads", "checkpoint"):
+        for name in ("context", "slots", "cells", "chunk", "threads", "checkpoint", "tensor_parallel"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(name, f"must be at least 1, not {value}")
@@ -120,6 +122,8 @@ class EngineConfig:
             raise ConfigError("quantize", f"{self.quantize} is for the device cpu, not {self.device}")
         self._check_calibration()
         self._check_drafts()
+        if self.tensor_parallel > 1:
+            self._check_tensor_parallel()
 
     @property
     def itl_target_seconds(self) -> float | None:
@@ -146,3 +150,17 @@ class EngineConfig:
             raise ConfigError("draft_quantize", "needs a draft model: name it with --draft-model")
         if self.drafter == "model" and self.draft_model is None and self.model is not None:
             raise ConfigError("drafter", "model needs a draft model: name it with --draft-model")
+
+    def _check_tensor_parallel(self) -> None:
+        """Raise ConfigError for settings that need the whole of a matrix, or the cells of all heads, in one process."""
+        refused = {
+            "quantize": self.quantize != "none",
+            "disk_cache": self.disk_cache is not None,
+            "host_cache_bytes": self.host_cache_bytes > 0,
+            "drafter": self.drafter == "mtp",
+            "device": self.device not in ("cpu", "cuda"),
+        }
+        for setting, is_set in refused.items():
+            if is_set:
+                value = getattr(self, setting)
+                raise ConfigError(setting, f"{value} is not supported with --tensor-parallel {self.tensor_parallel}")

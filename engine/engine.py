@@ -12,7 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -24,10 +24,11 @@ from engine.embedder.scheduler import EmbeddingScheduler
 from engine.embedder.tokenizer import EmbeddingTokenizer
 from engine.errors import Draining, EngineDead, EngineError, InvalidRequest, Loading, ModelError, Overloaded
 from engine.grammar.compiler import GrammarCompiler
-from engine.load.load import LoadedModel, load
+from engine.load.load import LoadedModel
 from engine.loop import Cancel, Command, Embed, EngineLoop, Inspect, Stop, Submit, Watchdog
 from engine.output.stop_regex import check_stop_regex
 from engine.output.stream import RequestStream
+from engine.parallel.loading import loaded_model
 from engine.text.tokenizer import Tokenizer
 from engine.types.events import Event, Failed
 from engine.types.progress import Progress, progress_to
@@ -313,10 +314,10 @@ class Engine:
         """On the event loop: the thread loaded the model, or failed."""
         self._loaded, self._drafting = loaded or self._loaded, drafting
         self._embedder = embedder or self._embedder
-        self._failure = failure
+        self._failure = self._failure or failure
         self._phase = "ready"
         self._load_done.set()
-        if failure is not None:
+        if failure is not None and not self._failed.is_set():
             self._failed.set()
             self._fail_streams("the engine stopped")
             for pending in self._snapshots.values():
@@ -326,27 +327,39 @@ class Engine:
 
     def _run_thread(self) -> None:
         try:
-            with progress_to(self._set_progress):
-                embedder = load_embedder(self._config, self._set_phase)
-                reserved = 0 if embedder is None else embedder.info.workspace_bytes
-                loaded = load(self._config, self._set_phase, reserved_bytes=reserved)
-                draft = load_draft(self._config, loaded, self._set_phase)
-            speculation = make_speculation(self._config, loaded, draft, time.monotonic)
-            core = Core(loaded, self._config, speculation)
-            drafting = DraftingInfo(speculation.kinds)
-            if isinstance(draft, LoadedModel):
-                drafting = replace(drafting, model=draft.info, memory=draft.memory)
-            self._set_phase("ready")
-            self._call_on_loop(self._finish_loading, loaded, drafting, None, embedder)
-            embedding = None
-            if embedder is not None:
-                embedding = EmbeddingScheduler(embedder.embedder, max_batch_tokens=self._config.chunk)
-            EngineLoop(core, embedding).run(self._inbox, self._deliver_from_thread, self._watchdog)
-        except ModelError as error:
+            with ExitStack() as processes:
+                self._load_and_run(processes)
+        except (ModelError, EngineDead) as error:
             self._call_on_loop(self._finish_loading, None, DraftingInfo(), error)
         except Exception as error:
             log.exception("the engine thread ended")
             self._call_on_loop(self._finish_loading, None, DraftingInfo(), EngineDead(type(error).__name__))
+
+    def _load_and_run(self, processes: ExitStack) -> None:
+        """Load the models, and run the loop until a Stop; `processes` are the other ranks."""
+        config = self._config
+        with progress_to(self._set_progress):
+            embedder = load_embedder(config, self._set_phase)
+            reserved = 0 if embedder is None else embedder.info.workspace_bytes
+            loaded = processes.enter_context(
+                loaded_model(config, self._set_phase, self._lose_rank, reserved_bytes=reserved)
+            )
+            draft = load_draft(config, loaded, self._set_phase)
+        speculation = make_speculation(config, loaded, draft, time.monotonic)
+        core = Core(loaded, config, speculation)
+        drafting = DraftingInfo(speculation.kinds)
+        if isinstance(draft, LoadedModel):
+            drafting = replace(drafting, model=draft.info, memory=draft.memory)
+        self._set_phase("ready")
+        self._call_on_loop(self._finish_loading, loaded, drafting, None, embedder)
+        embedding = None
+        if embedder is not None:
+            embedding = EmbeddingScheduler(embedder.embedder, max_batch_tokens=config.chunk)
+        EngineLoop(core, embedding).run(self._inbox, self._deliver_from_thread, self._watchdog)
+
+    def _lose_rank(self, reason: str) -> None:
+        """A process of tensor parallelism ended: in its thread."""
+        self._call_on_loop(self._finish_loading, None, DraftingInfo(), EngineDead(reason))
 
     def _deliver_from_thread(self, events: list[tuple[str, Event]], stats: Stats, flushed: bool) -> None:
         self._call_on_loop(self._deliver, events, stats, flushed)

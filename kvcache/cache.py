@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from kvcache.attention_group import AttentionGroup
+from kvcache.cell_pool import CellArray
 from kvcache.component import CacheComponent, CacheComponents, shortfall
 from kvcache.errors import BadSpan, CacheError
 from kvcache.forward import Forward
@@ -46,6 +47,7 @@ class Cache:
     state_bytes       of recurrent states in the prefix tree; None: the model has no recurrent layers
     offload           host memory and disk for evicted prefixes; None: neither
     dtype             storage of keys and values: any floating type, or int8 (kvcache/kv_buffer.py)
+    on_move           called with (group, old cells, new cells, distance) before a shift moves keys
 
     Besides the errors named by a method: IndexError for a slot that does not exist, CacheError while a forward is open.
     """
@@ -62,14 +64,23 @@ class Cache:
         offload: OffloadConfig | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        on_move: Callable[[int, CellArray, CellArray, int], None] | None = None,
     ) -> None:
         self.slots, self.capacity, self.cells = slots, capacity, cells
         specs = group_layers([layer.limited_to(capacity) for layer in layers])
         target, most = torch.device(device), capacity if max_batch_tokens is None else max_batch_tokens
         sizes = [spec.pool_cells(cells, slots=slots, max_batch_tokens=most) for spec in specs]
         self._groups = tuple(
-            AttentionGroup(spec, slots=slots, capacity=capacity, cells=size, dtype=dtype, device=target)
-            for spec, size in zip(specs, sizes, strict=True)
+            AttentionGroup(
+                spec,
+                slots=slots,
+                capacity=capacity,
+                cells=size,
+                dtype=dtype,
+                device=target,
+                on_move=None if on_move is None else partial(on_move, at),
+            )
+            for at, (spec, size) in enumerate(zip(specs, sizes, strict=True))
         )
         self._full_groups = [group for group in self._groups if group.spec.attention_range.kind == "full"]
         self.recurrent_states = None if state_bytes is None else RecurrentStates(slots, state_bytes, target)

@@ -9,7 +9,7 @@ An exception inside the block keeps no token.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -41,6 +41,18 @@ class Segment:
     cells: CellIndex
     oldest_visible: int = 0
     bidirectional: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardCells:
+    """The cells of an open forward in one group.
+
+    new       of the batch's tokens, in the order of the batch
+    attended  by span, of the positions that its tokens attend to
+    """
+
+    new: CellIndex
+    attended: tuple[CellIndex, ...]
 
 
 class Forward:
@@ -115,6 +127,11 @@ class Forward:
             self._segments[group] = tuple(self._make_segments(group))
         return self._segments[group]
 
+    def group_cells(self, group: AttentionGroup) -> ForwardCells:
+        """The cells of the batch in a group, from which a RepeatedForward can be made."""
+        attended = tuple(self._attended_cells(group, at) for at in range(len(self.spans)))
+        return ForwardCells(self._new_cells(group), attended)
+
     def recurrent_state(self, slot: int, position: int, name: Hashable) -> Tensor | None:
         """One tensor of the recurrent state at the start of a state range of a span; None: zeros. Read only."""
         assert self._cache.recurrent_states is not None, "a cache without recurrent states"
@@ -128,13 +145,18 @@ class Forward:
     def _make_segments(self, group: AttentionGroup) -> list[Segment]:
         assert self._open, "tokens have no cells before the forward is open"
         segments, begin = [], 0
-        for span in self.spans:
+        for at, span in enumerate(self.spans):
             oldest = group.spec.attention_range.oldest_visible(span.start)
-            cells = group.cells_from(span.slot, oldest)
             batch_slice = slice(begin, begin + span.length)
+            cells = self._attended_cells(group, at)
             segments.append(Segment(batch_slice, span.start, cells, oldest, span.bidirectional))
             begin += span.length
         return segments
+
+    def _attended_cells(self, group: AttentionGroup, at: int) -> CellIndex:
+        """The cells that the tokens of the span with index `at` attend to."""
+        span = self.spans[at]
+        return group.cells_from(span.slot, group.spec.attention_range.oldest_visible(span.start))
 
     def _new_cells(self, group: AttentionGroup) -> CellIndex:
         """The cells of the batch's tokens, in the order of the batch."""
@@ -142,3 +164,21 @@ class Forward:
             tails = [group.table(span.slot)[span.start :] for span in self.spans]
             self._new_cells_by_group[group] = group.pool.cell_index(np.concatenate(tails))
         return self._new_cells_by_group[group]
+
+
+class RepeatedForward(Forward):
+    """A forward of another process's cache over the buffers of this one, which has the same groups; no transaction.
+
+    cells  by group, in the order of the cache
+    """
+
+    def __init__(self, cache: Cache, spans: Sequence[Span], cells: Sequence[ForwardCells]) -> None:
+        super().__init__(cache, spans)
+        self._cells: Mapping[AttentionGroup, ForwardCells] = dict(zip(cache.groups, cells, strict=True))
+        self._open = True
+
+    def _attended_cells(self, group: AttentionGroup, at: int) -> CellIndex:
+        return self._cells[group].attended[at]
+
+    def _new_cells(self, group: AttentionGroup) -> CellIndex:
+        return self._cells[group].new

@@ -60,6 +60,8 @@ def load_draft(
         slots=slots,
         cells=min(context * slots, target.memory.cells),
         threads=torch.get_num_threads(),
+        # Rank 0 drafts alone.
+        tensor_parallel=1,
     )
     # The model's cache is planned but not allocated yet.
     reserved = target.memory.cache_bytes + target.memory.workspace_bytes
@@ -75,6 +77,8 @@ def load_draft(
 
 def _mtp(config: EngineConfig, target: LoadedModel, on_phase: Callable[[str], None]) -> MtpHead | None:
     """The MTP layer; with `--drafter auto` None where it is missing or cannot be used."""
+    if config.tensor_parallel > 1:
+        return None
     if not has_mtp(target):
         if config.drafter == "mtp":
             raise ModelUnsupported(target.info.name, "its files have no MTP layer; choose another --drafter")

@@ -69,4 +69,5 @@ def _make_cache(
         offload=offload_config(config, identity),
         dtype=model.kv_dtype,
         device=config.device,
+        on_move=model.on_move,
     )

@@ -127,6 +127,8 @@ class ModelChecks:
         # explicitly.
         if config.dtype not in ("auto", "float32"):
             return RunnerSelection(runner, f"--dtype {config.dtype} is computed by torch")
+        if config.tensor_parallel > 1:
+            return RunnerSelection(runner, f"--tensor-parallel {config.tensor_parallel} is computed by torch")
         if config.kernels == "torch" or config.device != "cpu":
             return RunnerSelection(runner, "C++ kernels are not used")
         file = None if self._file is None else self._file.decoder_file
@@ -184,8 +186,11 @@ def _attention_kernel(config: EngineConfig, dtype: torch.dtype, kv_dtype: torch.
 def _outcome_file(
     config: EngineConfig, checkpoint: Checkpoint, weights: tuple[object, ...], attend: AttentionFunction
 ) -> OutcomeFile | None:
-    """The file of the outcome; None for small models: their checks take less than a second."""
-    if is_small(checkpoint.path):
+    """The file of the outcome; None for small models: their checks take less than a second.
+
+    None under tensor parallelism as well: ranks that read different outcomes would run different checks.
+    """
+    if is_small(checkpoint.path) or config.tensor_parallel > 1:
         return None
     settings = (config.device, config.kernels, config.mla, config.context, config.quantize == "none", config.dtype)
     kernel = getattr(attend, "__qualname__", type(attend).__qualname__)

@@ -23,6 +23,7 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     AutoModelForSpeechSeq2Seq,
 )
+from transformers.distributed import DistributedConfig
 
 from engine.config import BUNDLED_NAME, EngineConfig
 from engine.errors import ModelUnsupported
@@ -60,7 +61,8 @@ from engine.model.rope import RopeSwitch
 from engine.native.step_library import step_variants
 from engine.quantize.quantize import bytes_of, estimate
 from engine.text.tokenizer import Tokenizer
-from engine.types.status import MemoryPlan, ModelInfo
+from engine.types.status import MemoryPlan, ModelInfo, QuantizationEstimate
+from kvcache.cell_pool import CellArray
 
 log = logging.getLogger("cellar.engine")
 
@@ -79,6 +81,7 @@ _TOKENIZER_FILES = ("tokenizer*", "*.model", "*.tiktoken", "vocab*")
 class LoadedModel:
     """A checked model, and everything that serving it requires.
 
+    on_move  of its cache, see Cache
     margins  of the decisions by tolerance at this load, the narrowest first; empty with the outcome of an earlier start
     """
 
@@ -93,6 +96,7 @@ class LoadedModel:
     eos: frozenset[int]
     grammars: GrammarCompiler
     encoder: Encoder | None = None
+    on_move: Callable[[int, CellArray, CellArray, int], None] | None = None
     identity: str = ""
     margins: tuple[Margin, ...] = ()
 
@@ -126,8 +130,8 @@ def load(config: EngineConfig, on_phase: Callable[[str], None], *, reserved_byte
 def _load(config: EngineConfig, on_phase: Callable[[str], None], reserved_bytes: int) -> LoadedModel:
     on_phase("resolve")
     folder, name = resolve(config.model), config.model or BUNDLED_NAME
-    available = max(available_bytes() - reserved_bytes, 0)
-    torch.set_num_threads(config.threads or default_threads(folder))
+    available = max(available_bytes() - reserved_bytes, 0) // config.tensor_parallel
+    torch.set_num_threads(max((config.threads or default_threads(folder)) // config.tensor_parallel, 1))
     checkpoint, model_config = _read_config(name, folder, config)
     dtype = choose_dtype(config, model_config, small=is_small(folder))
     kv_dtype: torch.dtype = dtype if config.kv_dtype == "auto" else getattr(torch, config.kv_dtype)
@@ -170,10 +174,11 @@ def _load(config: EngineConfig, on_phase: Callable[[str], None], reserved_bytes:
         max_context=largest_context,
         decoder_start_tokens=_start_tokens(model),
         device=config.device,
+        tensor_parallel=config.tensor_parallel,
         batch_invariant=invariant,
         not_native_reason=selection.reason,
         kernel_variants=step_variants() if selection.reason is None else (),
-        quantization_estimate=estimate(model, available) if not quantised.format and config.device == "cpu" else None,
+        quantization_estimate=_quantization_estimate(config, model, available, quantised.format),
     )
     ends = _end_tokens(model, tokenizer)
     grammars = GrammarCompiler(tokenizer, vocabulary_size=text_config.vocab_size, end_tokens=ends)
@@ -191,6 +196,13 @@ def _load(config: EngineConfig, on_phase: Callable[[str], None], reserved_bytes:
         encoder=encoder,
     )
     return replace(loaded, identity=_identity(checkpoint, loaded, quantised.key))
+
+
+def _quantization_estimate(
+    config: EngineConfig, model: Any, available: int, format: str | None
+) -> QuantizationEstimate | None:
+    can_quantise = format is None and config.device == "cpu" and config.tensor_parallel == 1
+    return estimate(model, available) if can_quantise else None
 
 
 def _dtype_name(compute_dtype: torch.dtype, weights: str) -> str:
@@ -273,7 +285,7 @@ def _read_model(
     repacked = earlier.quantised if keeps else None
     try:
         if checkpoint.gguf is None:
-            model, report = _read_weights(name, checkpoint.path, config, dtype)
+            model, report = _read_weights(name, checkpoint.path, config, dtype, settings.tensor_parallel)
             matrices = None
         else:
             model, report, matrices = gguf_model(checkpoint.gguf, config, dtype, repacked)
@@ -293,8 +305,13 @@ def keeps_formats(settings: EngineConfig) -> bool:
     return settings.quantize in ("none", "auto") and settings.dtype == "auto" and settings.device == "cpu"
 
 
-def _read_weights(name: str, path: Path, config: Any, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
-    """The model with the weights of a folder, and the report of transformers on them. Raises READ_ERRORS."""
+def _read_weights(
+    name: str, path: Path, config: Any, dtype: torch.dtype, ranks: int
+) -> tuple[Any, dict[str, Any]]:
+    """The model with the weights of a folder, and the report of transformers on them. Raises READ_ERRORS.
+
+    ranks  processes that each read their part of the weights
+    """
     _dequantize(name, path, config, dtype)
     read = partial(
         model_class(config).from_pretrained,
@@ -305,6 +322,7 @@ def _read_weights(name: str, path: Path, config: Any, dtype: torch.dtype) -> tup
         use_safetensors=True,
         attn_implementation="eager",
         output_loading_info=True,
+        distributed_config=DistributedConfig(tp_size=ranks) if ranks > 1 else None,
     )
     model, report = construct(read)
     return model, report

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 
 from engine.config import Quantize
@@ -155,13 +156,18 @@ def _replace(
 
 
 def bytes_of(model: nn.Module) -> int:
-    """Memory of a model's weights, quantised or not."""
-    parameters = sum(parameter.nbytes for parameter in model.parameters())
+    """Memory of a model's weights in this process, quantised or not."""
+    parameters = sum(_local(parameter).nbytes for parameter in model.parameters())
     modules = (module for module in model.modules() if isinstance(module, QuantizedLinear | QuantizedEmbedding))
     # An embedding may share its matrix with a layer.
     buffers = {id(buffer): buffer for module in modules for buffer in module.buffers(recurse=False)}
     layers = sum(buffer.nbytes for buffer in buffers.values())
     return parameters + layers + sum(experts.bytes for experts in _experts(model))
+
+
+def _local(parameter: Tensor) -> Tensor:
+    """The part of a parameter that is in this process."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def weights_of(model: nn.Module) -> int:

@@ -27,6 +27,7 @@ class ModelInfo:
 
     max_context              context length that the model and the memory allow with other settings
     decoder_start_tokens     leading prompt tokens of an encoder-decoder model; else empty
+    tensor_parallel          processes that divide it
     batch_invariant          logits are bit for bit the same in any batch, with any chunks and cached prefix; else equal
                              up to rounding
     not_native_reason        why steps run in torch operations; None: each is one call of the C++ library
@@ -46,6 +47,7 @@ class ModelInfo:
     max_context: int = 0
     decoder_start_tokens: tuple[int, ...] = ()
     device: str = "cpu"
+    tensor_parallel: int = 1
     batch_invariant: bool = False
     not_native_reason: str | None = None
     kernel_variants: tuple[str, ...] = ()

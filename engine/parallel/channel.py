@@ -1,0 +1,89 @@
+"""The process group of all ranks, and the broadcast of rank 0's messages in it. Belongs to the engine thread."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from datetime import timedelta
+
+import psutil
+import torch
+import torch.distributed as dist
+
+LOOPBACK = "127.0.0.1"
+# Integers of the first tensor of a message: a decode step of eight sequences has fewer, and is one broadcast.
+_FIRST_WORDS = 256
+# Workers wait for the next step as long as the server is idle. A rank that ended closes its connections at once, and
+# one that is stuck on rank 0's side is found by the engine's watchdog.
+_TIMEOUT = timedelta(days=365)
+
+
+def listen() -> socket.socket:
+    """A listening socket on the loopback address, for the store of `open_store`."""
+    listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listening.bind((LOOPBACK, 0))
+    listening.listen()
+    return listening
+
+
+class Channel:
+    """One rank's end. Joining waits for all other ranks.
+
+    sent_bytes  of all messages, as broadcast
+    """
+
+    def __init__(self, rank: int, ranks: int, port: int, device: str, listening: socket.socket | None = None) -> None:
+        """`listening` is the socket of rank 0 with the port; the store closes it."""
+        os.environ["GLOO_SOCKET_IFNAME"] = _loopback_interface()
+        # Read by transformers.
+        os.environ["LOCAL_RANK"] = str(rank)
+        if device != "cpu":
+            torch.accelerator.set_device_index(rank)
+        descriptor = {} if listening is None else {"master_listen_fd": listening.detach()}
+        store = dist.TCPStore(
+            LOOPBACK,
+            port,
+            is_master=rank == 0,
+            wait_for_workers=False,
+            timeout=_TIMEOUT,
+            **descriptor,
+        )
+        backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=_TIMEOUT)
+        self.sent_bytes = 0
+
+    def send(self, words: Sequence[int]) -> None:
+        """Broadcast the integers from rank 0."""
+        first = torch.zeros(_FIRST_WORDS, dtype=torch.long)
+        first[0] = len(words)
+        begin, rest = words[: _FIRST_WORDS - 1], words[_FIRST_WORDS - 1 :]
+        first[1 : len(begin) + 1] = torch.tensor(begin)
+        self._broadcast(first)
+        if rest:
+            self._broadcast(torch.tensor(rest))
+
+    def receive(self) -> list[int]:
+        """The integers of the next `send` of rank 0."""
+        first = torch.empty(_FIRST_WORDS, dtype=torch.long)
+        self._broadcast(first)
+        count, *words = first.tolist()
+        if count > len(words):
+            rest = torch.empty(count - len(words), dtype=torch.long)
+            self._broadcast(rest)
+            words += rest.tolist()
+        return words[:count]
+
+    def close(self) -> None:
+        """Leave the group."""
+        dist.destroy_process_group()
+
+    def _broadcast(self, tensor: torch.Tensor) -> None:
+        dist.broadcast(tensor, src=0)
+        self.sent_bytes += tensor.nbytes
+
+
+def _loopback_interface() -> str:
+    """The name of the interface with the loopback address."""
+    interfaces = psutil.net_if_addrs().items()
+    return next(name for name, addresses in interfaces if any(each.address == LOOPBACK for each in addresses))

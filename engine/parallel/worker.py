@@ -1,0 +1,118 @@
+"""The process of a rank other than 0: it loads its part of the model and repeats the forwards of rank 0.
+
+    python -m engine.parallel.worker      with a JobDescription as a line of JSON on its standard input
+
+It ends when its standard input does: the end of rank 0's process, however it ends, closes the pipe.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import transformers
+
+from engine.config import EngineConfig
+from engine.errors import ModelError
+from engine.load.cache import model_cache
+from engine.load.load import LoadedModel, load
+from engine.parallel.channel import Channel
+from engine.parallel.messages import Geometry, MoveKeys, RepeatForward, Stop, decode, geometry_of
+from kvcache.cache import Cache
+from kvcache.forward import RepeatedForward
+
+log = logging.getLogger("cellar.engine")
+
+# Rank 0 usually has the same error, reports it and ends this process; the time until this process ends by itself.
+_ERROR_SECONDS = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class JobDescription:
+    """The rank of a worker, the port of the store, and the settings of the engine."""
+
+    rank: int
+    port: int
+    settings: dict[str, Any]
+
+    @staticmethod
+    def of(rank: int, port: int, config: EngineConfig) -> JobDescription:
+        """The description for a rank."""
+        return JobDescription(rank, port, asdict(config))
+
+    def to_line(self) -> bytes:
+        """JSON, with a line end."""
+        return json.dumps(asdict(self)).encode() + b"\n"
+
+
+def main() -> None:
+    """Run one worker until rank 0 ends."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        # Rank 0 drains first.
+        signal.signal(number, signal.SIG_IGN)
+    job = JobDescription(**json.loads(sys.stdin.buffer.readline()))
+    threading.Thread(target=_end_with_rank_0, name="parent", daemon=True).start()
+    logging.basicConfig(level=logging.ERROR, format=f"rank {job.rank}: %(message)s")
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    config = EngineConfig(**job.settings)
+    channel = Channel(job.rank, config.tensor_parallel, job.port, config.device)
+    try:
+        loaded = load(config, lambda phase: None)
+    except ModelError as error:
+        log.error("%s", error)
+        threading.Event().wait(_ERROR_SECONDS)
+        sys.exit(1)
+    _repeat(channel, loaded, _make_cache(channel, config, loaded))
+    channel.close()
+
+
+def _end_with_rank_0() -> None:
+    # A read of sys.stdin would hold its lock when the interpreter ends.
+    while os.read(sys.stdin.fileno(), 1):
+        pass
+    os._exit(0)
+
+
+def _make_cache(channel: Channel, config: EngineConfig, loaded: LoadedModel) -> Cache:
+    """A cache of the size of rank 0's, of which only the KV buffers are used."""
+    geometry = decode(channel.receive())
+    assert isinstance(geometry, Geometry), "the first message"
+    info = replace(loaded.info, slots=geometry.slots, context=geometry.context)
+    memory = replace(loaded.memory, cells=geometry.cells)
+    sized = replace(loaded, info=info, memory=memory)
+    if geometry_of(sized) != geometry:
+        log.error("its layers are not those of rank 0: %s", [plan.spec for plan in sized.layers])
+        sys.exit(1)
+    return model_cache(config, sized)
+
+
+def _repeat(channel: Channel, loaded: LoadedModel, cache: Cache) -> None:
+    """Repeat the operations of rank 0 until it stops."""
+    while True:
+        match decode(channel.receive()):
+            case RepeatForward() as message:
+                _run(loaded, cache, message)
+            case MoveKeys(group, old, new, distance):
+                cache.groups[group].move_cells(old, new, distance)
+            case Stop():
+                return
+
+
+def _run(loaded: LoadedModel, cache: Cache, message: RepeatForward) -> None:
+    """One forward; its logits are those of rank 0 and are not used."""
+    forward = RepeatedForward(cache, message.spans, message.cells)
+    if message.hidden_rows is None:
+        loaded.runner.run(forward, message.tokens, message.logit_rows)
+    else:
+        loaded.runner.run_with_hidden_states(forward, message.tokens, message.logit_rows, message.hidden_rows)
+
+
+if __name__ == "__main__":
+    main()

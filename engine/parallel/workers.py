@@ -1,0 +1,143 @@
+"""The worker processes of rank 0, and the end of the engine when one of them ends.
+
+A thread for each worker waits for the end of its process. The end of a worker closes its connections, so rank 0 never
+waits long for its part of a forward.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+from engine.config import EngineConfig
+from engine.errors import EngineDead
+from engine.parallel.channel import Channel, listen
+from engine.parallel.messages import Message, Stop, encode
+from engine.parallel.worker import JobDescription
+
+# An error of rank 0 itself, which ends the workers, is reported rather than their end.
+_REPORT_SECONDS = 1.0
+# For workers to leave the group after a Stop.
+_STOP_SECONDS = 2.0
+
+
+class Workers:
+    """The processes of the ranks from 1 on, and the channel to them. Belongs to the engine thread.
+
+    on_lost  called once, in another thread, with the reason when the workers cannot continue
+    """
+
+    def __init__(self, config: EngineConfig, on_lost: Callable[[str], None]) -> None:
+        """Start the processes."""
+        self._on_lost = on_lost
+        self._closing, self._lost = threading.Event(), threading.Lock()
+        self.lost_reason: str | None = None
+        self._config, self._listening = config, listen()
+        self._channel: Channel | None = None
+        port, ranks = self._listening.getsockname()[1], range(1, config.tensor_parallel)
+        self._processes = {rank: _start(JobDescription.of(rank, port, config)) for rank in ranks}
+        for rank in ranks:
+            threading.Thread(target=self._watch, args=(rank,), name=f"rank {rank}", daemon=True).start()
+
+    def join(self) -> None:
+        """Wait until all processes have started."""
+        port = self._listening.getsockname()[1]
+        self._channel = Channel(0, self._config.tensor_parallel, port, self._config.device, self._listening)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of all messages to each worker."""
+        return self._joined.sent_bytes
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """The process ids, by rank."""
+        return tuple(process.pid for process in self._processes.values())
+
+    def send(self, message: Message) -> None:
+        """Broadcast a message."""
+        self._joined.send(encode(message))
+
+    @contextmanager
+    def in_step(self) -> Iterator[None]:
+        """All ranks run the block in step. An exception in it, or before it, ends the workers and the engine."""
+        if self.lost_reason is not None:
+            raise EngineDead(self.lost_reason)
+        try:
+            yield
+        except Exception as error:
+            self._lose(f"a step failed under tensor parallelism ({type(error).__name__}: {error})")
+            raise
+
+    def close(self) -> None:
+        """End the processes, by a Stop if they are in step with rank 0."""
+        self._closing.set()
+        if self.lost_reason is None and self._channel is not None:
+            with suppress(RuntimeError):
+                self.send(Stop())
+        for process in self._processes.values():
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_STOP_SECONDS if self.lost_reason is None else 0)
+        self._kill()
+        if self._channel is not None:
+            self._channel.close()
+
+    @property
+    def _joined(self) -> Channel:
+        assert self._channel is not None, "the workers have joined"
+        return self._channel
+
+    def _watch(self, rank: int) -> None:
+        code = self._processes[rank].wait()
+        if not self._closing.wait(_REPORT_SECONDS):
+            self._lose(f"the process of rank {rank} ended with code {code}")
+
+    def _lose(self, reason: str) -> None:
+        with self._lost:
+            if self.lost_reason is not None:
+                return
+            self.lost_reason = reason
+        self._kill()
+        self._on_lost(reason)
+
+    def _kill(self) -> None:
+        """End all processes: a collective with an ended rank fails, instead of waiting."""
+        for process in self._processes.values():
+            process.kill()
+            if process.stdin is not None:
+                with suppress(OSError):
+                    process.stdin.close()
+
+
+@contextmanager
+def started(config: EngineConfig, on_lost: Callable[[str], None]) -> Iterator[Workers]:
+    """The workers for a config, which end with the block.
+
+    An error in the block that follows from the end of a worker is replaced by EngineDead.
+    """
+    workers = Workers(config, on_lost)
+    try:
+        workers.join()
+        yield workers
+    except Exception as error:
+        if workers.lost_reason is not None:
+            raise EngineDead(workers.lost_reason) from error
+        raise
+    finally:
+        workers.close()
+
+
+def _start(job: JobDescription) -> subprocess.Popen[bytes]:
+    """A worker that imports the modules of this process, and is not in the process group that a terminal interrupts."""
+    path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
+    command = [sys.executable, "-P", "-m", "engine.parallel.worker"]
+    environment = {**os.environ, "PYTHONPATH": path}
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, process_group=0)
+    assert process.stdin is not None, "a pipe"
+    process.stdin.write(job.to_line())
+    process.stdin.flush()
+    return process
