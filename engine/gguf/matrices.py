@@ -13,7 +13,7 @@ from gguf.constants import GGMLQuantizationType
 from torch import Tensor, nn
 
 from engine.gguf.weights import PLAIN_TYPES, FileMatrix, Matrices, ParameterSource
-from engine.kernels.blocks import EXACT_FORMATS, pack_blocks
+from engine.kernels.blocks import EXACT_FORMATS, PackBlocks, pack_blocks
 from engine.kernels.formats import WeightFormat
 from engine.kernels.packing import PackedMatrix, PackedStorage
 from engine.kernels.rounding import pack_floats
@@ -31,7 +31,10 @@ class FileMatrices:
 
     formats  by name, of the matrices of the last plan
     label    name of the mix of types in the files, such as Q4_K_M
+    pack     repacks blocks, by default in torch
     """
+
+    pack: PackBlocks = staticmethod(pack_blocks)
 
     def __init__(self, sources: Mapping[str, ParameterSource], skeleton: nn.Module, label: str) -> None:
         """`sources` are those of the parameters of `skeleton`, the model of transformers."""
@@ -101,7 +104,7 @@ class FileMatrices:
         matrix = self._matrix(name)
         if matrix is not None and self._is_exact(matrix, weight):
             assert matrix.type is not None
-            packed = pack_blocks(torch.from_numpy(matrix.blocks), matrix.type, storage)
+            packed = self.pack(torch.from_numpy(matrix.blocks), matrix.type, storage)
             assert packed is not None
             return packed
         packed = pack_floats(weight, 8, storage)

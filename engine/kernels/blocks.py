@@ -6,6 +6,7 @@ Unpacked in float32, weights equal those of gguf.dequantize bit for bit. The blo
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
@@ -42,27 +43,52 @@ def unpack_blocks(blocks: Tensor, type: GGMLQuantizationType) -> RowMajorWeights
     return _UNPACK[type](split_dim(blocks, 1, (-1, GGML_QUANT_SIZES[type][1])))
 
 
+class PackBlocks(Protocol):
+    """A function as `pack_blocks`."""
+
+    def __call__(
+        self, blocks: Tensor, type: GGMLQuantizationType, storage: PackedStorage | None = None
+    ) -> PackedMatrix | None:
+        """See `pack_blocks`."""
+        ...
+
+
+class InfiniteScale(ValueError):
+    """Blocks of a type have a scale that is infinite or NaN."""
+
+    def __init__(self, type: GGMLQuantizationType) -> None:
+        super().__init__(f"a scale of {type.name} blocks is infinite or no number")
+
+
 def pack_blocks(
     blocks: Tensor, type: GGMLQuantizationType, storage: PackedStorage | None = None
 ) -> PackedMatrix | None:
-    """The matrix of raw blocks; None for a type without an exact format. Raises ValueError for scales that are infinite
-    or NaN.
+    """The matrix of raw blocks; None for a type without an exact format. Raises InfiniteScale.
 
     storage  memory for the result; None: its own
     """
-    if type not in EXACT_FORMATS:
+    packed = allocate_packed(blocks, type, storage)
+    if packed is None:
         return None
-    columns, size = GGML_QUANT_SIZES[type]
-    shape = (len(blocks), blocks.shape[1] // size * columns, EXACT_FORMATS[type])
-    packed = (storage or PackedStorage([shape])).allocate(*shape)
     outputs_at_once = BLOCK * packed.blocks_at_once
     for first in range(0, len(blocks), outputs_at_once):
         rows = unpack_blocks(blocks[first : first + outputs_at_once], type)
         assert rows is not None
         if not _is_finite(rows):
-            raise ValueError(f"a scale of {type.name} blocks is infinite or no number")
+            raise InfiniteScale(type)
         packed.write(first, rows)
     return packed
+
+
+def allocate_packed(
+    blocks: Tensor, type: GGMLQuantizationType, storage: PackedStorage | None = None
+) -> PackedMatrix | None:
+    """An uninitialised matrix for raw blocks; None for a type without an exact format."""
+    if type not in EXACT_FORMATS:
+        return None
+    columns, size = GGML_QUANT_SIZES[type]
+    shape = (len(blocks), blocks.shape[1] // size * columns, EXACT_FORMATS[type])
+    return (storage or PackedStorage([shape])).allocate(*shape)
 
 
 def _is_finite(rows: RowMajorWeights) -> bool:

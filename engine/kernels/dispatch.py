@@ -7,7 +7,8 @@ from functools import cache
 
 import torch
 
-from engine.kernels import linear, reference
+from engine.kernels import blocks, linear, reference
+from engine.kernels.blocks import PackBlocks
 from engine.kernels.cpu import build
 from engine.kernels.cpu.attention import FORMATS, NativeAttention
 from engine.kernels.cpu.linear import NativeLinear
@@ -62,11 +63,24 @@ def best_linear() -> PrepareMatrices:
         return linear.prepare
 
 
+@cache
+def best_packing() -> PackBlocks:
+    """Repacks the blocks of GGUF files in C++, or in torch."""
+    try:
+        return _linear_library().pack_blocks
+    except build.LibraryUnavailable:
+        return blocks.pack_blocks
+
+
 def native_linear() -> PrepareMatrices:
     """The C++ kernel for products with quantised matrices. Raises LibraryUnavailable."""
+    return _linear_library().prepare
+
+
+def _linear_library() -> NativeLinear:
     library = build.library("linear")
     try:
-        return NativeLinear(library).prepare
+        return NativeLinear(library)
     except OSError as error:
         raise build.LibraryUnavailable(f"the library cannot be loaded: {error}") from error
 

@@ -48,8 +48,7 @@ def gguf_model(
 
     repacked  a plan of matrices to replace before the model runs: the ones with an exact format are not dequantised
     """
-    with torch.device("meta"):
-        skeleton = construct(partial(AutoModelForCausalLM.from_config, config))
+    skeleton = construct(partial(_make_skeleton, config))
     sources = parameter_sources(content, skeleton, config)
     matrices = FileMatrices(sources, skeleton, file_type(content.metadata) or "GGUF")
     # Long rotary factors are calibrated by running the model at each start (engine/load/selftest.py).
@@ -72,6 +71,12 @@ def gguf_model(
     )
     model, report = construct(make)
     return model, report, matrices
+
+
+def _make_skeleton(config: Any) -> Any:
+    """The model on the meta device."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
 
 
 def _placeholders(skeleton: Any, names: Collection[str], dtype: torch.dtype) -> dict[str, Tensor]:

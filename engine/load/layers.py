@@ -59,6 +59,8 @@ def quantize_layers(
     prepare = linear.prepare if config.kernels == "torch" else dispatch.best_linear()
     try:
         if layers.matrices is not None:
+            if config.kernels != "torch":
+                layers.matrices.pack = dispatch.best_packing()
             quantised = _repack(layers.model, layers.plan, layers.matrices, prepare)
         else:
             assert bits is not None

@@ -26,4 +26,4 @@ enum WeightFormat : int64_t {
     UNPACKED_MINIMUMS,
     UNPACKED_HALVES,
 };
-enum Outcome : int64_t { DONE, NO_MEMORY, BAD_CELL, BAD_TOKEN };
+enum Outcome : int64_t { DONE, NO_MEMORY, BAD_CELL, BAD_TOKEN, BAD_SCALE };

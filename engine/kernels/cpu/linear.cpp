@@ -5,6 +5,7 @@
 #include "plain_matrices.h"
 #endif
 #include "quantised_matrices.h"
+#include "block_packing.h"
 
 namespace {
 
@@ -52,6 +53,15 @@ extern "C" __attribute__((visibility("default"))) void cellar_multiply_blocks(co
     multiply_blocks(*(const QuantisedMatrix *)matrix, first_block, *(const QuantisedRows *)rows, {first, last});
 }
 
+extern "C" __attribute__((visibility("default"))) int64_t cellar_pack_blocks(const BlockCall *call) {
+    int64_t infinite = 0;
+    with_type((BlockType)call->type, [&](auto type) {
+#pragma omp parallel for schedule(static) num_threads((int)call->threads) reduction(+ : infinite)
+        for (int64_t first = 0; first < call->outputs; first += OUTPUTS) infinite += !pack_outputs<decltype(type)::value>(*call, first);
+    });
+    return infinite ? BAD_SCALE : DONE;
+}
+
 #if !defined(GENERIC)
 
 namespace {
@@ -84,5 +94,6 @@ extern "C" __attribute__((visibility("default"))) int64_t cellar_multiply_plain(
 EXPORT_LAYOUT(
     LAYOUT(QuantisedMatrix, codes, scales, format, outputs, output)
     LAYOUT(LinearCall, input, format, stride, rows, columns, matrices, count, threads)
+    LAYOUT(BlockCall, blocks, codes, scales, type, outputs, columns, threads)
     LAYOUT(PlainLinearCall, rows, weights, output, format, batch, count, outputs, columns, row_stride,
            row_batch_stride, weight_stride, weight_batch_stride, threads))

@@ -67,5 +67,17 @@ struct PlainLinearCall {
     int64_t threads;
 };
 
+// Repacks the blocks of a matrix from a GGUF file (block_packing.h) without loss.
+struct BlockCall {
+    const uint8_t *blocks;  // [outputs][bytes of a row]
+    uint8_t *codes, *scales;
+    int64_t type;              // of the file
+    int64_t outputs, columns;  // columns of whole blocks
+    int64_t threads;
+};
+
+// DONE, or BAD_SCALE for scales that are infinite or NaN.
+extern "C" int64_t cellar_pack_blocks(const BlockCall *call);
+
 // Not in the generic variant.
 extern "C" int64_t cellar_multiply_plain(const PlainLinearCall *product);

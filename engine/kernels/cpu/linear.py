@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gguf import GGMLQuantizationType
 from torch import Tensor
 
+from engine.kernels.blocks import InfiniteScale, allocate_packed
 from engine.kernels.cpu.layout import Mirrors, check_layout
 from engine.kernels.formats import LAYOUTS, WeightFormat
 from engine.kernels.linear import MultiplyRows
-from engine.kernels.packing import PackedMatrix
+from engine.kernels.packing import PackedMatrix, PackedStorage
 
 # The enumerations of format.h: of rows and outputs.
 FORMATS = {torch.float32: 0, torch.bfloat16: 1}
@@ -55,10 +57,18 @@ class PlainCallFields(Structure):
     ]
 
 
+class _BlockFields(Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("blocks", "codes", "scales")),
+        *((name, c_int64) for name in ("type", "outputs", "columns", "threads")),
+    ]
+
+
 # By the names in linear.h.
 _MIRRORS: Mirrors = {
     "QuantisedMatrix": _MatrixFields,
     "LinearCall": _CallFields,
+    "BlockCall": _BlockFields,
     "PlainLinearCall": PlainCallFields,
 }
 
@@ -75,8 +85,10 @@ class NativeLinear:
 
     def __init__(self, file: Path) -> None:
         """Raises OSError if the file cannot be loaded."""
-        self._call = load_library(file).cellar_multiply
+        library = load_library(file)
+        self._call, self._pack = library.cellar_multiply, library.cellar_pack_blocks
         self._call.argtypes, self._call.restype = [POINTER(_CallFields)], c_int64
+        self._pack.argtypes, self._pack.restype = [POINTER(_BlockFields)], c_int64
 
     def prepare(self, matrices: Sequence[PackedMatrix]) -> MultiplyRows:
         """A function as of engine.kernels.linear.prepare, with float32 sums. Not thread-safe."""
@@ -85,6 +97,27 @@ class NativeLinear:
     def multiply(self, rows: Tensor, matrices: Sequence[PackedMatrix]) -> list[Tensor]:
         """See engine.kernels.linear.multiply."""
         return self.prepare(matrices)(rows)
+
+    def pack_blocks(
+        self, blocks: Tensor, type: GGMLQuantizationType, storage: PackedStorage | None = None
+    ) -> PackedMatrix | None:
+        """See engine.kernels.blocks.pack_blocks."""
+        packed = allocate_packed(blocks, type, storage)
+        if packed is None:
+            return None
+        rows = blocks.contiguous()
+        fields = _BlockFields(
+            rows.data_ptr(),
+            packed.codes.data_ptr(),
+            packed.scales.data_ptr(),
+            int(type),
+            packed.outputs,
+            packed.columns,
+            torch.get_num_threads(),
+        )
+        if self._pack(byref(fields)):
+            raise InfiniteScale(type)
+        return packed
 
 
 class _PreparedMatrices:

@@ -9,7 +9,10 @@ import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
-from engine.kernels.blocks import EXACT_FORMATS, pack_blocks, unpack_blocks
+from engine.kernels.blocks import EXACT_FORMATS, InfiniteScale, pack_blocks, unpack_blocks
+from engine.kernels.cpu import build
+from engine.kernels.cpu.linear import NativeLinear
+from tests.libraries import built
 
 Type = GGMLQuantizationType
 # Bytes of the float16 numbers in a block.
@@ -22,6 +25,12 @@ HALVES = {
 }
 # Zeros, the smallest subnormal and the largest number, of both signs.
 EXTREMES = (0x0000, 0x8000, 0x0001, 0x8001, 0x7BFF, 0xFBFF)
+
+
+@pytest.fixture(scope="module", params=build.variants("linear"))
+def native(request: pytest.FixtureRequest) -> NativeLinear:
+    """The kernel of each variant."""
+    return NativeLinear(built("linear", request.param))
 
 
 def random_blocks(kind: GGMLQuantizationType, outputs: int, blocks: int, seed: int) -> Tensor:
@@ -60,6 +69,33 @@ def test_weights_equal_the_package(kind: GGMLQuantizationType, seed: int) -> Non
     assert torch.equal(bits_of(expected[some]), bits_of(packed.rows(some).unpack(torch.float32)))
 
 
+@pytest.mark.parametrize("kind", EXACT_FORMATS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("outputs", [1, 16, 35, 127])
+def test_native_packing(native: NativeLinear, kind: GGMLQuantizationType, outputs: int) -> None:
+    """Every byte is that of the torch implementation, padding included."""
+    blocks = random_blocks(kind, outputs, 1 + outputs % 5, seed=outputs)
+    expected = pack_blocks(blocks, kind)
+
+    packed = native.pack_blocks(blocks, kind)
+
+    assert expected is not None
+    assert packed is not None
+    assert (expected.format, expected.outputs, expected.columns) == (packed.format, packed.outputs, packed.columns)
+    assert torch.equal(expected.codes, packed.codes)
+    assert torch.equal(expected.scales.view(torch.uint8), packed.scales.view(torch.uint8))
+
+
+def test_native_packing_of_strided_blocks(native: NativeLinear) -> None:
+    blocks = random_blocks(Type.Q6_K, 40, 3, seed=0)
+    expected = pack_blocks(blocks[::2], Type.Q6_K)
+
+    packed = native.pack_blocks(blocks[::2], Type.Q6_K)
+
+    assert expected is not None
+    assert packed is not None
+    assert torch.equal(expected.codes, packed.codes)
+
+
 def test_matrices_larger_than_one_part() -> None:
     blocks = random_blocks(Type.Q4_K, 300, 16, seed=0)
     expected = torch.from_numpy(gguf.dequantize(blocks.numpy(), Type.Q4_K))
@@ -77,14 +113,16 @@ def test_types_without_an_exact_format(kind: GGMLQuantizationType) -> None:
 
     assert unpack_blocks(blocks, kind) is None
     assert pack_blocks(blocks, kind) is None
+    assert NativeLinear(built("linear")).pack_blocks(blocks, kind) is None
 
 
 @pytest.mark.parametrize("kind", [kind for kind, places in HALVES.items() if places], ids=lambda kind: kind.name)
 @pytest.mark.parametrize("wrong", [0x7C00, 0xFC00, 0x7E00])
-def test_infinite_scales_are_refused(kind: GGMLQuantizationType, wrong: int) -> None:
+def test_infinite_scales_are_refused(native: NativeLinear, kind: GGMLQuantizationType, wrong: int) -> None:
     for at in HALVES[kind]:
         blocks = random_blocks(kind, 20, 1, seed=0)
         blocks[17, at : at + 2] = torch.tensor([wrong & 255, wrong >> 8], dtype=torch.uint8)
 
-        with pytest.raises(ValueError, match=f"a scale of {kind.name} blocks is infinite or no number"):
-            pack_blocks(blocks, kind)
+        for pack in (pack_blocks, native.pack_blocks):
+            with pytest.raises(InfiniteScale, match=f"a scale of {kind.name} blocks is infinite or no number"):
+                pack(blocks, kind)
