@@ -10,6 +10,7 @@ from datetime import timedelta
 import psutil
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 LOOPBACK = "127.0.0.1"
 # Integers of the first tensor of a message: a decode step of eight sequences has fewer, and is one broadcast.
@@ -40,14 +41,13 @@ class Channel:
         os.environ["LOCAL_RANK"] = str(rank)
         if device != "cpu":
             torch.accelerator.set_device_index(rank)
-        descriptor = {} if listening is None else {"master_listen_fd": listening.detach()}
-        store = dist.TCPStore(
+        store = TCPStore(
             LOOPBACK,
             port,
             is_master=rank == 0,
             wait_for_workers=False,
             timeout=_TIMEOUT,
-            **descriptor,
+            master_listen_fd=None if listening is None else listening.detach(),
         )
         backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
         dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=_TIMEOUT)

@@ -69,7 +69,9 @@ def main() -> None:
         log.error("%s", error)
         threading.Event().wait(_ERROR_SECONDS)
         sys.exit(1)
-    _repeat(channel, loaded, _make_cache(channel, config, loaded))
+    geometry = decode(channel.receive())
+    if isinstance(geometry, Geometry):
+        _repeat(channel, loaded, _make_cache(geometry, config, loaded))
     channel.close()
 
 
@@ -80,10 +82,8 @@ def _end_with_rank_0() -> None:
     os._exit(0)
 
 
-def _make_cache(channel: Channel, config: EngineConfig, loaded: LoadedModel) -> Cache:
+def _make_cache(geometry: Geometry, config: EngineConfig, loaded: LoadedModel) -> Cache:
     """A cache of the size of rank 0's, of which only the KV buffers are used."""
-    geometry = decode(channel.receive())
-    assert isinstance(geometry, Geometry), "the first message"
     info = replace(loaded.info, slots=geometry.slots, context=geometry.context)
     memory = replace(loaded.memory, cells=geometry.cells)
     sized = replace(loaded, info=info, memory=memory)
