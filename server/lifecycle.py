@@ -280,6 +280,8 @@ def _lines(
     maximum = f" (--context: up to {info.max_context})" if info.max_context > info.context else ""
     yield "context", f"{info.context} tokens a sequence{maximum}, {info.slots} slots, overflow: {settings.overflow}"
     yield "steps", _step_text(info)
+    if info.tensor_parallel > 1:
+        yield "ranks", f"{info.tensor_parallel} processes divide the model; the memory below is that of each"
     yield "batches", _invariance_text(info)
     yield "queue", f"{settings.max_waiting} requests may wait"
     windows = f" + windows {format_size(memory.window_bytes)}" if memory.window_bytes else ""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from engine.config import EngineConfig
-from engine.errors import EngineDead
+from engine.errors import EngineDead, ModelError
 from engine.parallel.channel import Channel, listen
 from engine.parallel.messages import Message, Stop, encode
 from engine.parallel.worker import JobDescription
@@ -67,11 +67,13 @@ class Workers:
         """All ranks run the block in step. An exception in it, or before it, ends the workers and the engine."""
         if self.lost_reason is not None:
             raise EngineDead(self.lost_reason)
+        done = False
         try:
             yield
-        except Exception as error:
-            self._lose(f"a step failed under tensor parallelism ({type(error).__name__}: {error})")
-            raise
+            done = True
+        finally:
+            if not done:
+                self._lose("a step failed on rank 0, which left the ranks out of step")
 
     def close(self) -> None:
         """End the processes, by a Stop if they are in step with rank 0."""
@@ -123,7 +125,7 @@ def started(config: EngineConfig, on_lost: Callable[[str], None]) -> Iterator[Wo
     try:
         workers.join()
         yield workers
-    except Exception as error:
+    except (ModelError, RuntimeError) as error:
         if workers.lost_reason is not None:
             raise EngineDead(workers.lost_reason) from error
         raise

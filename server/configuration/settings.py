@@ -168,6 +168,13 @@ class Settings:
             show_default="all",
         ),
     ] = None
+    tensor_parallel: Annotated[
+        int,
+        Parameter(
+            help="Processes (ranks) that divide the heads and the matrices of the model (docs/scale.md). Threads and "
+            "memory are divided by it, and the native step is not used."
+        ),
+    ] = 1
     mla: Annotated[
         MlaMode,
         Parameter(
@@ -345,6 +352,7 @@ class Settings:
             max_waiting=self.max_waiting,
             itl_target_ms=None if self.itl_target_ms == "auto" else self.itl_target_ms,
             threads=self.threads,
+            tensor_parallel=self.tensor_parallel,
             mla=self.mla,
             drafter=self.drafter,
             draft_model=self.draft_model or None,
