@@ -6,18 +6,16 @@ lease marks a response of a dead server. The content of a record is opaque bytes
 
 from __future__ import annotations
 
-import asyncio
 import os
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
 
 from server.configuration.xdg import data_folder
 from server.store.database import MEMORY, Database, Row, StoreError, Value, connect, is_url
+from server.store.worker import DatabaseWorker
 
 LEASE_SECONDS = 30.0
 MAX_MEMORY_BYTES = 64 * 2**20
@@ -75,8 +73,6 @@ EVICT = """DELETE FROM responses WHERE id IN (
         ) AS ranked WHERE place > ? OR (total > ? AND place > 1)
     )"""
 
-Result = TypeVar("Result")
-
 
 @dataclass(frozen=True, slots=True)
 class RetentionLimits:
@@ -116,21 +112,23 @@ class ResponseStore:
     location: str = MEMORY
     limits: RetentionLimits = field(default_factory=RetentionLimits)
     clock: Callable[[], float] = time.time
-    _database: Database | None = None
-    _worker: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "store"))
+    _worker: DatabaseWorker = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._worker = DatabaseWorker(self.location, SCHEMA, _add_owners)
 
     async def put(self, record: Record, events: bytes = b"") -> None:
         """Store a record, in place of one with its id that is not final, and enforce the limits."""
-        await self._in_worker(lambda database: self._put(database, record, events))
+        await self._worker.run(lambda database: self._put(database, record, events))
 
     async def get(self, id: str, owner: str = "") -> Record | None:
         """The record, if `owner` may read it; updates its time of last use."""
-        return await self._in_worker(lambda database: self._get(database, id, owner))
+        return await self._worker.run(lambda database: self._get(database, id, owner))
 
     async def events(self, id: str, owner: str = "") -> bytes:
         """The bytes stored beside the record."""
         statement = f"SELECT events FROM responses WHERE {VISIBLE}"
-        rows = await self._in_worker(lambda database: database.run(statement, [id, owner]))
+        rows = await self._worker.query(statement, [id, owner])
         return zlib.decompress(rows[0][0]) if rows else b""
 
     async def history(self, id: str, owner: str = "") -> list[Record]:
@@ -140,7 +138,7 @@ class ResponseStore:
             ids = [row[0] for row in database.run(SELECT_HISTORY, [id, MAX_HISTORY])]
             return [record for each in ids if (record := self._get(database, each, owner)) is not None]
 
-        return await self._in_worker(read)
+        return await self._worker.run(read)
 
     async def find_by_items(self, items: Sequence[str], owner: str = "") -> list[Record]:
         """The records with these items."""
@@ -149,12 +147,12 @@ class ResponseStore:
             found = {row[0] for item in items for row in database.run(SELECT_BY_ITEM, [item])}
             return [record for each in sorted(found) if (record := self._get(database, each, owner)) is not None]
 
-        return await self._in_worker(read)
+        return await self._worker.run(read)
 
     async def delete(self, id: str, owner: str = "") -> bool:
         """Delete a record; False: there was none."""
         statement = f"DELETE FROM responses WHERE {VISIBLE} RETURNING id"
-        return bool(await self._in_worker(lambda database: database.run(statement, [id, owner])))
+        return bool(await self._worker.query(statement, [id, owner]))
 
     async def renew_leases(self, ids: Sequence[str]) -> set[str]:
         """Renew leases; returns the ids of records that still exist and are not final."""
@@ -164,29 +162,15 @@ class ResponseStore:
             lease = self.clock() + LEASE_SECONDS
             return {row[0] for id in ids for row in database.run(statement, [lease, id])}
 
-        return await self._in_worker(write)
+        return await self._worker.run(write)
 
     async def open(self) -> None:
         """Open the database now. All methods raise StoreError if that fails."""
-        await self._in_worker(lambda database: None)
+        await self._worker.run(lambda database: None)
 
     def close(self) -> None:
         """Finish pending work and close the connection."""
-        self._worker.shutdown()
-        if self._database is not None:
-            self._database.close()
-
-    async def _in_worker(self, work: Callable[[Database], Result]) -> Result:
-        return await asyncio.get_running_loop().run_in_executor(self._worker, lambda: work(self._connected()))
-
-    def _connected(self) -> Database:
-        if self._database is None:
-            database = connect(self.location)
-            for statement in SCHEMA:
-                database.run(statement)
-            _add_owners(database)
-            self._database = database
-        return self._database
+        self._worker.close()
 
     def _put(self, database: Database, record: Record, events: bytes) -> None:
         parts = [zlib.compress(part) for part in (record.body, record.input, events)]

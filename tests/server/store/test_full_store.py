@@ -14,7 +14,7 @@ from engine.types.events import Delta, Event, Started
 from engine.types.request import Request
 from server.app import create_app
 from server.responses.archive import NOT_STORED
-from server.store import store
+from server.store import worker
 from server.store.database import Database, connect
 from tests.server.fakes import Answer, FakeEngine, Gate, call, finished, settings
 
@@ -28,7 +28,7 @@ class Disk:
 
     def __init__(self, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.place, self._opened = place, list[Database]()
-        monkeypatch.setattr(store, "connect", self._connect)
+        monkeypatch.setattr(worker, "connect", self._connect)
 
     def _connect(self, place: str) -> Database:
         self._opened.append(connect(place))

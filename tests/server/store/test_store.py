@@ -6,7 +6,7 @@ import asyncio
 import random
 import sqlite3
 import stat
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from contextlib import closing
 from pathlib import Path
 from typing import TypeVar
@@ -24,7 +24,6 @@ from server.store.store import (
     describe_location,
     open_store,
 )
-from tests.server import postgres
 
 Result = TypeVar("Result")
 
@@ -36,31 +35,6 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
-
-
-@pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    """The URL of a PostgreSQL database."""
-    if not postgres.installed():
-        pytest.skip("there is no PostgreSQL here")
-    pytest.importorskip("psycopg")
-    with postgres.serving() as url:
-        yield url
-
-
-@pytest.fixture(params=["memory", "file", "postgres"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """Every kind of database, empty."""
-    if request.param == "memory":
-        return MEMORY
-    if request.param == "file":
-        return str(tmp_path / "folder" / "store.sqlite")
-    url: str = request.getfixturevalue("url")
-    database = connect(url)
-    database.run("DROP TABLE IF EXISTS items")
-    database.run("DROP TABLE IF EXISTS responses")
-    database.close()
-    return url
 
 
 def record(id: str, previous: str | None = None, **changes: object) -> Record:
