@@ -19,6 +19,7 @@ from server.http.version import version
 from server.metrics import Metrics
 from server.routes import (
     anthropic,
+    batches,
     capabilities,
     completions,
     engine_state,
@@ -49,6 +50,7 @@ def create_app(engine: Engine, settings: Settings) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[None, None]:
         async with closing:
+            batch_service.start(app)
             yield
 
     # No Swagger and ReDoc pages: they load scripts of other hosts. Telemetry is /metrics.
@@ -81,6 +83,8 @@ def create_app(engine: Engine, settings: Settings) -> FastAPI:
     ):
         routes.add(app, service)
     closing.push_async_callback(responses.add(app, service).close)
+    batch_service = batches.add(app, service)
+    closing.push_async_callback(batch_service.close)
     openapi.install(app)
     errors.install(app)
     validation.install(app)
@@ -90,7 +94,8 @@ def create_app(engine: Engine, settings: Settings) -> FastAPI:
 
 def _wrap(app: FastAPI, settings: Settings, metrics: Metrics) -> None:
     """Add the middleware, the outermost last."""
-    app.add_middleware(BodyLimitMiddleware, limit=settings.limits.body_bytes)
+    limits = settings.limits
+    app.add_middleware(BodyLimitMiddleware, limit=limits.body_bytes, upload_limit=limits.file_bytes)
     app.add_middleware(AuthMiddleware, keys=settings.all_keys, open_paths=page.open_paths())
     app.add_middleware(
         BoundaryMiddleware,

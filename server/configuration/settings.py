@@ -35,19 +35,23 @@ INTERNAL = Parameter(parse=False)
 class ClientLimits:
     """Size and time limits of client connections.
 
+    file_bytes            of the form of an uploaded file
     head_bytes, headers   of one request line with its headers
     head_seconds          from the first byte, or the connection, to the end of the headers
-    body_seconds          from the headers to the end of the body
+    body_seconds          from the headers to the end of the body; more for a large file
+    upload_rate           least bytes a second of a large file
     write_seconds         without progress of a response's transmission before the connection is closed
     keep_alive_seconds    longer than in the connection pools of common clients, so that they close first
     ping_seconds          without an event before an SSE stream gets a comment line
     """
 
     body_bytes: int = 4 * 1024 * 1024
+    file_bytes: int = 200 * 1024 * 1024
     head_bytes: int = 16 * 1024
     headers: int = 100
     head_seconds: float = 10.0
     body_seconds: float = 30.0
+    upload_rate: int = 256 * 1024
     write_seconds: float = 30.0
     keep_alive_seconds: int = 120
     ping_seconds: float = 15.0
@@ -238,7 +242,7 @@ class Settings:
     store: Annotated[
         str | None,
         Parameter(
-            help="Store of /v1/responses: a file, postgresql://..., memory or none.",
+            help="Store of responses, files and batches: a file, postgresql://..., memory or none.",
             show_default="a file in the user's data folder",
         ),
     ] = None

@@ -16,6 +16,7 @@ import anyio.to_thread
 from engine.types.events import Event
 from engine.types.request import Overflow, RenderedPrompt, Request, SpeculationParams, Tier
 from server.generation.sampling import check_token_ids, sampling
+from server.http.auth import caller
 from server.http.errors import invalid_value
 from server.http.events import ChoiceEvents, DeltaSink
 from server.metrics import Endpoint
@@ -134,7 +135,9 @@ def check_capacity(service: Service, requests: Sequence[Request]) -> None:
 
 
 def service_tier(body: Generation) -> Tier:
-    """Tier by OpenAI's `service_tier` or vLLM's `priority`, where lower numbers are more urgent."""
+    """Tier by OpenAI's `service_tier` or vLLM's `priority`, where lower numbers are more urgent; "flex" in a batch."""
+    if caller().batch:
+        return "flex"
     match body.service_tier:
         case "priority" | "fast":
             return "priority"

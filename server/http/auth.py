@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
@@ -27,15 +28,19 @@ class Caller:
 
     owner    the organisation of its key, or the key; "": all requests belong to one owner
     request  the id of the HTTP request
+    batch    whether it is a line of a batch, which other requests overtake
     """
 
     owner: str = ""
     request: str = ""
+    batch: bool = False
 
 
 _ANONYMOUS = Caller()
 # Tasks and worker threads of a request inherit it, so it reaches the engine from every route.
 _current_caller: ContextVar[Caller] = ContextVar("caller", default=_ANONYMOUS)
+# The owner of the requests that this process sends to its own app. No connection's context has it.
+_acting_owner: ContextVar[str | None] = ContextVar("acting_owner", default=None)
 
 
 class AuthMiddleware:
@@ -55,10 +60,13 @@ class AuthMiddleware:
         if scope["type"] not in ("http", "websocket"):
             await self.app(scope, receive, send)
             return
-        if self._is_authorized(scope):
+        acting = _acting_owner.get()
+        if acting is not None or self._is_authorized(scope):
             state = scope.setdefault("state", {})
-            state[OWNER_KEY] = self._owner(scope)
-            token = _current_caller.set(Caller(state[OWNER_KEY], str(state.get("request_id", ""))))
+            state[OWNER_KEY] = self._owner(scope) if acting is None else acting
+            token = _current_caller.set(
+                Caller(state[OWNER_KEY], str(state.get("request_id", "")), batch=acting is not None)
+            )
             try:
                 await self.app(scope, receive, send)
             finally:
@@ -115,6 +123,16 @@ def _credentials(scope: Scope) -> Iterator[bytes]:
         elif name == b"authorization":
             scheme, _, key = value.partition(b" ")
             yield key.strip() if scheme.lower() == b"bearer" else b""
+
+
+@contextmanager
+def acting_for(owner: str) -> Iterator[None]:
+    """Requests to the app in this block need no key and have this owner: the lines of a batch that it created."""
+    token = _acting_owner.set(owner)
+    try:
+        yield
+    finally:
+        _acting_owner.reset(token)
 
 
 def owner(request: HTTPConnection) -> str:

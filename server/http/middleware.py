@@ -45,6 +45,8 @@ _methods_with_body = frozenset({"POST", "PUT", "PATCH"})
 # Ollama's examples send JSON by `curl -d`, which announces a form. Pages of other origins may send this type without a
 # preflight request, but always with an Origin header.
 _OLLAMA_PREFIX, _CURL_TYPES = "/api/", frozenset({"", "application/x-www-form-urlencoded"})
+# Paths with forms of files. Pages of other origins may send forms without a preflight request, too.
+UPLOAD_PATHS, _FORM = frozenset({"/v1/files"}), "multipart/form-data"
 METHODS = ("GET", "HEAD", "POST", "DELETE")
 # Response headers that pages may read only if the server exposes them.
 EXPOSED_HEADERS = ("x-request-id", "retry-after", "x-should-retry")
@@ -115,24 +117,33 @@ class BoundaryMiddleware:
             raise ApiError(HOST_NOT_ALLOWED, "This host is not allowed; see --allowed-host.")
 
     def _check_origin(self, scope: Scope) -> None:
-        """Browsers let any page open a WebSocket to any server; the Origin header names the page."""
-        origin = Headers(scope=scope).get("origin") if scope["type"] == "websocket" else None
+        """Browsers let any page open a WebSocket or send a form to any server; the Origin header names the page."""
+        checked = scope["type"] == "websocket" or _is_upload(scope)
+        origin = Headers(scope=scope).get("origin") if checked else None
         if origin is not None and origin.lower() not in self.origins:
             raise ApiError(ORIGIN_NOT_ALLOWED, "This origin is not allowed; see --allowed-host.")
 
 
 class BodyLimitMiddleware:
-    """Buffers the body up to a limit and replays it to the app; BoundaryMiddleware answers its ApiError."""
+    """Buffers the body up to a limit and replays it to the app; BoundaryMiddleware answers its ApiError.
 
-    def __init__(self, app: ASGIApp, limit: int) -> None:
-        self.app, self.limit = app, limit
+    upload_limit  of the form of a file, which is not buffered
+    """
+
+    def __init__(self, app: ASGIApp, limit: int, upload_limit: int) -> None:
+        self.app, self.limit, self.upload_limit = app, limit, upload_limit
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Reject a body above the limit by its Content-Length, or else while it arrives."""
         if scope["type"] != "http" or scope["method"] not in _methods_with_body:
             await self.app(scope, receive, send)
             return
-        self._check(int(Headers(scope=scope).get("content-length", "0")))
+        announced = int(Headers(scope=scope).get("content-length", "0"))
+        if _is_upload(scope):
+            _check_size(announced, self.upload_limit)
+            await self.app(scope, _limited(receive, self.upload_limit), send)
+            return
+        _check_size(announced, self.limit)
         body = await self._read(receive)
         # None: the client disconnected during the body.
         if body is not None:
@@ -144,16 +155,10 @@ class BodyLimitMiddleware:
         while (message := await receive())["type"] == "http.request":
             pieces.append(message)
             size += len(message.get("body", b""))
-            self._check(size)
+            _check_size(size, self.limit)
             if not message.get("more_body", False):
                 return pieces
         return None
-
-    def _check(self, size: int) -> None:
-        if size > self.limit:
-            raise ApiError(
-                BODY_TOO_LARGE, f"The body is larger than {self.limit} bytes.", headers={"Connection": "close"}
-            )
 
 
 class _ResponseLog:
@@ -192,6 +197,8 @@ def _media_type_error(scope: Scope) -> str:
     if "content-encoding" in headers:
         return "Send the body without a Content-Encoding."
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if _is_upload(scope):
+        return "" if kind == _FORM else f"Send the file as Content-Type: {_FORM}."
     if kind == "application/json" or _has_no_body(headers):
         return ""
     if kind in _CURL_TYPES and scope["path"].startswith(_OLLAMA_PREFIX) and "origin" not in headers:
@@ -209,6 +216,28 @@ def _host(headers: Headers) -> str:
     """The Host header without its port; "" if it is invalid."""
     match = _host_and_port.fullmatch(headers.get("host", "").lower())
     return match[1] if match else ""
+
+
+def _is_upload(scope: Scope) -> bool:
+    return scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in UPLOAD_PATHS
+
+
+def _check_size(size: int, limit: int) -> None:
+    if size > limit:
+        raise ApiError(BODY_TOO_LARGE, f"The body is larger than {limit} bytes.", headers={"Connection": "close"})
+
+
+def _limited(receive: Receive, limit: int) -> Receive:
+    size = 0
+
+    async def limited() -> Message:
+        nonlocal size
+        message = await receive()
+        size += len(message.get("body", b""))
+        _check_size(size, limit)
+        return message
+
+    return limited
 
 
 def _replay(pieces: list[Message], receive: Receive) -> Receive:

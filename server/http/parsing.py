@@ -14,6 +14,7 @@ from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import anyio.to_thread
 from anyio import CapacityLimiter
+from fastapi.params import Form
 from fastapi.routing import APIRoute
 from fastapi.utils import create_model_field
 from pydantic import BaseModel, ValidationError
@@ -89,8 +90,9 @@ class StrictRoute(APIRoute):
 
     @property
     def body_model(self) -> type[BaseModel] | None:
-        """The model of the body, if the endpoint has one."""
-        annotation = None if self.body_field is None else self.body_field.field_info.annotation
+        """The model of the JSON body, if the endpoint has one."""
+        field = None if self.body_field is None else self.body_field.field_info
+        annotation = None if field is None or isinstance(field, Form) else field.annotation
         return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:

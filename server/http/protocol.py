@@ -157,12 +157,18 @@ class StrictProtocol(H11Protocol):
         if state is h11.IDLE:
             self._idle[self] = None
         if state is h11.SEND_BODY:
-            self._read_deadline.start("body", self._limits.body_seconds)
+            self._read_deadline.start("body", self._body_seconds())
         elif state is h11.IDLE and (self.scope is None or self.conn.trailing_data[0]):
             self._read_deadline.start("head", self._limits.head_seconds)
         else:
             # uvicorn's keep-alive timeout covers the time between requests; during a response the client sends nothing.
             self._read_deadline.stop()
+
+    def _body_seconds(self) -> float:
+        """The time for the body: a file of 200 MB takes longer than a request."""
+        announced = next((int(value) for name, value in self.headers if name == b"content-length"), 0)
+        large = min(max(announced - self._limits.body_bytes, 0), self._limits.file_bytes)
+        return self._limits.body_seconds + large / self._limits.upload_rate
 
     def _read_timed_out(self) -> None:
         if self.scope is None and not self.conn.trailing_data[0]:

@@ -105,7 +105,7 @@ def _path(error: ErrorDetails, body: object) -> str | None:
         if isinstance(step, int) and isinstance(body, list):
             path += f"[{step}]"
             body = body[step] if step < len(body) else None
-        elif isinstance(step, str) and isinstance(body, dict) and (step in body or missing_here):
+        elif isinstance(step, str) and isinstance(body, Mapping) and (step in body or missing_here):
             path += f".{step[:64]}" if path else step[:64]
             body = body.get(step)
     return path or None

@@ -23,14 +23,14 @@ def serving(flags: Sequence[str], errors: IO[str]) -> Iterator[str]:
     command = [sys.executable, "-c", "from server.cli import main; main()", "serve", *port, *flags]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, text=True) as server:
         try:
-            yield _address(server)
+            yield address(server)
         finally:
             server.terminate()
             assert 0 == server.wait(30)
 
 
-def _address(server: subprocess.Popen[str]) -> str:
-    """Read the start-up lines up to the one with the address: as long as it lives, and no longer than it may take."""
+def address(server: subprocess.Popen[str]) -> str:
+    """The address of a server process, once it is ready: read from its start-up lines."""
     assert server.stdout is not None
     output: list[str] = []
     stuck = threading.Timer(START_SECONDS, server.kill)

@@ -1,0 +1,1 @@
+"""Files and batches: many requests from a file, computed in the background."""

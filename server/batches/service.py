@@ -1,0 +1,285 @@
+"""The service behind /v1/files and /v1/batches."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import httpx
+from starlette.types import ASGIApp
+
+from engine.errors import EngineError, Overloaded
+from server.batches.run import BatchRun, LeaseLostError
+from server.batches.slots import SlotShare
+from server.http.encoding import dumps
+from server.http.errors import BATCH_NOT_FOUND, FILE_NOT_FOUND, INVALID_VALUE, STORAGE_FULL, ApiError, invalid_value
+from server.schemas.batches import BatchBody, BatchRequest, FileBody, RequestCounts
+from server.service import Service
+from server.store.batches import LEASE_SECONDS, BatchStore, StoredBatch
+from server.store.database import MEMORY, StoreError, is_url
+from server.store.files import FileStore, StorageFullError, StoredFile
+
+# Between renewals of leases, and between looks for batches of a server that has ended.
+POLL_SECONDS = LEASE_SECONDS / 3
+WINDOW_SECONDS = 86400
+# Batches of an owner that are not final.
+MAX_OPEN_BATCHES = 100
+RETRY_SECONDS = 60.0
+PURPOSE = "batch"
+# Of all files in a database, and in memory.
+MAX_BYTES, MAX_MEMORY_BYTES = 10 * 2**30, 64 * 2**20
+MAX_NAME = 255
+
+logger = logging.getLogger("cellar.batches")
+Item = TypeVar("Item", FileBody, BatchBody)
+
+
+class BatchService:
+    """Files and batches of all owners. Batches run from `start` to `close`, also those of an earlier process.
+
+    location  of the database; None: files and batches are refused
+    """
+
+    def __init__(self, service: Service, location: str | None) -> None:
+        self._service, self._location = service, location
+        place = location or MEMORY
+        self._files = FileStore(place, MAX_MEMORY_BYTES if place == MEMORY else MAX_BYTES)
+        self._batches = BatchStore(uuid.uuid4().hex, place)
+        self._runs: dict[str, BatchRun] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._wake = asyncio.Event()
+        self._loop: asyncio.Task[None] | None = None
+        self._client: httpx.AsyncClient | None = None
+        self._slots: SlotShare | None = None
+
+    def start(self, app: ASGIApp) -> None:
+        """Begin to run batches, as requests to `app`."""
+        if self._location is not None:
+            transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+            self._client = httpx.AsyncClient(transport=transport, base_url="http://localhost")
+            self._loop = asyncio.create_task(self._run())
+
+    async def close(self) -> None:
+        """End all runs; the next server continues them."""
+        for task in [*([self._loop] if self._loop else []), *self._tasks.values()]:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+        if self._client is not None:
+            await self._client.aclose()
+        self._batches.close()
+        self._files.close()
+
+    async def add_file(self, content: AsyncIterator[bytes], owner: str, name: str, seconds: int | None) -> FileBody:
+        """Store an uploaded file."""
+        self._check_stored()
+        now = int(time.time())
+        expires = None if seconds is None else now + seconds
+        file = StoredFile(f"file-{uuid.uuid4().hex}", owner, PURPOSE, name[:MAX_NAME], now, expires)
+        try:
+            return _file_body(await self._files.create(file, content))
+        except StorageFullError:
+            message = f"The files of this server would exceed {self._files.max_bytes} bytes; delete some first."
+            raise ApiError(STORAGE_FULL, message, param="file") from None
+
+    async def file(self, id: str, owner: str) -> FileBody:
+        """A file; ApiError if there is none."""
+        return _file_body(await self._stored_file(id, owner))
+
+    async def content(self, id: str, owner: str) -> AsyncIterator[bytes]:
+        """The chunks of a file; ApiError if there is none."""
+        return self._files.chunks((await self._stored_file(id, owner)).id)
+
+    async def all_files(self, owner: str) -> list[FileBody]:
+        """All files of an owner, oldest first."""
+        self._check_stored()
+        return [_file_body(file) for file in await self._files.all(owner)]
+
+    async def delete_file(self, id: str, owner: str) -> None:
+        """Delete a file; ApiError if there is none."""
+        self._check_stored()
+        if not await self._files.delete(id, owner):
+            raise _no_file(id)
+
+    async def create(self, request: BatchRequest, owner: str) -> BatchBody:
+        """Start a batch."""
+        file = await self._stored_file(request.input_file_id, owner, "input_file_id")
+        if file.purpose != PURPOSE:
+            raise invalid_value("input_file_id", f"the purpose of the file is '{file.purpose}', not '{PURPOSE}'")
+        open_batches = await self._batches.count_open(owner)
+        if open_batches >= MAX_OPEN_BATCHES:
+            raise Overloaded(open_batches, RETRY_SECONDS)
+        body = _new_body(request, int(time.time()))
+        await self._batches.create(body["id"], owner, dumps(body))
+        self._wake.set()
+        return body
+
+    async def batch(self, id: str, owner: str) -> BatchBody:
+        """The current state of a batch; ApiError if there is none."""
+        self._check_stored()
+        stored = await self._batches.get(id, owner)
+        if stored is None:
+            raise _no_batch(id)
+        return await self._body(stored)
+
+    async def all_batches(self, owner: str) -> list[BatchBody]:
+        """All batches of an owner, latest first."""
+        self._check_stored()
+        return [await self._body(stored) for stored in await self._batches.all(owner)]
+
+    async def cancel(self, id: str, owner: str) -> BatchBody:
+        """End a batch; requests that run are cancelled, results are kept."""
+        await self.batch(id, owner)
+        stored = await self._batches.cancel(id, owner)
+        if stored is None:
+            body = await self.batch(id, owner)
+            raise ApiError(INVALID_VALUE, f"Cannot cancel a batch with status '{body['status']}'.")
+        if id in self._runs:
+            self._runs[id].cancel()
+        self._wake.set()
+        return await self._body(stored)
+
+    async def _body(self, stored: StoredBatch) -> BatchBody:
+        body: BatchBody = json.loads(stored.body)
+        if not stored.final:
+            completed, failed = await self._batches.count(stored.id)
+            body["request_counts"] |= {"completed": completed, "failed": failed}
+            if stored.cancelling is not None:
+                body["status"], body["cancelling_at"] = "cancelling", stored.cancelling
+        return body
+
+    async def _stored_file(self, id: str, owner: str, param: str | None = None) -> StoredFile:
+        self._check_stored()
+        file = await self._files.get(id, owner)
+        if file is None:
+            raise _no_file(id, param)
+        return file
+
+    def _check_stored(self) -> None:
+        if self._location is None:
+            raise ApiError(FILE_NOT_FOUND, "This server stores no files; see --store.")
+
+    async def _run(self) -> None:
+        """Claim batches and renew their leases, until cancelled."""
+        try:
+            await self._service.engine.wait_ready()
+        except EngineError:
+            return
+        self._slots = SlotShare(max(self._service.engine.info.slots // 2, 1))
+        while True:
+            try:
+                # A default file is created by its first batch.
+                if self._runs or is_url(self._location or "") or self._wake.is_set() or self._exists():
+                    self._wake.clear()
+                    await self._renew()
+                    for stored in await self._batches.claim():
+                        self._begin(stored)
+            except StoreError as error:
+                logger.warning("batches wait for the store: %s", error)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), POLL_SECONDS)
+
+    def _exists(self) -> bool:
+        return self._location is not None and Path(self._location).exists()
+
+    async def _renew(self) -> None:
+        for id, run in list(self._runs.items()):
+            stored = await self._batches.renew(id)
+            if stored is None:
+                self._tasks[id].cancel()
+            elif stored.cancelling is not None:
+                run.cancel()
+
+    def _begin(self, stored: StoredBatch) -> None:
+        assert self._client is not None
+        assert self._slots is not None
+        limit = self._service.settings.limits.body_bytes
+        run = BatchRun(stored, self._batches, self._files, self._client, self._slots, limit)
+        self._runs[stored.id] = run
+        self._tasks[stored.id] = task = asyncio.create_task(self._finish(run))
+        task.add_done_callback(_log_failure)
+
+    async def _finish(self, run: BatchRun) -> None:
+        """Run a batch; what does not end well is left to a later run."""
+        id = run.stored.id
+        try:
+            await run.run()
+            logger.info("batch %s: %s, %s", id, run.body["status"], run.body["request_counts"])
+        except* LeaseLostError:
+            logger.info("batch %s: another server has it", id)
+        except* StoreError as errors:
+            logger.warning("batch %s waits for the store: %s", id, errors.exceptions[0])
+        finally:
+            del self._runs[id], self._tasks[id]
+            with contextlib.suppress(StoreError):
+                await asyncio.shield(self._batches.release(id))
+
+
+def _log_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.error("a batch ended with an unexpected exception; it is continued later", exc_info=error)
+
+
+def page(items: Sequence[Item], limit: int, after: str | None) -> tuple[list[Item], bool]:
+    """The items behind the one with the id `after`, and whether there are more."""
+    ids = [item["id"] for item in items]
+    if after is not None and after not in ids:
+        raise invalid_value("after", "there is no object with this id")
+    start = 0 if after is None else ids.index(after) + 1
+    return list(items[start : start + limit]), start + limit < len(items)
+
+
+def _new_body(request: BatchRequest, now: int) -> BatchBody:
+    body = BatchBody(
+        id=f"batch_{uuid.uuid4().hex}",
+        object="batch",
+        endpoint=request.endpoint,
+        errors=None,
+        input_file_id=request.input_file_id,
+        completion_window=request.completion_window,
+        status="validating",
+        output_file_id=None,
+        error_file_id=None,
+        created_at=now,
+        in_progress_at=None,
+        expires_at=now + WINDOW_SECONDS,
+        finalizing_at=None,
+        completed_at=None,
+        failed_at=None,
+        expired_at=None,
+        cancelling_at=None,
+        cancelled_at=None,
+        request_counts=RequestCounts(total=0, completed=0, failed=0),
+        metadata=request.metadata,
+    )
+    if request.output_expires_after is not None:
+        body["output_expires_after"] = {"anchor": "created_at", "seconds": request.output_expires_after.seconds}
+    return body
+
+
+def _file_body(file: StoredFile) -> FileBody:
+    return FileBody(
+        id=file.id,
+        object="file",
+        bytes=file.bytes,
+        created_at=file.created,
+        expires_at=file.expires,
+        filename=file.name,
+        purpose=file.purpose,
+        status="processed",
+    )
+
+
+def _no_file(id: str, param: str | None = None) -> ApiError:
+    return ApiError(FILE_NOT_FOUND, f"No such File object: '{id[:128]}'.", param=param)
+
+
+def _no_batch(id: str) -> ApiError:
+    return ApiError(BATCH_NOT_FOUND, f"No batch found with id '{id[:128]}'.")

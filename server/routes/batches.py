@@ -1,0 +1,130 @@
+"""/v1/files and /v1/batches: upload requests, compute them in the background, download the responses."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Annotated, Literal
+
+from fastapi import FastAPI, File, Form, Query, Request, UploadFile
+from starlette.responses import Response, StreamingResponse
+
+from server.batches.service import PURPOSE, BatchService, page
+from server.http.auth import owner
+from server.http.encoding import JsonResponse
+from server.http.errors import UNSUPPORTED_VALUE, ApiError
+from server.routes.openapi import ERROR_RESPONSES
+from server.schemas.batches import (
+    BatchBody,
+    BatchList,
+    BatchRequest,
+    ExpirySeconds,
+    FileBody,
+    FileDeleted,
+    FileList,
+)
+from server.service import Service
+from server.store.files import CHUNK_BYTES
+from server.store.store import open_store
+
+FILES, BATCHES = "/v1/files", "/v1/batches"
+
+
+def add(app: FastAPI, service: Service) -> BatchService:
+    """Add the routes; the app's owner starts and closes the returned service."""
+    store = open_store(service.settings.store)
+    batches = BatchService(service, None if store is None else store.location)
+    _add_file_routes(app, batches)
+    _add_batch_routes(app, batches)
+    return batches
+
+
+def _add_file_routes(app: FastAPI, batches: BatchService) -> None:
+    @app.post(FILES, responses={**ERROR_RESPONSES, 200: {"model": FileBody}})
+    async def create_file(
+        request: Request,
+        file: Annotated[UploadFile, File()],
+        purpose: Annotated[str, Form()],
+        anchor: Annotated[Literal["created_at"], Form(alias="expires_after[anchor]")] = "created_at",
+        seconds: Annotated[ExpirySeconds | None, Form(alias="expires_after[seconds]")] = None,
+    ) -> Response:
+        """Upload a file with the requests of a batch."""
+        if purpose != PURPOSE:
+            message = f"Invalid value for 'purpose': files are for batches here; it must be '{PURPOSE}'."
+            raise ApiError(UNSUPPORTED_VALUE, message, param="purpose")
+        return JsonResponse(await batches.add_file(_chunks(file), owner(request), file.filename or "file", seconds))
+
+    @app.get(FILES, responses={**ERROR_RESPONSES, 200: {"model": FileList}})
+    async def list_files(
+        request: Request,
+        purpose: str | None = None,
+        limit: Annotated[int, Query(ge=1, le=10_000)] = 10_000,
+        order: Literal["asc", "desc"] = "desc",
+        after: str | None = None,
+    ) -> Response:
+        """List files."""
+        files = [file for file in await batches.all_files(owner(request)) if purpose in (None, file["purpose"])]
+        found, more = page(files if order == "asc" else files[::-1], limit, after)
+        return JsonResponse(
+            FileList(
+                object="list",
+                data=found,
+                first_id=found[0]["id"] if found else None,
+                last_id=found[-1]["id"] if found else None,
+                has_more=more,
+            )
+        )
+
+    @app.get(f"{FILES}/{{file_id}}", responses={**ERROR_RESPONSES, 200: {"model": FileBody}})
+    async def retrieve_file(file_id: str, request: Request) -> Response:
+        """Return a file without its content."""
+        return JsonResponse(await batches.file(file_id, owner(request)))
+
+    @app.get(f"{FILES}/{{file_id}}/content", responses=ERROR_RESPONSES)
+    async def download_file(file_id: str, request: Request) -> Response:
+        """Return the content of a file."""
+        content = await batches.content(file_id, owner(request))
+        return StreamingResponse(content, media_type="application/octet-stream")
+
+    @app.delete(f"{FILES}/{{file_id}}", responses={**ERROR_RESPONSES, 200: {"model": FileDeleted}})
+    async def delete_file(file_id: str, request: Request) -> Response:
+        """Delete a file."""
+        await batches.delete_file(file_id, owner(request))
+        return JsonResponse(FileDeleted(id=file_id, object="file", deleted=True))
+
+
+def _add_batch_routes(app: FastAPI, batches: BatchService) -> None:
+    @app.post(BATCHES, responses={**ERROR_RESPONSES, 200: {"model": BatchBody}})
+    async def create_batch(body: BatchRequest, request: Request) -> Response:
+        """Compute the requests of a file in the background."""
+        return JsonResponse(await batches.create(body, owner(request)))
+
+    @app.get(BATCHES, responses={**ERROR_RESPONSES, 200: {"model": BatchList}})
+    async def list_batches(
+        request: Request, limit: Annotated[int, Query(ge=1, le=100)] = 20, after: str | None = None
+    ) -> Response:
+        """List batches, latest first."""
+        found, more = page(await batches.all_batches(owner(request)), limit, after)
+        return JsonResponse(
+            BatchList(
+                object="list",
+                data=found,
+                first_id=found[0]["id"] if found else None,
+                last_id=found[-1]["id"] if found else None,
+                has_more=more,
+            )
+        )
+
+    @app.get(f"{BATCHES}/{{batch_id}}", responses={**ERROR_RESPONSES, 200: {"model": BatchBody}})
+    async def retrieve_batch(batch_id: str, request: Request) -> Response:
+        """Return the state of a batch."""
+        return JsonResponse(await batches.batch(batch_id, owner(request)))
+
+    @app.post(f"{BATCHES}/{{batch_id}}/cancel", responses={**ERROR_RESPONSES, 200: {"model": BatchBody}})
+    async def cancel_batch(batch_id: str, request: Request) -> Response:
+        """End a batch; its results so far are kept."""
+        return JsonResponse(await batches.cancel(batch_id, owner(request)))
+
+
+async def _chunks(file: UploadFile) -> AsyncIterator[bytes]:
+    while chunk := await file.read(CHUNK_BYTES):
+        yield chunk
