@@ -398,7 +398,7 @@ def limit_spinning() -> None:
 def _engine(settings: Settings, screen: LoadScreen) -> Engine:
     from engine.load.imports import import_transformers
 
-    import_transformers()
+    import_transformers(distributed=settings.tensor_parallel > 1)
     from engine.engine import Engine
 
     gc.freeze()

@@ -37,14 +37,17 @@ class _LazyDynamo(ModuleType):
         return getattr(self, name)
 
 
-def import_transformers() -> None:
+def import_transformers(*, distributed: bool = False) -> None:
     """Import the base of transformers; call it before any other module imports transformers.
+
+    distributed  with the parts for distributed runs, which tensor parallelism requires
 
     Has no effect if torch._dynamo is imported already.
     """
     if _DYNAMO not in sys.modules:
         _install_lazy_dynamo()
-    _without_distributed()
+    if not distributed:
+        _without_distributed()
     if _MODELS not in sys.modules:
         _import_models()
     importlib.import_module("transformers.modeling_utils")

@@ -23,7 +23,6 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     AutoModelForSpeechSeq2Seq,
 )
-from transformers.distributed import DistributedConfig
 
 from engine.config import BUNDLED_NAME, EngineConfig
 from engine.errors import ModelUnsupported
@@ -320,7 +319,7 @@ def _read_weights(name: str, path: Path, config: Any, dtype: torch.dtype, ranks:
         use_safetensors=True,
         attn_implementation="eager",
         output_loading_info=True,
-        distributed_config=DistributedConfig(tp_size=ranks) if ranks > 1 else None,
+        distributed_config={"tp_size": ranks} if ranks > 1 else None,
     )
     model, report = construct(read)
     return model, report

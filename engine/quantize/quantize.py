@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 
 from engine.config import Quantize
@@ -166,8 +165,9 @@ def bytes_of(model: nn.Module) -> int:
 
 
 def _local(parameter: Tensor) -> Tensor:
-    """The part of a parameter that is in this process."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    """The part of a parameter that is in this process; a DTensor under tensor parallelism."""
+    to_local: Callable[[], Tensor] | None = getattr(parameter, "to_local", None)
+    return parameter if to_local is None else to_local()
 
 
 def weights_of(model: nn.Module) -> int:
