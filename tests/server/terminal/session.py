@@ -60,8 +60,11 @@ class TerminalSession:
         """Press keys."""
         os.write(self._terminal, keys.encode())
 
-    def press_until(self, keys: str, text: str) -> None:
-        """Press keys until they have an effect: Python's readline misses a signal that comes just before it waits."""
+    def press_until(self, keys: str, text: str) -> str:
+        """Press keys until they have an effect; the output as of `wait`.
+
+        Python's readline misses a signal that comes just before it waits.
+        """
         give_up = time.monotonic() + WAIT_SECONDS
         while text not in self.text[self._position :]:
             assert time.monotonic() < give_up, self.text[self._position :][-1000:]
@@ -69,7 +72,7 @@ class TerminalSession:
             pressed = time.monotonic()
             while text not in self.text[self._position :] and time.monotonic() < pressed + AGAIN_SECONDS:
                 self._read()
-        self.wait(text)
+        return self.wait(text)
 
     def wait(self, text: str) -> str:
         """The output from the last wait up to the end of `text`, without colours."""
