@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -29,6 +31,24 @@ _WORDS: dict[str, Any] = {
     "kernels": Kernels,
     "mla": MlaMode,
 }
+
+
+# Units of a size: g, Gi and GiB are powers of 1024 as in Docker and Kubernetes, GB is a power of 1000.
+_UNITS = {"": 1, "b": 1}
+for _power, _letter in enumerate("kmgt", start=1):
+    _UNITS |= dict.fromkeys((_letter, f"{_letter}i", f"{_letter}ib"), 1024**_power) | {f"{_letter}b": 1000**_power}
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]*|%)", re.IGNORECASE)
+
+
+def parse_memory(text: str) -> Callable[[int], int]:
+    """Bytes of a size such as 8GiB, or of a share such as 40% of a total in bytes; ValueError for anything else."""
+    found = _SIZE.fullmatch(text.strip())
+    number, unit = (float(found[1]), found[2].lower()) if found else (0.0, "")
+    if unit == "%" and 0 < number <= 100:
+        return lambda total: int(total * number / 100)
+    if unit in _UNITS and number * _UNITS[unit] >= 1:
+        return lambda _: int(number * _UNITS[unit])
+    raise ValueError(f"must be a size such as 8GiB or a share of the memory such as 40%, not {text}")
 
 
 class ConfigError(ValueError):
@@ -59,6 +79,8 @@ class EngineConfig:
     itl_target_ms      limit of the inter-token latency while prompts are computed, in milliseconds; 0: prompts first;
                        None: 60, or three times the duration of a step without prompts if that is more
     device             of torch
+    memory             limit of the process's memory: a size such as 8GiB, or a share of the machine such as 40%; None:
+                       all free memory
     threads            of torch, of all ranks together; None: all cores, or one for a small model
     tensor_parallel    processes (ranks) that divide the heads and the matrices of the model; 1: it is not divided
     drafter            for speculative decoding; "auto": each that is available
@@ -87,6 +109,7 @@ class EngineConfig:
     chunk: int = 256
     itl_target_ms: float | None = None
     device: str = "cpu"
+    memory: str | None = None
     threads: int | None = None
     tensor_parallel: int = 1
     drafter: DrafterChoice = "auto"
@@ -118,6 +141,7 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and not 0 <= value < math.inf:
                 raise ConfigError(name, f"must be 0 or more, not {value}")
+        self._check_memory()
         if self.quantize in ("int8", "int4") and self.device != "cpu":
             raise ConfigError("quantize", f"{self.quantize} is for the device cpu, not {self.device}")
         self._check_calibration()
@@ -129,6 +153,14 @@ class EngineConfig:
     def itl_target_seconds(self) -> float | None:
         """`itl_target_ms` in seconds."""
         return None if self.itl_target_ms is None else self.itl_target_ms / 1000
+
+    def _check_memory(self) -> None:
+        if self.memory is None:
+            return
+        try:
+            parse_memory(self.memory)
+        except ValueError as error:
+            raise ConfigError("memory", str(error)) from error
 
     def _check_calibration(self) -> None:
         if self.calibration is None:

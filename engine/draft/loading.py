@@ -99,7 +99,7 @@ def _check_memory(config: EngineConfig, target: LoadedModel, head: MtpHead) -> N
     """Raises DraftTooLarge where the cells of the MTP layer, as many as the model has, do not fit beside the model."""
     groups = group_layers([plan.spec.limited_to(target.capacity) for plan in head.runner.layers])
     needed = target.memory.cells * sum(group.cell_bytes(target.kv_dtype) for group in groups)
-    left = available_bytes() - target.memory.cache_bytes - target.memory.workspace_bytes
+    left = available_bytes(config) - target.memory.cache_bytes - target.memory.workspace_bytes
     if needed > left:
         plan = PlanTooLarge(needed, max(left, 0), f"lower --context ({target.info.context}) or --slots")
         raise DraftTooLarge(target.info.name, plan)

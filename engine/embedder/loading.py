@@ -83,7 +83,7 @@ def load_embedder(config: EngineConfig, on_phase: Callable[[str], None]) -> Load
 
 
 def _load(name: str, folder: Path, config: EngineConfig) -> LoadedEmbedder:
-    available = available_bytes()
+    available = available_bytes(config)
     layout = read_layout(name, folder)
     model, head, hf_tokenizer = _read(name, layout, config)
     threads = config.threads or default_threads(layout.folder)

@@ -129,7 +129,7 @@ def load(config: EngineConfig, on_phase: Callable[[str], None], *, reserved_byte
 def _load(config: EngineConfig, on_phase: Callable[[str], None], reserved_bytes: int) -> LoadedModel:
     on_phase("resolve")
     folder, name = resolve(config.model), config.model or BUNDLED_NAME
-    available = max(available_bytes() - reserved_bytes, 0) // config.tensor_parallel
+    available = max(available_bytes(config) - reserved_bytes, 0) // config.tensor_parallel
     torch.set_num_threads(max((config.threads or default_threads(folder)) // config.tensor_parallel, 1))
     checkpoint, model_config = _read_config(name, folder, config)
     dtype = choose_dtype(config, model_config, small=is_small(folder))

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 import psutil
 import torch
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, parse_memory
 from engine.errors import PlanTooLarge
-from engine.load.resources import free_memory_bytes
+from engine.load.resources import free_memory_bytes, memory_limit_bytes
 from engine.types.status import MemoryPlan
 from kvcache.spec import LayerSpec, group_layers
 
@@ -40,10 +40,22 @@ class ModelSizes:
     max_context: int
 
 
-def available_bytes() -> int:
-    """Memory that this process may still allocate, with the limit of its container."""
+def available_bytes(config: EngineConfig | None = None) -> int:
+    """Memory that this process may still allocate, within the limits of its container and of `config`."""
     available, left = int(psutil.virtual_memory().available), free_memory_bytes()
-    return available if left is None else min(available, left)
+    limits = [available, *(() if left is None else (left,))]
+    if config is not None and config.memory is not None:
+        limits.append(
+            max(0, _limit_bytes(config.memory) - psutil.Process().memory_info().rss - config.host_cache_bytes)
+        )
+    return min(limits)
+
+
+def _limit_bytes(memory: str) -> int:
+    """The memory limit of the settings; a share is one of the container's limit or of the machine."""
+    total, limit = int(psutil.virtual_memory().total), memory_limit_bytes()
+    # A group without a limit of its own may report one beyond the machine.
+    return parse_memory(memory)(total if limit is None else min(total, limit))
 
 
 def max_batch_tokens(config: EngineConfig, slots: int) -> int:

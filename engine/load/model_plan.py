@@ -134,7 +134,7 @@ class _Skeleton:
 def plan_model(config: EngineConfig, folder: Path, *, process_bytes: int | None = None) -> ModelPlan:
     """The plan of a model in a folder or GGUF file. Raises ModelUnsupported."""
     name = config.model or BUNDLED_NAME
-    available = available_bytes()
+    available = available_bytes(config)
     checkpoint, model_config = read_headers(name, folder, config)
     text = model_config.get_text_config()
     dtype = choose_dtype(config, model_config, small=bool(weight_files(folder)) and is_small(folder))

@@ -27,6 +27,12 @@ def free_memory_bytes(root: Path = FILESYSTEM_ROOT) -> int | None:
     return max(0, min(left)) if left else None
 
 
+def memory_limit_bytes(root: Path = FILESYSTEM_ROOT) -> int | None:
+    """The tightest limit of a group; None: there is no limit."""
+    limits = [limit for group in _groups("memory", root) for limit, _ in _memory_files(group)]
+    return min(limits, default=None)
+
+
 def release_freed_memory() -> None:
     """Return freed memory to the system, where the C library has a function for it (glibc).
 
@@ -58,12 +64,18 @@ def _processor_quota(group: Path) -> float | None:
 
 
 def _free_memory_bytes(group: Path) -> int | None:
+    for limit, used in _memory_files(group):
+        return limit - used + _reclaimable_bytes(_text(group / "memory.stat") or "")
+    return None
+
+
+def _memory_files(group: Path) -> Iterator[tuple[int, int]]:
+    """Limit and use of a group in bytes, if it has a limit."""
     for limit_file, used_file in (("max", "current"), ("limit_in_bytes", "usage_in_bytes")):
         limit = _number(_text(group / f"memory.{limit_file}") or "")
         used = _number(_text(group / f"memory.{used_file}") or "")
         if limit is not None and used is not None:
-            return limit - used + _reclaimable_bytes(_text(group / "memory.stat") or "")
-    return None
+            yield limit, used
 
 
 def _reclaimable_bytes(statistics: str) -> int:

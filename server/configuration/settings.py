@@ -164,6 +164,14 @@ class Settings:
             "or three times a step without prefill where that is more."
         ),
     ] = "auto"
+    memory: Annotated[
+        str | None,
+        Parameter(
+            help="Memory of the process, for several servers on one machine: a size such as 8GiB, or a share of the "
+            "machine or container such as 40%.",
+            show_default="all free memory",
+        ),
+    ] = None
     threads: Annotated[
         int | None,
         Parameter(
@@ -355,6 +363,7 @@ class Settings:
             overflow=self.overflow,
             max_waiting=self.max_waiting,
             itl_target_ms=None if self.itl_target_ms == "auto" else self.itl_target_ms,
+            memory=self.memory or None,
             threads=self.threads,
             tensor_parallel=self.tensor_parallel,
             mla=self.mla,

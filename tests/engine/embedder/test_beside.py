@@ -143,8 +143,8 @@ def test_memory_plan_counts_the_embedding_model(
 ) -> None:
     work = load(embedder_folder("bert")).info.workspace_bytes
     free = work + 2**30
-    monkeypatch.setattr("engine.load.load.available_bytes", lambda: free)
-    monkeypatch.setattr("engine.embedder.loading.available_bytes", lambda: free)
+    monkeypatch.setattr("engine.load.load.available_bytes", lambda _: free)
+    monkeypatch.setattr("engine.embedder.loading.available_bytes", lambda _: free)
 
     async def story(engine: Engine) -> None:
         assert free - work == engine.memory.available_bytes

@@ -258,7 +258,7 @@ def test_missing_or_too_large_embedding_model_is_named(
         load(Path("/no/such"))
     with pytest.raises(ModelUnsupported, match="3 labels"):
         load(embedder_folder("classifier"))
-    monkeypatch.setattr("engine.embedder.loading.available_bytes", lambda: 2**10)
+    monkeypatch.setattr("engine.embedder.loading.available_bytes", lambda _: 2**10)
     with pytest.raises(EmbedderTooLarge, match=r"the embedding model '.*bert' needs"):
         load(embedder_folder("bert"))
 

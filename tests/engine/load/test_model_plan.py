@@ -114,7 +114,7 @@ def test_windows_take_no_cells_of_a_longer_context(folder: Folder) -> None:
 
 
 def test_settings_that_do_not_fit_have_a_reason(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.load.model_plan.available_bytes", lambda: 2**20)
+    monkeypatch.setattr("engine.load.model_plan.available_bytes", lambda _: 2**20)
     plan = planned(folder("llama"))
 
     assert plan.memory is None

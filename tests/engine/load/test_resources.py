@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import psutil
 import pytest
 
+from engine.config import ConfigError, EngineConfig, parse_memory
 from engine.load import memory
-from engine.load.resources import free_memory_bytes, processor_count
+from engine.load.resources import free_memory_bytes, memory_limit_bytes, processor_count
 
 NO_LIMIT = "9223372036854771712"
 
@@ -138,3 +140,75 @@ def test_available_bytes_are_within_the_container_limit(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(memory, "free_memory_bytes", lambda: None)
     assert 12345 < memory.available_bytes()
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, None),
+        ({"sys/fs/cgroup/memory.max": "max", "sys/fs/cgroup/memory.current": "100"}, None),
+        ({"sys/fs/cgroup/memory.max": "1000", "sys/fs/cgroup/memory.current": "300"}, 1000),
+        (
+            {
+                "sys/fs/cgroup/memory/memory.limit_in_bytes": "9000",
+                "sys/fs/cgroup/memory/memory.usage_in_bytes": "800",
+                "sys/fs/cgroup/memory/docker/abc/memory.limit_in_bytes": "5000",
+                "sys/fs/cgroup/memory/docker/abc/memory.usage_in_bytes": "800",
+            },
+            5000,
+        ),
+    ],
+)
+def test_the_tightest_memory_limit_counts(files: dict[str, str], expected: int | None, tmp_path: Path) -> None:
+    """In both versions of control groups."""
+    groups = "3:memory:/docker/abc\n0::/"
+
+    assert expected == memory_limit_bytes(system(tmp_path, {"proc/self/cgroup": groups, **files}))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("8g", 8 * 2**30),
+        ("8Gi", 8 * 2**30),
+        ("1.5GiB", 3 * 2**29),
+        ("8GB", 8_000_000_000),
+        ("512m", 2**29),
+        ("123456", 123456),
+        ("40%", 400),
+        (" 12.5 % ", 125),
+    ],
+)
+def test_memory_is_a_size_or_a_share(text: str, expected: int) -> None:
+    """A share is one of the total, here 1000 bytes."""
+    assert expected == parse_memory(text)(1000)
+
+
+@pytest.mark.parametrize("text", ["", "0", "0%", "101%", "8x", "-1g", "1e9", "half"])
+def test_other_memory_is_refused_by_name(text: str) -> None:
+    with pytest.raises(ConfigError, match="^memory must be a size such as 8GiB or a share"):
+        EngineConfig(memory=text)
+
+
+def test_available_bytes_are_within_the_memory_of_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the process has already counts, and so does its host cache."""
+    monkeypatch.setattr(memory, "free_memory_bytes", lambda: None)
+    monkeypatch.setattr(memory, "memory_limit_bytes", lambda: None)
+    used = psutil.Process().memory_info().rss
+    total = psutil.virtual_memory().total
+
+    free = memory.available_bytes(EngineConfig(memory=f"{used + 2**26}"))
+    assert 0 <= free <= 2**26
+    assert max(0, free - 2**25) == pytest.approx(
+        memory.available_bytes(EngineConfig(memory=f"{used + 2**26}", host_cache_bytes=2**25)), abs=2**22
+    )
+    assert memory.available_bytes(EngineConfig(memory="10%")) <= total // 10
+    assert 0 == memory.available_bytes(EngineConfig(memory="1MiB"))
+
+
+def test_a_share_is_one_of_the_container(monkeypatch: pytest.MonkeyPatch) -> None:
+    used = psutil.Process().memory_info().rss
+    monkeypatch.setattr(memory, "free_memory_bytes", lambda: 2**40)
+    monkeypatch.setattr(memory, "memory_limit_bytes", lambda: 2 * used)
+
+    assert memory.available_bytes(EngineConfig(memory="60%")) <= used // 5

@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[3]
 IN_FILE = [option for option in options() if option.field != "config"]
 # Options with texts of a certain form.
 TEXTS = {
+    "memory": "9GiB",
     "host": "localhost",
     "disk_cache": "{folder}",
     "store": "memory",
