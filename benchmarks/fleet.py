@@ -1,0 +1,141 @@
+"""Simulates fleets of replicas under several routing policies, with the costs of a measured server.
+
+    cellar bench MODEL --threads 1 --drafter none --lengths 128,512,1024,2048 --streams 1,4,8 --out FOLDER
+    python -m benchmarks.fleet --costs FOLDER/bench.json [--replicas 100 1000 10000] [--json FILE] [--plot FILE]
+    python -m benchmarks.fleet --validate [--replicas 2 3]
+
+The router of the simulation has server.affinity, as shipped. Conversations have system prompts with Zipf's law and
+several turns; midway a share of the replicas fails. `--validate` runs one workload on real servers, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.fleet_costs import ServerCosts, costs_of_bench
+from benchmarks.fleet_policies import POLICIES
+from benchmarks.fleet_simulator import Fleet, FleetOptions, FleetResult
+from benchmarks.fleet_workload import Conversation, conversations, mean_prompt
+from benchmarks.result import add_json_option, measured
+
+COSTS = Path(__file__).with_name("results") / "fleet-costs.json"
+GROUPS_PER_REPLICA = 2
+COLUMNS = (
+    "replicas",
+    "policy",
+    "hit share",
+    "TTFT p50",
+    "p99, s",
+    "max/mean load",
+    "interrupted",
+    "p99 without failures",
+)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Simulate or validate; 1 if the validation failed."""
+    given = parser().parse_args(arguments)
+    if given.validate:
+        from benchmarks.fleet_validation import validate
+
+        return validate(given.replicas or [2, 3], rounds=given.rounds, json_path=given.json)
+    costs, rows = costs_of_bench(given.costs), []
+    print(costs)
+    for replicas in given.replicas or [100, 1000, 10_000]:
+        found = workload(costs, given, replicas)
+        for name in given.policies:
+            row = simulated(costs, given, name, found, replicas)
+            rows.append(row)
+            print(
+                "  ".join(
+                    f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in row.items()
+                ),
+                flush=True,
+            )
+    if given.json:
+        measured("fleet", rows).write(given.json)
+    if given.plot:
+        from benchmarks.fleet_plot import draw
+
+        draw(rows, given.plot)
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options."""
+    result = argparse.ArgumentParser(prog="benchmarks.fleet", description=(__doc__ or "").partition("\n")[0])
+    result.add_argument("--costs", type=Path, default=COSTS, metavar="FILE", help="bench.json of cellar bench")
+    result.add_argument("--replicas", type=int, nargs="+", metavar="N")
+    result.add_argument("--policies", nargs="+", choices=POLICIES, default=[*POLICIES])
+    result.add_argument("--requests", type=int, default=100_000, help="about this many, 10 a replica at least")
+    result.add_argument("--load", type=float, default=0.6, help="share of the capacity with all earlier turns cached")
+    result.add_argument("--slots", type=int, default=8)
+    result.add_argument("--cells", type=int, default=65_536, help="tokens in the cache of a replica")
+    result.add_argument("--failures", type=float, default=0.01, help="share of the replicas that fail midway")
+    result.add_argument("--seed", type=int, default=0)
+    result.add_argument("--plot", type=Path, metavar="FILE", help="write a plot of the table here")
+    result.add_argument("--validate", action="store_true", help="compare with 2 and 3 real servers")
+    result.add_argument("--rounds", type=int, default=3, help="repetitions of the validation")
+    add_json_option(result)
+    return result
+
+
+def workload(costs: ServerCosts, given: argparse.Namespace, replicas: int) -> list[Conversation]:
+    """Conversations that use the given share of the capacity."""
+    groups = GROUPS_PER_REPLICA * replicas
+    prompt, fresh = mean_prompt(conversations(1000, groups, 1.0, given.seed))
+    seconds = request_seconds(costs, prompt, fresh, slots=given.slots)
+    return conversations(given.requests, groups, given.load * replicas / seconds, given.seed)
+
+
+def request_seconds(costs: ServerCosts, prompt: float, fresh: float, *, slots: int) -> float:
+    """Seconds of a replica for a mean request whose earlier turns are cached, with half of the slots in decode."""
+    answer, streams = 120, slots / 2
+    decode = costs.decode(1, 0) + (streams - 1) * costs.sequence + costs.cell * streams * prompt
+    return costs.request + costs.prefill(int(fresh), int(prompt - fresh)) + answer * decode / streams
+
+
+def simulated(
+    costs: ServerCosts, given: argparse.Namespace, policy: str, found: Sequence[Conversation], replicas: int
+) -> dict[str, Any]:
+    """A row of the table: one policy, without failures and with them."""
+    began = time.process_time()
+    results = [
+        Fleet(
+            FleetOptions(replicas=replicas, slots=given.slots, cells=given.cells, failures=share, seed=given.seed),
+            costs,
+            POLICIES[policy],
+            found,
+        ).run()
+        for share in (0.0, given.failures)
+    ]
+    return {
+        "replicas": replicas,
+        "policy": policy,
+        "load": given.load,
+        "requests": len(results[0].finished),
+        **figures(results[0]),
+        **{f"{name}_failures": value for name, value in figures(results[1]).items()},
+        "interrupted": results[1].interrupted,
+        "rerouted": results[1].rerouted,
+        "cpu_seconds": round(time.process_time() - began, 1),
+    }
+
+
+def figures(result: FleetResult) -> dict[str, float]:
+    """The figures of a table."""
+    return {
+        "hit_share": result.hit_share,
+        "ttft_p50": result.first_token(0.5),
+        "ttft_p99": result.first_token(0.99),
+        "imbalance": result.imbalance,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
