@@ -25,7 +25,7 @@ _FORWARD, _MOVE, _GEOMETRY, _STOP = range(4)
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """The size of the cache of rank 0, and a digest of its layers and its runner, which must be those of the worker."""
+    """The size of a new cache of rank 0, and a digest of its layers, which must be those of the worker."""
 
     slots: int
     context: int
@@ -62,7 +62,7 @@ class Stop:
 def geometry_of(loaded: LoadedModel) -> Geometry:
     """The geometry of the cache of a model."""
     specs = [astuple(layer.spec) for layer in loaded.layers]
-    parts = (type(loaded.runner).__name__, specs, str(loaded.kv_dtype), loaded.capacity)
+    parts = (specs, str(loaded.kv_dtype), loaded.capacity)
     digest = hashlib.sha256(repr(parts).encode()).digest()
     return Geometry(loaded.info.slots, loaded.info.context, loaded.memory.cells, int.from_bytes(digest[:7]))
 

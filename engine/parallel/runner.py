@@ -18,6 +18,8 @@ from kvcache.forward import Forward
 class TensorParallelRunner(ModelRunner):
     """The runner of rank 0's part of a model. Belongs to the engine thread.
 
+    workers  the other ranks
+
     An exception inside a forward leaves the ranks out of step: it ends the engine.
     """
 
@@ -25,7 +27,7 @@ class TensorParallelRunner(ModelRunner):
     supports_bidirectional = False
 
     def __init__(self, runner: ModelRunner, workers: Workers) -> None:
-        self._runner, self._workers = runner, workers
+        self._runner, self.workers = runner, workers
         self.layers, self.long_factor_layers = runner.layers, runner.long_factor_layers
         self.switch, self.sampler = runner.switch, runner.sampler
         self.has_hidden_states = runner.has_hidden_states
@@ -42,8 +44,8 @@ class TensorParallelRunner(ModelRunner):
         encoder_masks: Sequence[EncoderMask | None] = (),
     ) -> Tensor:
         """See ModelRunner."""
-        with self._workers.in_step():
-            self._workers.send(forward_message(forward, tokens, logit_rows, None))
+        with self.workers.in_step():
+            self.workers.send(forward_message(forward, tokens, logit_rows, None))
             return self._runner.run(forward, tokens, logit_rows)
 
     def run_with_hidden_states(
@@ -55,11 +57,11 @@ class TensorParallelRunner(ModelRunner):
         encoder_masks: Sequence[EncoderMask | None] = (),
     ) -> tuple[Tensor, Tensor]:
         """See ModelRunner."""
-        with self._workers.in_step():
-            self._workers.send(forward_message(forward, tokens, logit_rows, hidden_rows))
+        with self.workers.in_step():
+            self.workers.send(forward_message(forward, tokens, logit_rows, hidden_rows))
             return self._runner.run_with_hidden_states(forward, tokens, logit_rows, hidden_rows)
 
     def move_keys(self, group: int, old: CellArray, new: CellArray, distance: int) -> None:
         """Move cached keys on the workers; see Cache, `on_move`."""
-        with self._workers.in_step():
-            self._workers.send(MoveKeys(group, old, new, distance))
+        with self.workers.in_step():
+            self.workers.send(MoveKeys(group, old, new, distance))

@@ -69,9 +69,7 @@ def main() -> None:
         log.error("%s", error)
         threading.Event().wait(_ERROR_SECONDS)
         sys.exit(1)
-    geometry = decode(channel.receive())
-    if isinstance(geometry, Geometry):
-        _repeat(channel, loaded, _make_cache(geometry, config, loaded))
+    _repeat(channel, config, loaded)
     channel.close()
 
 
@@ -93,10 +91,12 @@ def _make_cache(geometry: Geometry, config: EngineConfig, loaded: LoadedModel) -
     return model_cache(config, sized)
 
 
-def _repeat(channel: Channel, loaded: LoadedModel, cache: Cache) -> None:
-    """Repeat the operations of rank 0 until it stops."""
+def _repeat(channel: Channel, config: EngineConfig, loaded: LoadedModel) -> None:
+    """Repeat the operations of rank 0 until it stops; the first message is the geometry of its cache."""
     while True:
         match decode(channel.receive()):
+            case Geometry() as geometry:
+                cache = _make_cache(geometry, config, loaded)
             case RepeatForward() as message:
                 _run(loaded, cache, message)
             case MoveKeys(group, old, new, distance):

@@ -21,6 +21,7 @@ from engine.parallel.worker import JobDescription
 
 # An error of rank 0 itself, which ends the workers, is reported rather than their end.
 _REPORT_SECONDS = 1.0
+_EXIT_CODE_SECONDS = 0.5
 # For workers to leave the group after a Stop.
 _STOP_SECONDS = 2.0
 
@@ -75,6 +76,14 @@ class Workers:
             if not done:
                 self._lose("a step failed on rank 0, which left the ranks out of step")
 
+    def end_reason(self) -> str | None:
+        """Why the workers cannot continue; None: they can."""
+        for rank, process in self._processes.items():
+            with suppress(subprocess.TimeoutExpired):
+                # The connections of an ended process are closed before its exit code is there.
+                return self.lost_reason or _end_text(rank, process.wait(_EXIT_CODE_SECONDS))
+        return self.lost_reason
+
     def close(self) -> None:
         """End the processes, by a Stop if they are in step with rank 0."""
         self._closing.set()
@@ -94,9 +103,9 @@ class Workers:
         return self._channel
 
     def _watch(self, rank: int) -> None:
-        code = self._processes[rank].wait()
+        reason = _end_text(rank, self._processes[rank].wait())
         if not self._closing.wait(_REPORT_SECONDS):
-            self._lose(f"the process of rank {rank} ended with code {code}")
+            self._lose(reason)
 
     def _lose(self, reason: str) -> None:
         with self._lost:
@@ -126,11 +135,15 @@ def started(config: EngineConfig, on_lost: Callable[[str], None]) -> Iterator[Wo
         workers.join()
         yield workers
     except (ModelError, RuntimeError) as error:
-        if workers.lost_reason is not None:
-            raise EngineDead(workers.lost_reason) from error
+        if (reason := workers.end_reason()) is not None:
+            raise EngineDead(reason) from error
         raise
     finally:
         workers.close()
+
+
+def _end_text(rank: int, code: int) -> str:
+    return f"the process of rank {rank} ended with code {code}"
 
 
 def _start(job: JobDescription) -> subprocess.Popen[bytes]:

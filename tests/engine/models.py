@@ -95,6 +95,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("MistralConfig", {"sliding_window": 6}),
     "cohere": ("CohereConfig", {"logit_scale": 1.0}),
     "smollm3": ("SmolLM3Config", {"no_rope_layers": [1, 0]}),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3_moe": ("Qwen3MoeConfig", _MOE),
     "qwen3_next": ("Qwen3NextConfig", {**_MOE, **_DELTA, "num_hidden_layers": 4}),
     "olmo_hybrid": ("OlmoHybridConfig", {**_DELTA, "num_hidden_layers": 4}),
     "deepseek_v2": ("DeepseekV2Config", {**_LATENT, "q_lora_rank": 12}),
