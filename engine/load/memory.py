@@ -43,11 +43,10 @@ class ModelSizes:
 def available_bytes(config: EngineConfig | None = None) -> int:
     """Memory that this process may still allocate, within the limits of its container and of `config`."""
     available, left = int(psutil.virtual_memory().available), free_memory_bytes()
-    limits = [available, *(() if left is None else (left,))]
+    limits: list[int] = [available, *(() if left is None else (left,))]
     if config is not None and config.memory is not None:
-        limits.append(
-            max(0, _limit_bytes(config.memory) - psutil.Process().memory_info().rss - config.host_cache_bytes)
-        )
+        used = int(psutil.Process().memory_info().rss) + config.host_cache_bytes
+        limits.append(max(0, _limit_bytes(config.memory) - used))
     return min(limits)
 
 
