@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from bisect import bisect_left
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from dataclasses import replace
@@ -30,7 +31,7 @@ from engine.schedule.step_cost import StepCost, Work
 from engine.types.events import Delta, Event, Failed, Finished, FinishReason, PrefillProgress, Started, TokenLogprob
 from engine.types.request import Request
 from engine.types.snapshot import EngineSnapshot
-from engine.types.status import Stats
+from engine.types.status import BATCH_BUCKETS, Stats
 from kvcache.encoder_files import EncoderFiles
 
 log = logging.getLogger("cellar.engine")
@@ -68,6 +69,7 @@ class Core:
         self._totals = dict.fromkeys(
             ("steps", "batch", "prompt", "cached", "generated", "shifts", "reused", "failed"), 0
         )
+        self._batch_sizes = [0] * (len(BATCH_BUCKETS) + 1)
         self._step_seconds = 0.0
         # Time that the current step spent on finishing sequences.
         self._finish_seconds = 0.0
@@ -148,6 +150,7 @@ class Core:
             trimmed_tokens_total=counts.trimmed,
             loaded_tokens_total=counts.loaded,
             written_tokens_total=counts.written,
+            batch_sizes=tuple(self._batch_sizes),
             drafts=self._speculation.counts(),
         )
 
@@ -183,6 +186,7 @@ class Core:
         try:
             work = Work.of([each.span for each in scheduled])
             self._totals["batch"] += work.batch_tokens
+            self._batch_sizes[bisect_left(BATCH_BUCKETS, work.batch_tokens)] += 1
             self._cost.expect(work)
             scheduled = self._add_drafts(scheduled, work.batch_tokens)
             results = self._stepper.run(scheduled)

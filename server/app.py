@@ -16,7 +16,7 @@ from server.http.middleware import BodyLimitMiddleware, BoundaryMiddleware, Orig
 from server.http.parsing import StrictRoute, large_body_limiter
 from server.http.paths import ServedPaths
 from server.http.version import version
-from server.metrics import Metrics
+from server.metrics.metrics import Metrics
 from server.routes import (
     anthropic,
     batches,

@@ -23,7 +23,8 @@ from server.http.auth import caller
 from server.http.errors import MODEL_NOT_FOUND, ApiError
 from server.http.events import ChoiceEvents, DeltaSink
 from server.http.version import version
-from server.metrics import Endpoint, GenerationTimer, Metrics
+from server.metrics.metrics import Endpoint, Metrics
+from server.metrics.timer import GenerationTimer
 
 if TYPE_CHECKING:
     from engine.engine import Engine

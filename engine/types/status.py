@@ -127,6 +127,10 @@ class DraftCounts:
     accepted: tuple[int, ...]
 
 
+# Upper bounds of the batch tokens of a forward pass, for statistics.
+BATCH_BUCKETS = tuple(2**power for power in range(13))
+
+
 @dataclass(frozen=True, slots=True)
 class Stats:
     """State of the engine after its latest step. Totals count since the start.
@@ -137,6 +141,7 @@ class Stats:
     disk_cache_bytes      of cached prefixes in files
     prefix_hits_total     finished requests with a cached prefix
     evicted_tokens_total, trimmed_tokens_total, loaded_tokens_total, written_tokens_total  see PrefixCounts (kvcache)
+    batch_sizes           forward passes by batch tokens: up to each of BATCH_BUCKETS, and above
     """
 
     running: int = 0
@@ -161,5 +166,6 @@ class Stats:
     trimmed_tokens_total: int = 0
     loaded_tokens_total: int = 0
     written_tokens_total: int = 0
+    batch_sizes: tuple[int, ...] = (0,) * (len(BATCH_BUCKETS) + 1)
     drafts: tuple[DraftCounts, ...] = ()
     embedding: EmbeddingCounts = EmbeddingCounts()

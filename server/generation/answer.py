@@ -17,7 +17,7 @@ from server.http.errors import CLIENT_CLOSED
 from server.http.events import ChoiceEvents
 from server.http.sse import EventStream
 from server.http.stream_encoder import StreamEncoder
-from server.metrics import Endpoint
+from server.metrics.metrics import Endpoint
 from server.schemas.common import Generation
 from server.service import Service
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from engine.errors import Overloaded
 from engine.types.events import Delta, Embedded, Finished, TokenLogprob
 from engine.types.request import Request
-from server.metrics import Endpoint
+from server.metrics.metrics import Endpoint
 from server.service import Service
 
 

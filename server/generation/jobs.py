@@ -11,7 +11,7 @@ from engine.errors import ContextTooLong, InvalidRequest
 from engine.types.events import Embedded, Finished
 from engine.types.request import EmbeddingInput, EmbeddingJob
 from server.http.errors import context_too_long, invalid_value
-from server.metrics import Endpoint
+from server.metrics.metrics import Endpoint
 from server.service import Service
 
 

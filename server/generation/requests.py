@@ -19,7 +19,7 @@ from server.generation.sampling import check_token_ids, sampling
 from server.http.auth import caller
 from server.http.errors import invalid_value
 from server.http.events import ChoiceEvents, DeltaSink
-from server.metrics import Endpoint
+from server.metrics.metrics import Endpoint
 from server.schemas.common import Generation
 from server.schemas.content import text_of
 from server.service import Service

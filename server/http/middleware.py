@@ -29,7 +29,7 @@ from server.http.errors import (
     internal_error,
 )
 from server.http.paths import ServedPaths
-from server.metrics import Metrics
+from server.metrics.metrics import Metrics
 
 logger = logging.getLogger("cellar.http")
 

@@ -18,7 +18,7 @@ from server.generation.batch import run_all
 from server.generation.jobs import EmbeddingResult, InputReader, run_embedding_job
 from server.generation.sampling import check_token_ids
 from server.http.errors import invalid_value, unsupported_parameter
-from server.metrics import Endpoint
+from server.metrics.metrics import Endpoint
 from server.schemas.embeddings import EmbeddingBody, EmbeddingList, EmbeddingRequest, EmbeddingUsage
 from server.service import Service
 

@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from server.http.encoding import JsonResponse, large_json_response
 from server.http.version import version
-from server.metrics import BLOCK_TOKENS
+from server.metrics.vllm import BLOCK_TOKENS
 from server.openai.tokens import prompt_of, prompts_of_completion
 from server.routes.openapi import ERROR_RESPONSES
 from server.schemas.chat import ChatRequest

@@ -16,7 +16,7 @@ import anyio.to_thread
 from engine.types.request import Request, SamplingParams, SpeculationParams
 from server.generation.batch import PromptResult, run_all
 from server.generation.logprobs import IMPOSSIBLE
-from server.metrics import Endpoint
+from server.metrics.metrics import Endpoint
 from server.service import Service
 
 Path = tuple[int, ...]

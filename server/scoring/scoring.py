@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from server.generation.batch import PromptResult
 from server.http.errors import invalid_value, unsupported_parameter
-from server.metrics import Endpoint
+from server.metrics.metrics import Endpoint
 from server.schemas.scoring import RankedDocument, Ranking, RerankRequest, ScoreList, ScoreRequest, ScoringUsage
 from server.scoring.labels import LabelScorer, score_labels
 from server.scoring.questions import QuestionEncoder

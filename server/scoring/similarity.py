@@ -13,7 +13,7 @@ import anyio.to_thread
 from engine.types.status import Similarity
 from server.generation.jobs import EmbeddingResult, InputReader, run_embedding_job
 from server.http.errors import UNSUPPORTED_PARAMETER, ApiError
-from server.metrics import Endpoint
+from server.metrics.metrics import Endpoint
 from server.openai.embeddings import Vector, vector
 from server.schemas.scoring import RerankRequest, ScoreRequest
 from server.service import Service

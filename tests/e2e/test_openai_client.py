@@ -155,7 +155,7 @@ def test_drafts_are_on_the_metrics(client: openai.OpenAI, url: str) -> None:
         name: {
             (drafter, int(position)): float(value)
             for drafter, position, value in re.findall(
-                rf'cellar_draft_{name}_total{{drafter="(\w+)",position="(\d+)"}} (\S+)', text
+                rf'cellar_draft_{name}_total{{drafter="(\w+)",model_name="cellar-tiny",position="(\d+)"}} (\S+)', text
             )
         }
         for name in ("tokens", "accepted_tokens")
@@ -252,9 +252,9 @@ def test_leaving_a_stream_frees_its_slot(client: openai.OpenAI, url: str) -> Non
 
     assert answer.usage is not None
     deadline = time.monotonic() + 30
-    while "cellar_requests_running 0.0" not in (text := _metrics(url)):
+    while 'cellar_requests_running{model_name="cellar-tiny"} 0.0' not in (text := _metrics(url)):
         assert time.monotonic() < deadline, text
-    assert 'finish_reason="cancelled"} 10.0' in text
+    assert 'finish_reason="cancelled",model_name="cellar-tiny"} 10.0' in text
 
 
 def test_a_full_context_ends_with_length(client: openai.OpenAI) -> None:

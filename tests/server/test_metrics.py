@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -10,17 +11,21 @@ from engine.types.events import Delta, Failed, Started
 from engine.types.request import Request
 from engine.types.status import DraftCounts, EmbeddingCounts, Stats
 from server.app import create_app
-from tests.server.fakes import FakeEngine, ask, finished, settings
+from tests.server.fakes import TIMINGS, FakeEngine, ask, finished, settings
 
 CHAT = "/v1/chat/completions"
+# Histograms.
+OF_REQUESTS = re.compile(r"(_sum|_count|_created)$")
 BODY = {"messages": [{"role": "user", "content": "hi"}]}
 
 
 def scrape(app: Any) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-    """All samples, by name and labels."""
+    """All samples, by name and labels other than the model's name."""
     text = ask(app, "GET", "/metrics").body.decode()
     return {
-        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        (sample.name, tuple(sorted((key, value) for key, value in sample.labels.items() if key != "model_name"))): (
+            sample.value
+        )
         for family in text_string_to_metric_families(text)
         for sample in family.samples
     }
@@ -88,10 +93,11 @@ def test_the_engines_numbers_are_read_at_the_scrape() -> None:
         "cellar_embedding_texts_total": 20,
         "cellar_embedding_tokens_total": 21,
         "cellar_embedding_batches_total": 22,
+        "cellar_embedding_seconds_total": 0,
     } == {
         name: value
         for (name, labels), value in samples.items()
-        if not labels and "seconds_" not in name or name == "cellar_step_seconds_total"
+        if name.startswith("cellar_") and not labels and not OF_REQUESTS.search(name)
     }
 
 
@@ -162,3 +168,33 @@ def test_two_apps_do_not_share_numbers() -> None:
     name = ("cellar_requests_total", (("endpoint", "chat"), ("finish_reason", "stop")))
     assert 1 == scrape(first)[name]
     assert name not in scrape(second)
+
+
+def test_lengths_and_times_of_a_request() -> None:
+    """Prompt, answer, queue, prefill and decode, by the names of vLLM too; and the process."""
+    app = create_app(FakeEngine(numbers=Stats(batch_sizes=(1, 0, 2, *(0,) * 11))), settings())  # type: ignore[arg-type]
+    assert 200 == ask(app, "POST", CHAT, json_body=BODY).status
+
+    samples = scrape(app)
+
+    prompt = samples["cellar_request_prompt_tokens_sum", ()]
+    assert prompt > 0
+    assert 3 == samples["cellar_request_generation_tokens_sum", ()]
+    assert TIMINGS.prompt_seconds == samples["cellar_prefill_time_seconds_sum", ()]
+    assert TIMINGS.generation_seconds == samples["cellar_decode_time_seconds_sum", ()]
+    engine = (("engine", "0"),)
+    assert prompt == samples["vllm:request_prompt_tokens_sum", engine]
+    assert TIMINGS.prompt_seconds == samples["vllm:request_prefill_time_seconds_sum", engine]
+    for name in ("time_to_first_token", "e2e_request_latency", "request_queue_time", "request_decode_time"):
+        assert 1 == samples[f"vllm:{name}_seconds_count", engine]
+    assert 1 == samples["vllm:request_success_total", (("engine", "0"), ("finished_reason", "stop"))]
+    assert 3 == samples["vllm:iteration_tokens_total_bucket", (("engine", "0"), ("le", "4"))]
+    assert samples["process_resident_memory_bytes", ()] > 0
+
+
+def test_every_metric_of_the_model_has_its_name() -> None:
+    """The label that dashboards select by."""
+    text = ask(create_app(FakeEngine(), settings()), "GET", "/metrics").body.decode()  # type: ignore[arg-type]
+
+    named = [line for line in text.splitlines() if line.startswith(("cellar_", "vllm:"))]
+    assert [] == [line for line in named if 'model_name="fake"' not in line]

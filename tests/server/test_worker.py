@@ -138,10 +138,10 @@ def test_routers_read_the_load_by_the_names_of_vllm() -> None:
     stats = Stats(running=2, waiting=3, cells_used=64, cells_cached=128, cells_total=256, cached_tokens_total=5)
     samples = scrape(create_app(FakeEngine(numbers=stats), settings()))  # type: ignore[arg-type]
 
-    labels = (("engine", "0"), ("model_name", "fake"))
+    labels = (("engine", "0"),)
     assert 2 == samples["vllm:num_requests_running", labels]
     assert 3 == samples["vllm:num_requests_waiting", labels]
     assert 0.25 == samples["vllm:kv_cache_usage_perc", labels]
     assert 5 == samples["vllm:prefix_cache_hits_total", labels]
-    blocks = (("block_size", "16"), ("engine", "0"), ("model_name", "fake"), ("num_gpu_blocks", "16"))
+    blocks = (("block_size", "16"), ("engine", "0"), ("num_gpu_blocks", "16"))
     assert 1 == samples["vllm:cache_config_info", blocks]

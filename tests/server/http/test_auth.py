@@ -145,7 +145,8 @@ def test_the_route_is_in_log_and_metrics_with_and_without_keys(
 
     assert [True] == [" POST /v1/chat/completions 200 " in line for line in caplog.messages]
     reply = ask(served, "GET", "/metrics", headers=headers).body.decode()
-    assert 'cellar_http_responses_total{route="/v1/chat/completions",status="200"} 1.0' in reply
+    counted = 'cellar_http_responses_total{model_name="fake",route="/v1/chat/completions",status="200"} 1.0'
+    assert counted in reply
 
 
 def test_without_keys_everything_is_open() -> None:

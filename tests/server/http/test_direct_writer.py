@@ -21,7 +21,7 @@ from server.generation.requests import generate
 from server.http.direct_writer import CONNECTION
 from server.http.encoding import dumps
 from server.http.stream_encoder import encode_stream
-from server.metrics import Metrics
+from server.metrics.metrics import Metrics
 from server.service import Service
 from tests.server.fakes import WORDS, FakeEngine, finished, serve_in_thread, settings
 
@@ -107,8 +107,8 @@ def test_deltas_are_written_to_the_connection() -> None:
 
     assert [b"0a", b"0b", b"0c"] == connection.written
     assert [b".", b"!", b"end"] == read
-    assert "cellar_time_to_first_token_seconds_count 1.0" in metrics
-    assert "cellar_inter_token_latency_seconds_count 2.0" in metrics
+    assert 'cellar_time_to_first_token_seconds_count{model_name="fake"} 1.0' in metrics
+    assert 'cellar_inter_token_latency_seconds_count{model_name="fake"} 2.0' in metrics
 
 
 def test_deltas_of_all_choices_are_written() -> None:

@@ -22,6 +22,7 @@ from tests.server.terminal.session import CTRL_C, CTRL_D, PROMPT, ROOT, Terminal
 FIGURES = re.compile(r"\d+ tokens, \d+\.\d tokens/s, first token after \d+\.\d\d s")
 ANSWER = "A slot is one sequence's place in the shared cache."
 Home = dict[str, str]
+CANCELLED = 'cellar_requests_total{endpoint="chat",finish_reason="cancelled",'
 
 
 def chat(url: str, home: Home, *arguments: str) -> TerminalSession:
@@ -81,7 +82,7 @@ def test_a_running_server_at_the_default_address_is_used(url: str, home: Home) -
 
 def test_ctrl_c_stops_the_answer_and_not_the_chat(url: str, home: Home) -> None:
     """The request is cancelled at the server, its slot is free, and the text so far stays in the conversation."""
-    before = counted(url, 'cellar_requests_total{endpoint="chat",finish_reason="cancelled"}')
+    before = counted(url, CANCELLED)
     with chat(url, home) as session:
         session.wait(PROMPT)
         session.ask("/set ignore_eos true")
@@ -98,7 +99,9 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat(url: str, home: Home) -> None:
         session.type(CTRL_D)
         assert 0 == session.end()
 
-    assert before + 1 == counted(url, 'cellar_requests_total{endpoint="chat",finish_reason="cancelled"}')
+    assert before + 1 == counted(
+        url, 'cellar_requests_total{endpoint="chat",finish_reason="cancelled",model_name="cellar-tiny"}'
+    )
 
 
 def test_the_history_is_private_and_kept(url: str, home: Home) -> None:
