@@ -6,16 +6,44 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from server.cli import make_app
 from tests.house.source import ROOT
 
 
-def cellar(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """A finished command, with a cache folder of its own and an unreachable hub."""
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A finished command."""
+
+    returncode: int | str | None
+    stdout: str
+    stderr: str
+
+
+Cellar = Callable[..., Done]
+
+
+@pytest.fixture
+def cellar(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Cellar:
+    """Runs a command in this process: a process of its own imports torch and transformers anew."""
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*arguments: str) -> Done:
+        with pytest.raises(SystemExit) as ended:
+            make_app()(arguments)
+        return Done(ended.value.code, *capsys.readouterr())
+
+    return run
+
+
+def process(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """A finished process, with a cache folder of its own and an unreachable hub."""
     own = {"XDG_CACHE_HOME": str(folder), "HF_ENDPOINT": "http://127.0.0.1:9", "COLUMNS": "200"}
     command = [sys.executable, "-c", "from server.cli import main; main()", *arguments]
     return subprocess.run(
@@ -24,7 +52,7 @@ def cellar(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_plan_of_the_bundled_model(tmp_path: Path) -> None:
-    done = cellar("plan", "--json", "--context", "2048", "--slots", "2", folder=tmp_path)
+    done = process("plan", "--json", "--context", "2048", "--slots", "2", folder=tmp_path)
     plan: dict[str, Any] = json.loads(done.stdout)
     memory = plan["memory"]
 
@@ -36,24 +64,24 @@ def test_plan_of_the_bundled_model(tmp_path: Path) -> None:
     assert {(1, 4096), (8, 4096)} <= {(entry["slots"], entry["context"]) for entry in plan["table"]}
 
 
-def test_plan_as_text(tmp_path: Path) -> None:
-    done = cellar("plan", "--kv-dtype", "int8", folder=tmp_path)
+def test_plan_as_text(cellar: Cellar) -> None:
+    done = cellar("plan", "--kv-dtype", "int8")
 
     assert 0 == done.returncode, done.stderr
     for words in ("weights    11.0 MiB (float32)", "a token (int8): 4 layers x 2 heads x (64 + 64)", "1 slot", "total"):
         assert words in done.stdout
 
 
-def test_plan_that_does_not_fit(tmp_path: Path) -> None:
-    done = cellar("plan", "--slots", "100000", "--context", "4096", folder=tmp_path)
+def test_plan_that_does_not_fit(cellar: Cellar) -> None:
+    done = cellar("plan", "--slots", "100000", "--context", "4096")
 
     assert 1 == done.returncode
     assert "lower --context (4096) or --slots (100000)" in done.stdout
 
 
 @pytest.mark.parametrize("command", ["plan", "doctor"])
-def test_missing_model_is_one_line(command: str, tmp_path: Path) -> None:
-    done = cellar(command, "./no-such-folder", folder=tmp_path)
+def test_missing_model_is_one_line(command: str, cellar: Cellar) -> None:
+    done = cellar(command, "./no-such-folder")
 
     assert 1 == done.returncode
     assert "there is no such folder" in done.stdout
@@ -61,7 +89,7 @@ def test_missing_model_is_one_line(command: str, tmp_path: Path) -> None:
 
 
 def test_doctor_reports_this_machine(tmp_path: Path) -> None:
-    done = cellar("doctor", "--json", folder=tmp_path)
+    done = process("doctor", "--json", folder=tmp_path)
     report: dict[str, Any] = json.loads(done.stdout)
     levels = {finding["topic"]: finding["level"] for finding in report["findings"]}
 
