@@ -14,27 +14,18 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.fleet_costs import ServerCosts, costs_of_bench
+from benchmarks.fleet_costs import ServerCosts, read_costs
 from benchmarks.fleet_policies import POLICIES
-from benchmarks.fleet_simulator import Fleet, FleetOptions, FleetResult
+from benchmarks.fleet_simulator import Fleet, FleetOptions
 from benchmarks.fleet_workload import Conversation, conversations, mean_prompt
 from benchmarks.result import add_json_option, measured
 
-COSTS = Path(__file__).with_name("results") / "fleet-costs.json"
+COSTS = Path(__file__).with_name("results") / "fleet.json"
 GROUPS_PER_REPLICA = 2
-COLUMNS = (
-    "replicas",
-    "policy",
-    "hit share",
-    "TTFT p50",
-    "p99, s",
-    "max/mean load",
-    "interrupted",
-    "p99 without failures",
-)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -44,21 +35,16 @@ def main(arguments: list[str] | None = None) -> int:
         from benchmarks.fleet_validation import validate
 
         return validate(given.replicas or [2, 3], rounds=given.rounds, json_path=given.json)
-    costs, rows = costs_of_bench(given.costs), []
+    costs, rows = read_costs(given.costs), []
     print(costs)
     for replicas in given.replicas or [100, 1000, 10_000]:
         found = workload(costs, given, replicas)
         for name in given.policies:
             row = simulated(costs, given, name, found, replicas)
             rows.append(row)
-            print(
-                "  ".join(
-                    f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in row.items()
-                ),
-                flush=True,
-            )
+            print(line(row), flush=True)
     if given.json:
-        measured("fleet", rows).write(given.json)
+        measured("fleet", [{"costs": asdict(costs)}, *rows]).write(given.json)
     if given.plot:
         from benchmarks.fleet_plot import draw
 
@@ -66,10 +52,22 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
+def line(row: dict[str, Any]) -> str:
+    """A printed row."""
+    values = (f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in row.items())
+    return "  ".join(values)
+
+
 def parser() -> argparse.ArgumentParser:
     """The options."""
     result = argparse.ArgumentParser(prog="benchmarks.fleet", description=(__doc__ or "").partition("\n")[0])
-    result.add_argument("--costs", type=Path, default=COSTS, metavar="FILE", help="bench.json of cellar bench")
+    result.add_argument(
+        "--costs",
+        type=Path,
+        default=COSTS,
+        metavar="FILE",
+        help="bench.json of cellar bench, or a result of this command",
+    )
     result.add_argument("--replicas", type=int, nargs="+", metavar="N")
     result.add_argument("--policies", nargs="+", choices=POLICIES, default=[*POLICIES])
     result.add_argument("--requests", type=int, default=100_000, help="about this many, 10 a replica at least")
@@ -103,37 +101,25 @@ def request_seconds(costs: ServerCosts, prompt: float, fresh: float, *, slots: i
 def simulated(
     costs: ServerCosts, given: argparse.Namespace, policy: str, found: Sequence[Conversation], replicas: int
 ) -> dict[str, Any]:
-    """A row of the table: one policy, without failures and with them."""
+    """A row of the table: one policy; loads and times in seconds."""
     began = time.process_time()
-    results = [
-        Fleet(
-            FleetOptions(replicas=replicas, slots=given.slots, cells=given.cells, failures=share, seed=given.seed),
-            costs,
-            POLICIES[policy],
-            found,
-        ).run()
-        for share in (0.0, given.failures)
-    ]
+    options = FleetOptions(
+        replicas=replicas, slots=given.slots, cells=given.cells, failures=given.failures, seed=given.seed
+    )
+    result = Fleet(options, costs, POLICIES[policy], found).run()
     return {
         "replicas": replicas,
         "policy": policy,
         "load": given.load,
-        "requests": len(results[0].finished),
-        **figures(results[0]),
-        **{f"{name}_failures": value for name, value in figures(results[1]).items()},
-        "interrupted": results[1].interrupted,
-        "rerouted": results[1].rerouted,
-        "cpu_seconds": round(time.process_time() - began, 1),
-    }
-
-
-def figures(result: FleetResult) -> dict[str, float]:
-    """The figures of a table."""
-    return {
+        "failures": given.failures,
+        "requests": len(result.finished),
         "hit_share": result.hit_share,
         "ttft_p50": result.first_token(0.5),
         "ttft_p99": result.first_token(0.99),
         "imbalance": result.imbalance,
+        "interrupted": result.interrupted,
+        "rerouted": result.rerouted,
+        "cpu_seconds": round(time.process_time() - began, 1),
     }
 
 

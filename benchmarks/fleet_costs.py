@@ -45,9 +45,12 @@ class ServerCosts:
         return int((math.sqrt(linear**2 + 2 * self.pair * max(seconds, 0.0)) - linear) / self.pair)
 
 
-def costs_of_bench(path: Path) -> ServerCosts:
-    """Costs fitted to bench.json with the scenarios latency and throughput; ValueError without them."""
-    return costs_of_cells(json.loads(path.read_text(encoding="utf-8"))["cells"])
+def read_costs(path: Path) -> ServerCosts:
+    """Costs fitted to bench.json with latency and throughput, or those of a result of benchmarks.fleet."""
+    content = json.loads(path.read_text(encoding="utf-8"))
+    if "cells" in content:
+        return costs_of_cells(content["cells"])
+    return ServerCosts(**next(row["costs"] for row in content["rows"] if "costs" in row))
 
 
 def costs_of_cells(cells: Sequence[dict[str, Any]]) -> ServerCosts:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from server.affinity.chooser import CHOICES, CONVERSATION_WORTH, PREFIX_WORTH, SLOTS, ReplicaChooser
+from server.affinity.chooser import CHOICES, CONVERSATION_WORTH, PREFIX_WORTH, ReplicaChooser
 from server.affinity.keys import RequestKeys
 from server.affinity.memory import PrefixMemory
 
@@ -40,7 +40,7 @@ class Routing(RuleBasedStateMachine):
         assert set(one) <= available
         assert bool(one) == bool(available)
         if one:
-            assert loads[one[0]] < max(SLOTS, min(loads[name] for name in one) + CONVERSATION_WORTH) or len(one) == 1
+            assert loads[one[0]] < min(loads[name] for name in one) + CONVERSATION_WORTH
             for chooser in self.choosers:
                 chooser.record(keys, one[0])
 
@@ -67,13 +67,11 @@ def even(load: int = 0) -> dict[str, float]:
 
 
 def test_a_conversation_stays_where_it_is_up_to_the_limit() -> None:
-    """Its replica has at most CONVERSATION_WORTH requests more than the least loaded choice, or a free slot."""
+    """Its replica has fewer than CONVERSATION_WORTH requests more than the least loaded choice."""
     chooser, keys = ReplicaChooser(NAMES), RequestKeys("c1")
     chooser.record(keys, "r3")
 
     assert "r3" == chooser.choose(keys, even())[0]
-    assert "r3" == chooser.choose(keys, {**even(), "r3": SLOTS - 1})[0]
-    assert "r3" != chooser.choose(keys, {**even(), "r3": SLOTS})[0]
     assert "r3" == chooser.choose(keys, {**even(20), "r3": 20 + CONVERSATION_WORTH - 1})[0]
     assert "r3" != chooser.choose(keys, {**even(20), "r3": 20 + CONVERSATION_WORTH})[0]
 
@@ -102,7 +100,7 @@ def test_a_shorter_prefix_counts_where_the_replica_of_the_longest_is_full() -> N
     chooser = ReplicaChooser(NAMES)
     chooser.record(RequestKeys("c1", ("short",)), "r2")
     chooser.record(RequestKeys("c2", ("long",)), "r1")
-    loads = {**even(SLOTS), "r1": SLOTS + PREFIX_WORTH, "r2": SLOTS + 1}
+    loads = {**even(), "r1": PREFIX_WORTH, "r2": 1}
 
     assert "r2" == chooser.choose(RequestKeys("c3", ("long", "short")), loads)[0]
 
@@ -117,7 +115,7 @@ def test_a_popular_prefix_spreads_over_as_many_replicas_as_it_needs() -> None:
         loads[replica] += 1
 
     assert 120 == sum(loads.values())
-    assert max(loads.values()) <= max(SLOTS, min(loads.values()) + PREFIX_WORTH + CONVERSATION_WORTH)
+    assert max(loads.values()) <= min(loads.values()) + PREFIX_WORTH
 
 
 def test_requests_without_keys_go_to_the_less_loaded_of_two() -> None:
