@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,9 +31,6 @@ if TYPE_CHECKING:
 
 SERVER_GROUP = Group("Options of a server that is started", sort_key=1)
 EXIT_ADDRESS = 1
-# Rounds that a waiting OpenMP thread spins before it sleeps. A step with two threads on busy cores (measured): 451 ms
-# with libgomp's default of 300,000 rounds, 67 ms with 20,000, 13 ms with 2,000, 8 ms with 0 or 200.
-SPIN_COUNT = "1000"
 
 
 def make_app() -> App:
@@ -359,6 +355,8 @@ def _exposure(path: str) -> str:
 
 def run(settings: Settings) -> int:
     """Serve until a signal; the exit code."""
+    from engine.load.preload import limit_spinning
+
     limit_spinning()
     # Garbage collections free nothing during imports and take a sixth of their time (4.6 s without, 5.4 s with them).
     gc.disable()
@@ -384,15 +382,6 @@ def _run(settings: Settings, screen: LoadScreen) -> int:
         return EXIT_ADDRESS
     with listening:
         return asyncio.run(Lifecycle(_engine(settings, screen), settings, screen.print).run(listening))
-
-
-def limit_spinning() -> None:
-    """Limit the spinning of waiting OpenMP threads, unless the user has set it. Call before the import of torch.
-
-    On a busy machine a spinning thread takes the processor from the thread that it waits for.
-    """
-    if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
-        os.environ["GOMP_SPINCOUNT"] = SPIN_COUNT
 
 
 def _engine(settings: Settings, screen: LoadScreen) -> Engine:

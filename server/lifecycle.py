@@ -14,17 +14,17 @@ import os
 import signal
 import socket
 import sys
-import threading
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 import uvicorn
+from fastapi import FastAPI
 
 from engine.errors import EngineError, ModelError
 from engine.types.status import DraftingInfo, EmbeddingModelInfo, MemoryPlan, ModelInfo
-from server.app import create_app
 from server.configuration.settings import Settings
+from server.hosting import Hosting
 from server.http.descriptors import ListeningSocket, connection_limit, log_exhaustion
 from server.http.protocol import strict_protocol, strict_websocket
 from server.http.version import version
@@ -42,15 +42,11 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 SECOND_SIGNAL_SECONDS = 2.0
 # For the last bytes of responses after the end of the engine; a blocked send gets no more.
 FLUSH_SECONDS = 2
-CLOSE_SECONDS = 5.0
 BACKLOG = 1024
 # Of a Python thread that holds the interpreter lock: while a worker thread parses a large body, a step waits for the
 # lock several times. Python's default is 5 ms.
 SWITCH_SECONDS = 0.001
 CLOCK_TICK_SECONDS = 1.0
-IDLE_CHECK_SECONDS = 0.5
-# Consecutive checks without a request before the server counts as idle.
-IDLE_CHECKS = 4
 
 
 class SignalFreeServer(uvicorn.Server):
@@ -96,7 +92,8 @@ class Lifecycle:
 
     def __init__(self, engine: Engine, settings: Settings, print_line: Callable[[str], None]) -> None:
         self.engine, self.settings, self.print_line = engine, settings, print_line
-        self.server = SignalFreeServer(_config(engine, settings))
+        self.hosting = Hosting(engine, settings)
+        self.server = SignalFreeServer(_config(self.hosting.app, settings))
         self._exit_code = 0
         self._drain: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -112,7 +109,7 @@ class Lifecycle:
         for number in SIGNALS:
             loop.add_signal_handler(number, self.stop)
         try:
-            self.engine.start()
+            self.hosting.start()
             self._spawn(self._watch(_url(listening)))
             await self.server.serve(sockets=[listening])
         finally:
@@ -121,7 +118,7 @@ class Lifecycle:
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
-            closed = self._close_engine()
+            closed = self.hosting.close()
         if not closed:
             # At interpreter shutdown a thread inside torch would abort the process.
             logging.shutdown()
@@ -148,7 +145,7 @@ class Lifecycle:
             await asyncio.to_thread(freeze_garbage_collector)
             engine = self.engine
             self.print_line(banner(engine.info, engine.memory, engine.drafting, self.settings, url, engine.embedding))
-            self._spawn(self._prepare_when_idle())
+            self._spawn(self.hosting.prepare_when_idle())
             await self.engine.wait_dead()
             logger.critical("the engine ended: %s", self.engine.phase)
             self._exit_code = EXIT_ENGINE
@@ -158,28 +155,6 @@ class Lifecycle:
             self.print_line(f"cellar: {error}")
             self._exit_code = EXIT_MODEL if isinstance(error, ModelError) else EXIT_ENGINE
         self.server.should_exit = True
-
-    async def _prepare_when_idle(self) -> None:
-        """When the server is idle, build the tokenizer tables that the first grammar needs, part by part.
-
-        llguidance holds the interpreter lock for a whole part, up to 0.6 s with 262,000 tokens (measured). A check
-        before each part keeps streams from pausing that long.
-        """
-        quiet, missing = 0, True
-        while missing:
-            await asyncio.sleep(IDLE_CHECK_SECONDS)
-            numbers = self.engine.stats()
-            quiet = 0 if numbers.running or numbers.waiting else quiet + 1
-            if quiet >= IDLE_CHECKS:
-                missing = await asyncio.to_thread(self._prepare_grammars)
-
-    def _prepare_grammars(self) -> bool:
-        """Build a part of the tables; whether another part is missing."""
-        try:
-            return self.engine.grammars.prepare()
-        except (EngineError, OSError) as error:
-            logger.warning("the first grammar will be slow, its tables are not built: %s", error)
-            return False
 
     def _spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -194,13 +169,6 @@ class Lifecycle:
             logger.critical("the server ends after an unexpected exception", exc_info=error)
             self._exit_code = EXIT_ENGINE
             self.server.should_exit = True
-
-    def _close_engine(self) -> bool:
-        """Join the engine thread, with a timeout since it may be loading weights; whether it ended."""
-        closing = threading.Thread(target=self.engine.close, name="close", daemon=True)
-        closing.start()
-        closing.join(CLOSE_SECONDS)
-        return not closing.is_alive()
 
 
 def freeze_garbage_collector() -> None:
@@ -234,10 +202,10 @@ def _url(listening: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _config(engine: Engine, settings: Settings) -> uvicorn.Config:
+def _config(app: FastAPI, settings: Settings) -> uvicorn.Config:
     limits = replace(settings.limits, connections=connection_limit(settings.limits.connections))
     return uvicorn.Config(
-        create_app(engine, settings),
+        app,
         http=strict_protocol(limits, direct_writes=settings.direct_writes),
         ws=strict_websocket(limits),
         ws_max_size=limits.body_bytes,

@@ -45,8 +45,8 @@ def available_bytes(config: EngineConfig | None = None) -> int:
     available, left = int(psutil.virtual_memory().available), free_memory_bytes()
     limits: list[int] = [available, *(() if left is None else (left,))]
     if config is not None and config.memory is not None:
-        used = int(psutil.Process().memory_info().rss) + config.host_cache_bytes
-        limits.append(max(0, _limit_bytes(config.memory) - used))
+        resident = int(psutil.Process().memory_info().rss)
+        limits.append(max(0, _limit_bytes(config.memory) - resident - config.host_cache_bytes))
     return min(limits)
 
 

@@ -9,8 +9,20 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
+# Rounds that a waiting OpenMP thread spins before it sleeps. A step with two threads on busy cores (measured): 451 ms
+# with libgomp's default of 300,000 rounds, 67 ms with 20,000, 13 ms with 2,000, 8 ms with 0 or 200.
+SPIN_COUNT = "1000"
 # In the order and with the visibility of the import of torch.
 _LIBRARIES = (("libtorch_global_deps.so", os.RTLD_GLOBAL), ("libtorch_python.so", os.RTLD_LOCAL))
+
+
+def limit_spinning() -> None:
+    """Limit the spinning of waiting OpenMP threads, unless the user has set it. Call before the import of torch.
+
+    On a busy machine a spinning thread takes the processor from the thread that it waits for.
+    """
+    if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
+        os.environ["GOMP_SPINCOUNT"] = SPIN_COUNT
 
 
 def preload_torch() -> threading.Thread:

@@ -10,12 +10,14 @@ import os
 import sqlite3
 import stat
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
 MEMORY = ":memory:"
 BUSY_SECONDS = 10.0
+# The key of the advisory lock in PostgreSQL.
+SCHEMA_LOCK = 0x63656C6C6172
 
 Value = str | int | float | bytes | None
 Row = tuple[Any, ...]
@@ -33,6 +35,9 @@ class Database(Protocol):
 
     def transaction(self) -> AbstractContextManager[None]:
         """Commit all statements of the block, or none if it raises."""
+
+    def schema_lock(self) -> AbstractContextManager[None]:
+        """Exclude other processes while the block creates the schema."""
 
     def close(self) -> None:
         """Close the connection."""
@@ -63,6 +68,10 @@ class SqliteDatabase:
         with _as_store_error(sqlite3.Error), self._connection:
             yield
 
+    def schema_lock(self) -> AbstractContextManager[None]:
+        """Nothing: each statement locks the file, and none is needed where the schema exists."""
+        return nullcontext()
+
     def close(self) -> None:
         """Close the connection."""
         self._connection.close()
@@ -92,6 +101,15 @@ class PostgresDatabase:
         """Commit all statements of the block, or none if it raises."""
         with _as_store_error(self._psycopg.Error), self._connection.transaction():
             yield
+
+    @contextmanager
+    def schema_lock(self) -> Iterator[None]:
+        """Exclude other processes: of two CREATE IF NOT EXISTS at the same time one fails."""
+        self.run("SELECT pg_advisory_lock(?)", [SCHEMA_LOCK])
+        try:
+            yield
+        finally:
+            self.run("SELECT pg_advisory_unlock(?)", [SCHEMA_LOCK])
 
     def close(self) -> None:
         """Close the connection."""

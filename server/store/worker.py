@@ -41,9 +41,10 @@ class DatabaseWorker:
     def _connected(self) -> Database:
         if self._database is None:
             database = connect(self._location)
-            for statement in self._schema:
-                database.run(statement)
-            if self._migrate is not None:
-                self._migrate(database)
+            with database.schema_lock():
+                for statement in self._schema:
+                    database.run(statement)
+                if self._migrate is not None:
+                    self._migrate(database)
             self._database = database
         return self._database

@@ -18,7 +18,8 @@ import pytest
 
 from engine.errors import InvalidRequest
 from engine.types.status import Stats
-from server.lifecycle import IDLE_CHECKS, Lifecycle, listen
+from server.hosting import IDLE_CHECKS
+from server.lifecycle import Lifecycle, listen
 from tests.server.fakes import FakeEngine, settings
 from tests.server.wire import CHAT, connected, exchange, get, post, read_all, read_until, status
 
@@ -189,7 +190,7 @@ def test_the_exit_codes_differ() -> None:
 
 def test_grammar_tables_are_built_when_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each part after some checks without running requests."""
-    monkeypatch.setattr("server.lifecycle.IDLE_CHECK_SECONDS", 0)
+    monkeypatch.setattr("server.hosting.IDLE_CHECK_SECONDS", 0)
     idle = [0] * IDLE_CHECKS
     checks = iter([1, *idle[1:], 1, 1, *idle, 0, 1, *idle, *[0] * 1000])
     engine, output, missing = FakeEngine(), list[str](), list[int]()
@@ -210,7 +211,7 @@ def test_a_failed_preparation_is_logged(
     error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The server continues; requests with a grammar get the reason."""
-    monkeypatch.setattr("server.lifecycle.IDLE_CHECK_SECONDS", 0)
+    monkeypatch.setattr("server.hosting.IDLE_CHECK_SECONDS", 0)
     engine = FakeEngine()
     monkeypatch.setattr(engine.grammars, "prepare", lambda: (_ for _ in ()).throw(error))
 

@@ -1,0 +1,112 @@
+"""An engine and its app inside any process: without port, signals and exit codes.
+
+`cellar serve` adds these (lifecycle.py); Ray's replicas and other programs use `hosted`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+from fastapi import FastAPI
+
+from engine.errors import EngineError
+from engine.load.preload import limit_spinning
+from server.app import create_app
+from server.configuration.settings import Settings
+
+if TYPE_CHECKING:
+    from engine.engine import Engine
+
+logger = logging.getLogger("cellar")
+
+CLOSE_SECONDS = 5.0
+IDLE_CHECK_SECONDS = 0.5
+# Consecutive checks without a request before the server counts as idle.
+IDLE_CHECKS = 4
+
+
+class Hosting:
+    """An engine and its app. All methods belong to the event loop's thread."""
+
+    def __init__(self, engine: Engine, settings: Settings) -> None:
+        self.engine, self.settings = engine, settings
+        self.app = create_app(engine, settings)
+
+    def start(self) -> None:
+        """Start the engine, which loads its model."""
+        self.engine.start()
+
+    async def prepare_when_idle(self) -> None:
+        """When the server is idle, build the tokenizer tables that the first grammar needs, part by part.
+
+        llguidance holds the interpreter lock for a whole part, up to 0.6 s with 262,000 tokens (measured). A check
+        before each part keeps streams from pausing that long.
+        """
+        quiet, missing = 0, True
+        while missing:
+            await asyncio.sleep(IDLE_CHECK_SECONDS)
+            numbers = self.engine.stats()
+            quiet = 0 if numbers.running or numbers.waiting else quiet + 1
+            if quiet >= IDLE_CHECKS:
+                missing = await asyncio.to_thread(self._prepare_grammars)
+
+    def _prepare_grammars(self) -> bool:
+        """Build a part of the tables; whether another part is missing."""
+        try:
+            return self.engine.grammars.prepare()
+        except (EngineError, OSError) as error:
+            logger.warning("the first grammar will be slow, its tables are not built: %s", error)
+            return False
+
+    def close(self) -> bool:
+        """Join the engine thread, with a timeout since it may be loading weights; whether it ended."""
+        closing = threading.Thread(target=self.engine.close, name="close", daemon=True)
+        closing.start()
+        closing.join(CLOSE_SECONDS)
+        return not closing.is_alive()
+
+
+@asynccontextmanager
+async def hosted(settings: Settings, engine: Engine | None = None) -> AsyncGenerator[FastAPI, None]:
+    """The app of a loaded engine. Raises ModelError or EngineDead of a failed load.
+
+    At the end of the block running requests have `settings.grace_seconds` to finish; then the engine is closed.
+
+    engine  not started yet; by default one is created from the settings
+    """
+    if engine is None:
+        engine = await asyncio.to_thread(_create_engine, settings)
+    hosting = Hosting(engine, settings)
+    hosting.start()
+    try:
+        await hosting.engine.wait_ready()
+        async with hosting.app.router.lifespan_context(hosting.app), _running(hosting.prepare_when_idle()):
+            yield hosting.app
+            await hosting.engine.drain(settings.grace_seconds)
+    finally:
+        if not await asyncio.to_thread(hosting.close):
+            logger.error("the engine thread did not end within %g s", CLOSE_SECONDS)
+
+
+@asynccontextmanager
+async def _running(work: Coroutine[None, None, None]) -> AsyncGenerator[None, None]:
+    """A task that is cancelled at the end of the block."""
+    task = asyncio.create_task(work)
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def _create_engine(settings: Settings) -> Engine:
+    # The import of torch takes seconds.
+    limit_spinning()
+    from engine.engine import Engine
+
+    return Engine(settings.engine_config())
