@@ -45,6 +45,7 @@ class Cache:
                       window need fewer (GroupSpec.pool_cells). slots x capacity is always enough
     max_batch_tokens  tokens of one forward; None: capacity
     state_bytes       of recurrent states in the prefix tree; None: the model has no recurrent layers
+    state_spacing     tokens between two of its recurrent states at least, beside the ends of prompts and answers
     offload           host memory and disk for evicted prefixes; None: neither
     dtype             storage of keys and values: any floating type, or int8 (kvcache/kv_buffer.py)
     on_move           called with (group, old cells, new cells, distance) before a shift moves keys
@@ -61,6 +62,7 @@ class Cache:
         cells: int,
         max_batch_tokens: int | None = None,
         state_bytes: int | None = None,
+        state_spacing: int = 1,
         offload: OffloadConfig | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
@@ -83,7 +85,9 @@ class Cache:
             for at, (spec, size) in enumerate(zip(specs, sizes, strict=True))
         )
         self._full_groups = [group for group in self._groups if group.spec.attention_range.kind == "full"]
-        self.recurrent_states = None if state_bytes is None else RecurrentStates(slots, state_bytes, target)
+        self.recurrent_states = (
+            None if state_bytes is None else RecurrentStates(slots, state_bytes, target, spacing=state_spacing)
+        )
         self._components = CacheComponents(
             self._groups if self.recurrent_states is None else (*self._groups, self.recurrent_states)
         )

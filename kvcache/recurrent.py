@@ -52,11 +52,12 @@ class RecurrentStates:
 
     budget_bytes  of states in the prefix tree
     device        of loaded states
+    spacing       tokens between two states of a slot or of a node of the prefix tree, at least, beside the last one
     """
 
-    def __init__(self, slots: int, budget_bytes: int, device: torch.device | str = "cpu") -> None:
+    def __init__(self, slots: int, budget_bytes: int, device: torch.device | str = "cpu", *, spacing: int = 1) -> None:
         self._slots = [_SlotStates() for _ in range(slots)]
-        self._budget = budget_bytes
+        self._budget, self._spacing = budget_bytes, spacing
         self._device = torch.device(device)
         self._held_bytes = 0
 
@@ -97,6 +98,8 @@ class RecurrentStates:
             own.length = span.stop
             own.states |= {stop: {} for _, stop in span.state_ranges}
             if span.length > 1 and not span.draft_tokens:
+                if self._is_too_close(own.checkpoints):
+                    own.checkpoints.pop()
                 own.checkpoints.append(span.stop)
 
     def release_out_of_reach(self) -> None:
@@ -137,9 +140,16 @@ class RecurrentStates:
         return Checkpoints(stop - start, {at - start: state for at, state in states if start < at <= stop})
 
     def concat(self, first: Checkpoints, second: Checkpoints) -> Checkpoints:
-        """The states of two adjacent ranges."""
+        """The states of two adjacent ranges.
+
+        The state at the end of the first is released if it is too close to the one before it and the second range ends
+        at a state.
+        """
+        earlier = dict(first.states)
+        if first.length in earlier and second.length in second.states and self._is_too_close(sorted(earlier)):
+            self._held_bytes -= Checkpoints(first.length, {first.length: earlier.pop(first.length)}).bytes
         later = {first.length + at: state for at, state in second.states.items()}
-        return Checkpoints(first.length + second.length, first.states | later)
+        return Checkpoints(first.length + second.length, earlier | later)
 
     def resume_depth(self, ranges: Sequence[tuple[int, Checkpoints]], cached_length: int, length: int) -> int:
         """The last position up to `length` that has a state in the ranges; else `cached_length`."""
@@ -204,6 +214,10 @@ class RecurrentStates:
         loaded = Checkpoints(stop - start, states)
         self._held_bytes += loaded.bytes
         return loaded
+
+    def _is_too_close(self, positions: Sequence[int]) -> bool:
+        """Whether the last of ascending positions is less than the spacing behind the one before it, or 0."""
+        return bool(positions) and positions[-1] - (positions[-2] if len(positions) > 1 else 0) < self._spacing
 
 
 def _hashable(name: object) -> Hashable:

@@ -22,6 +22,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from engine.errors import EngineError, ModelError
+from engine.load.resources import release_freed_memory
 from engine.types.status import DraftingInfo, EmbeddingModelInfo, MemoryPlan, ModelInfo
 from server.configuration.settings import Settings
 from server.hosting import Hosting
@@ -172,8 +173,12 @@ class Lifecycle:
 
 
 def freeze_garbage_collector() -> None:
-    """Exclude loaded objects from garbage collection: a full collection stops every thread for 0.2 s (measured)."""
+    """Exclude loaded objects from garbage collection: a full collection stops every thread for 0.2 s (measured).
+
+    The memory of collected objects is returned to the system: the first start of a model checks it in 200 MiB.
+    """
     gc.collect()
+    release_freed_memory()
     gc.freeze()
 
 

@@ -66,6 +66,7 @@ def _make_cache(
         cells=model.memory.cells,
         max_batch_tokens=max_batch_tokens(config, model.info.slots),
         state_bytes=state_bytes,
+        state_spacing=config.chunk,
         offload=offload_config(config, identity),
         dtype=model.kv_dtype,
         device=config.device,

@@ -260,9 +260,11 @@ def _groups(sizes: ModelSizes) -> tuple[GroupSize, ...]:
 
 
 def _states_bytes(config: EngineConfig, state_bytes: int, plan: MemoryPlan, context: int, slots: int) -> int:
-    """Every prefill step leaves a checkpoint of each slot in it, up to the budget of the prefix tree."""
-    steps = -(-slots * context // config.chunk)
-    return slots * state_bytes + min(steps * slots * state_bytes, state_budget(plan))
+    """The last state of each slot, and its checkpoints in the prefix tree up to their budget: one for each chunk of a
+    prompt, one at its end and one at the end of the answer.
+    """
+    checkpoints = slots * (context // config.chunk + 2)
+    return slots * state_bytes + min(checkpoints * state_bytes, state_budget(plan))
 
 
 def _settings(config: EngineConfig, sizes: ModelSizes, left: int) -> tuple[MemoryPlan | None, str | None, int, int]:

@@ -67,6 +67,46 @@ def test_a_partly_kept_span_goes_back_to_its_start() -> None:
     assert (5, 5) == (cache.cached_length(0), count(cache, 0))
 
 
+def test_checkpoints_of_a_slot_keep_their_spacing() -> None:
+    cache = Cache(LAYERS, slots=3, capacity=40, cells=120, state_bytes=10**6, state_spacing=8)
+    for length in (3, 4, 2, 8, 5, 1):
+        feed(cache, 0, length)
+
+    reached = [cache.rewind(0, position) for position in (22, 21, 16, 8)]
+
+    assert [22, 17, 9, 0] == reached
+    assert 0 == count(cache, 0)
+
+
+def test_states_of_the_prefix_tree_keep_their_spacing() -> None:
+    """The last state of a prompt stays until a later one replaces it; the budget counts the kept ones."""
+    cache = Cache(LAYERS, slots=3, capacity=40, cells=120, state_bytes=3 * BYTES, state_spacing=8)
+    tokens = list(range(30))
+    for length in (3, 4, 2, 8, 5, 2):
+        feed(cache, 0, length)
+        cache.insert_prefix(0, tokens[: cache.cached_length(0)])
+
+    reached = []
+    for position in (24, 23, 16, 8):
+        cache.clear(1)
+        reached.append(cache.reuse_prefix(1, tokens[:position]))
+
+    assert [24, 17, 9, 0] == reached
+    assert cache.recurrent_states is not None
+    assert 0 == cache.recurrent_states.over_budget()
+
+
+def test_a_state_that_ends_a_message_stays() -> None:
+    cache = Cache(LAYERS, slots=3, capacity=40, cells=120, state_bytes=10**6, state_spacing=8)
+    tokens = list(range(30))
+    feed(cache, 0, 3)
+    cache.insert_prefix(0, tokens[:3], checkpoint=True)
+    feed(cache, 0, 20)
+    cache.insert_prefix(0, tokens[:23])
+
+    assert 3 == cache.reuse_prefix(1, tokens[:5])
+
+
 @pytest.mark.parametrize("kept", range(1, 5))
 def test_draft_tokens_stay_as_far_as_accepted(kept: int) -> None:
     cache = make()
