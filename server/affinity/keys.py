@@ -133,10 +133,13 @@ class PrefixHasher:
 
     def add_all(self, parts: Iterator[str] | tuple[str, ...]) -> None:
         """Add texts until the hasher is full; each is terminated, so their boundaries count."""
+        added, missing = [], LONGEST_PREFIX - self._length
         for part in parts:
-            if self.full:
-                return
-            self._add(f"{part[:LONGEST_PREFIX]}\0")
+            if missing <= 0:
+                break
+            added.append(part[:missing])
+            missing -= len(part) + 1
+        self._add("\0".join((*added, "")))
 
     def digest(self) -> str:
         """The digest of the text so far."""
