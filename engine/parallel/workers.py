@@ -74,7 +74,7 @@ class Workers:
             done = True
         finally:
             if not done:
-                self._lose("a step failed on rank 0, which left the ranks out of step")
+                self._lose(self.end_reason() or "a step failed on rank 0, which left the ranks out of step")
 
     def end_reason(self) -> str | None:
         """Why the workers cannot continue; None: they can."""

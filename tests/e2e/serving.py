@@ -23,13 +23,13 @@ def serving(flags: Sequence[str], errors: IO[str]) -> Iterator[str]:
     command = [sys.executable, "-c", "from server.cli import main; main()", "serve", *port, *flags]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, text=True) as server:
         try:
-            yield address(server)
+            yield read_address(server)
         finally:
             server.terminate()
             assert 0 == server.wait(30)
 
 
-def address(server: subprocess.Popen[str]) -> str:
+def read_address(server: subprocess.Popen[str]) -> str:
     """The address of a server process, once it is ready: read from its start-up lines."""
     assert server.stdout is not None
     output: list[str] = []

@@ -16,7 +16,7 @@ import openai
 import pytest
 
 from bench.prompts import sentence
-from tests.e2e.serving import ROOT, address
+from tests.e2e.serving import ROOT, read_address
 
 REQUESTS = 200
 PATIENCE_SECONDS = 240.0
@@ -29,7 +29,7 @@ def served(store: Path) -> Iterator[tuple[subprocess.Popen[str], openai.OpenAI]]
     command = [sys.executable, "-c", "from server.cli import main; main()", "serve", *options]
     with (
         subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server,
-        openai.OpenAI(base_url=f"{address(server)}/v1", api_key="none", max_retries=2) as client,
+        openai.OpenAI(base_url=f"{read_address(server)}/v1", api_key="none", max_retries=2) as client,
     ):
         try:
             yield server, client

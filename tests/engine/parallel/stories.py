@@ -24,7 +24,7 @@ CHUNK = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class Outcome:
     """The outcome of a story: tokens by request, numbers that agree but for rounding, and what the engine counted."""
 
     tokens: dict[str, list[int]]
@@ -50,7 +50,7 @@ def prompts() -> list[list[int]]:
     return [shared[: 4 + 12 * at] + torch.randint(3, 250, (6 + at,), generator=generator).tolist() for at in range(4)]
 
 
-def told(core: Core, jobs: Iterable[Request | Job]) -> Told:
+def outcome(core: Core, jobs: Iterable[Request | Job]) -> Outcome:
     """The answers to the requests."""
     answers = play(core, [job if isinstance(job, Job) else Job(job) for job in jobs])
     stats = core.stats()
@@ -64,7 +64,7 @@ def told(core: Core, jobs: Iterable[Request | Job]) -> Told:
         "failed": stats.failed_total,
     }
     numbers = [number for answer in answers.values() for number in _numbers(answer)]
-    return Told({name: answer.tokens for name, answer in answers.items()}, numbers, counts)
+    return Outcome({name: answer.tokens for name, answer in answers.items()}, numbers, counts)
 
 
 def _numbers(answer: Answer) -> list[float]:
@@ -73,45 +73,47 @@ def _numbers(answer: Answer) -> list[float]:
     return [*(entry.chosen.logprob for entry in (*answer.logprobs, *scored)), *chain(*vectors)]
 
 
-def batch(loaded: LoadedModel) -> Told:
+def batch(loaded: LoadedModel) -> Outcome:
     """Prompts in chunks, arriving in turn, in one batch; then prompts that continue them, and a sampled text."""
     core = core_of(loaded, slots=4, cells=512, context=128)
-    first = told(core, [Job(ask(f"{at}", prompt, 24, ignore_eos=True), 2 * at) for at, prompt in enumerate(prompts())])
+    first = outcome(
+        core, [Job(ask(f"{at}", prompt, 24, ignore_eos=True), 2 * at) for at, prompt in enumerate(prompts())]
+    )
     further = [[*prompt, *first.tokens[f"{at}"][:10]] for at, prompt in enumerate(prompts())]
     sampling = SamplingParams(temperature=1.0, top_p=0.9, seed=7)
     jobs = [ask(f"hit {at}", prompt, 16, ignore_eos=True) for at, prompt in enumerate(further)]
-    second = told(core, [*jobs, ask("sampled", further[0], 16, ignore_eos=True, sampling=sampling)])
-    return Told(first.tokens | second.tokens, [], second.counts)
+    second = outcome(core, [*jobs, ask("sampled", further[0], 16, ignore_eos=True, sampling=sampling)])
+    return Outcome(first.tokens | second.tokens, [], second.counts)
 
 
-def drafts(loaded: LoadedModel) -> Told:
+def drafts(loaded: LoadedModel) -> Outcome:
     """Drafts of the lookup, some of them right, for two texts that repeat themselves."""
     core = core_of(loaded, slots=2, cells=256, context=128, drafter="lookup", draft_tokens=3)
-    return told(core, [ask(f"{at}", [5, 6, 7, 8 + at] * 5, 48, ignore_eos=True) for at in range(2)])
+    return outcome(core, [ask(f"{at}", [5, 6, 7, 8 + at] * 5, 48, ignore_eos=True) for at in range(2)])
 
 
-def shifts(loaded: LoadedModel) -> Told:
+def shifts(loaded: LoadedModel) -> Outcome:
     """A full context that shifts several times, beside a text that does not."""
     core = core_of(loaded, slots=2, cells=128, context=48)
     long = ask("long", prompts()[1], 100, ignore_eos=True, overflow="shift", keep=2)
-    return told(core, [long, ask("short", prompts()[0], 30, ignore_eos=True)])
+    return outcome(core, [long, ask("short", prompts()[0], 30, ignore_eos=True)])
 
 
-def shared_shifts(loaded: LoadedModel) -> Told:
+def shared_shifts(loaded: LoadedModel) -> Outcome:
     """A shift in private copies: the cells of its prompt are those of the prefix tree and of another slot, too."""
     core = core_of(loaded, slots=2, cells=160, context=48)
     prompt = prompts()[2][:30]
     first = ask("first", prompt, 60, ignore_eos=True, overflow="shift", keep=2)
-    return told(core, [Job(first), Job(ask("second", [*prompt, 9], 10, ignore_eos=True), 4)])
+    return outcome(core, [Job(first), Job(ask("second", [*prompt, 9], 10, ignore_eos=True), 4)])
 
 
-def preemption(loaded: LoadedModel) -> Told:
+def preemption(loaded: LoadedModel) -> Outcome:
     """Three texts in cells for two: one is preempted and resumes."""
     core = core_of(loaded, slots=3, cells=96, context=64)
-    return told(core, [ask(f"{at}", prompt, 30, ignore_eos=True) for at, prompt in enumerate(prompts()[:3])])
+    return outcome(core, [ask(f"{at}", prompt, 30, ignore_eos=True) for at, prompt in enumerate(prompts()[:3])])
 
 
-def numbers(loaded: LoadedModel) -> Told:
+def numbers(loaded: LoadedModel) -> Outcome:
     """Log-probabilities of sampled and of prompt tokens, and a pooled hidden state, in one batch with a text."""
     core = core_of(loaded, slots=4, cells=256, context=64)
     prompt = prompts()[1]
@@ -120,10 +122,10 @@ def numbers(loaded: LoadedModel) -> Told:
         ask("vector", prompt, pooling="mean"),
         ask("text", prompts()[0], 8, ignore_eos=True),
     ]
-    return told(core, jobs)
+    return outcome(core, jobs)
 
 
-STORIES: dict[str, Callable[[LoadedModel], Told]] = {
+STORIES: dict[str, Callable[[LoadedModel], Outcome]] = {
     story.__name__: story for story in (batch, drafts, shifts, shared_shifts, preemption, numbers)
 }
 # By story, what it must have counted.
