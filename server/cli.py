@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, TextIO
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import App, Group, Parameter
 from rich.console import Console
@@ -18,8 +17,9 @@ from rich.console import Console
 from bench.options import BenchOptions
 from server.commands.option_sources import EXIT_USAGE, SECTIONS, Environment, File, check_environment
 from server.configuration.config_file import exposes_keys, find
+from server.configuration.logs import configure_logging
 from server.configuration.options import serve_arguments, serve_environment
-from server.configuration.settings import ENVIRONMENT_PREFIX, LogLevel, Settings, is_world_readable, make_disk_cache
+from server.configuration.settings import ENVIRONMENT_PREFIX, Settings, is_world_readable, make_disk_cache
 from server.http.version import version
 from server.store.database import StoreError
 from server.store.store import check_store
@@ -374,7 +374,7 @@ def _run(settings: Settings, screen: LoadScreen) -> int:
     preload_torch()
     from server.lifecycle import Lifecycle, listen
 
-    _configure_logging(settings.log_level)
+    configure_logging(settings.log_level, settings.log_format)
     try:
         listening = listen(settings.host, settings.port)
     except OSError as error:
@@ -397,26 +397,3 @@ def _engine(settings: Settings, screen: LoadScreen) -> Engine:
 
 def _print_line(text: str) -> None:
     print(text, flush=True)
-
-
-class StderrHandler(logging.StreamHandler[TextIO]):
-    """Writes to sys.stderr of the moment: while a progress line is drawn, it is another stream."""
-
-    @property
-    def stream(self) -> TextIO:
-        """The stream."""
-        return sys.stderr
-
-    @stream.setter
-    def stream(self, _: TextIO) -> None:
-        """The constructor of the base class sets it."""
-
-
-def _configure_logging(level: LogLevel) -> None:
-    format_ = "%(asctime)s %(levelname)s %(name)s %(message)s"
-    logging.basicConfig(level=level.upper(), format=format_, handlers=[StderrHandler()])
-    # At DEBUG these log every chunk of every response, or every packet.
-    for name in ("sse_starlette", "asyncio", "urllib3", "httpcore"):
-        logging.getLogger(name).setLevel(logging.INFO)
-    # A warning for every malformed request would let any client fill the log.
-    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)

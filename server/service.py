@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING
 from anyio import CapacityLimiter
 
 from engine.errors import Draining, EngineDead, Loading, SequenceFailed, Unsatisfiable
-from engine.types.events import Delta, Event, Failed
+from engine.types.events import Delta, Event, Failed, Finished
 from engine.types.request import EmbeddingJob, Request
 from engine.types.snapshot import EngineSnapshot
 from engine.types.status import EmbeddingModelInfo
 from server.configuration.settings import Settings
+from server.http.access_log import current
 from server.http.auth import caller
 from server.http.errors import MODEL_NOT_FOUND, ApiError
 from server.http.events import ChoiceEvents, DeltaSink
@@ -141,6 +142,8 @@ class Service:
     ) -> AsyncGenerator[tuple[int, Event], None]:
         async for event in stream:
             timer.observe(event)
+            if isinstance(event, Finished) and (record := current()) is not None:
+                record.add(self.settings.model_names[0], event)
             if isinstance(event, Failed):
                 self._raise_failure(event)
             yield choice, event

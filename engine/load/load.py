@@ -304,9 +304,7 @@ def keeps_formats(settings: EngineConfig) -> bool:
     return settings.quantize in ("none", "auto") and settings.dtype == "auto" and settings.device == "cpu"
 
 
-def _read_weights(
-    name: str, path: Path, config: Any, dtype: torch.dtype, ranks: int
-) -> tuple[Any, dict[str, Any]]:
+def _read_weights(name: str, path: Path, config: Any, dtype: torch.dtype, ranks: int) -> tuple[Any, dict[str, Any]]:
     """The model with the weights of a folder, and the report of transformers on them. Raises READ_ERRORS.
 
     ranks  processes that each read their part of the weights

@@ -21,6 +21,7 @@ from engine.config import BUNDLED_NAME, ConfigError, Dtype, EngineConfig, KvDtyp
 from engine.types.request import DrafterChoice, MlaMode, Overflow
 
 LogLevel = Literal["debug", "info", "warning", "error"]
+LogFormat = Literal["text", "json"]
 
 ENVIRONMENT_PREFIX = "CELLAR_"
 CONTAINER_SECRETS = "/run/secrets"
@@ -274,6 +275,7 @@ class Settings:
         ),
     ] = False
     log_level: Annotated[LogLevel, Parameter(help="Lowest level of log lines.")] = "info"
+    log_format: Annotated[LogFormat, Parameter(help="Lines of text, or a JSON object a line.")] = "text"
     insecure_no_auth: Annotated[
         bool, Parameter(help="Allow an address that is not loopback without API keys.", show_default="off")
     ] = False

@@ -13,6 +13,7 @@ from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from server.configuration.settings import split_organisation
+from server.http.access_log import current
 from server.http.errors import INVALID_API_KEY, ApiError, error_response
 
 # Compared with scope["path"] literally: no prefix, no case folding, no URL rebuilt from the Host header
@@ -52,7 +53,9 @@ class AuthMiddleware:
 
     def __init__(self, app: ASGIApp, keys: Iterable[str], open_paths: Collection[str] = ()) -> None:
         self.app, self._open_paths = app, OPEN_PATHS.union(open_paths)
-        self._owners = dict(_owners_of(tuple(keys)))
+        keys = tuple(keys)
+        self._owners = dict(_owners_of(keys))
+        self._organisations = {_organisation_id(name): name for name, _ in map(split_organisation, keys) if name}
         self._digests = list(self._owners)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -64,6 +67,9 @@ class AuthMiddleware:
         if acting is not None or self._is_authorized(scope):
             state = scope.setdefault("state", {})
             state[OWNER_KEY] = self._owner(scope) if acting is None else acting
+            if (record := current()) is not None:
+                # The owner of a key without an organisation is a digest of the key.
+                record.key = self._organisations.get(state[OWNER_KEY], state[OWNER_KEY][:8])
             token = _current_caller.set(
                 Caller(state[OWNER_KEY], str(state.get("request_id", "")), batch=acting is not None)
             )
@@ -104,11 +110,15 @@ def _owners_of(keys: Sequence[str]) -> Iterator[tuple[bytes, str]]:
     for entry in keys:
         organisation, key = split_organisation(entry)
         if organisation:
-            owner = _owner_id(b"organisation " + organisation.encode())
+            owner = _organisation_id(organisation)
             # The whole entry is a key as well, since a key may contain a colon.
             yield from ((_digest(text.encode()), owner) for text in (entry, key))
         else:
             yield _digest(key.encode()), "" if alone else _owner_id(b"owner " + key.encode())
+
+
+def _organisation_id(name: str) -> str:
+    return _owner_id(b"organisation " + name.encode())
 
 
 def _owner_id(owner: bytes) -> str:

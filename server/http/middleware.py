@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import re
-import time
 import uuid
 from collections.abc import Collection
 
@@ -18,6 +17,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from server.http.access_log import AccessRecord, begin
 from server.http.errors import (
     BODY_TOO_LARGE,
     HOST_NOT_ALLOWED,
@@ -168,8 +168,11 @@ class _ResponseLog:
         requested = Headers(scope=scope).get("x-request-id", "")
         self.id = requested if _request_id.fullmatch(requested) else f"req_{uuid.uuid4().hex}"
         self.status: int | None = None
-        self._scope, self._send, self._started = scope, send, time.monotonic()
+        self._scope, self._send = scope, send
         scope.setdefault("state", {})["request_id"] = self.id
+        client = scope.get("client") or ("",)
+        self._record = AccessRecord(self.id, scope.get("method", "WEBSOCKET"), client[0])
+        begin(self._record)
 
     async def send(self, message: Message) -> None:
         if message["type"] in _start_messages:
@@ -183,10 +186,8 @@ class _ResponseLog:
         route = getattr(self._scope.get("route"), "path", "none")
         status = self.status if self.status is not None else 0
         metrics.count_response(route, status)
-        milliseconds = (time.monotonic() - self._started) * 1000
         level = logging.DEBUG if route in _paths_logged_at_debug else logging.INFO
-        method = self._scope.get("method", "WEBSOCKET")
-        logger.log(level, "%s %s %s %d %.1fms", self.id, method, route, status, milliseconds)
+        self._record.log(level, route, status)
 
 
 def _media_type_error(scope: Scope) -> str:

@@ -198,7 +198,6 @@ def test_an_unknown_variable_is_an_error(
 def test_variables_of_others_are_left_alone(parsed: Any) -> None:
     """Variables of bench, compose.yaml and docker/, and of Kubernetes for a service called cellar or cellar-web."""
     environment = {
-        "CELLAR_MEMORY": "8g",
         "CELLAR_IMAGES": "x",
         "CELLAR_ROUNDS": "1",
         "CELLAR_SERVICE_HOST": "10.0.0.1",
@@ -423,7 +422,7 @@ def test_spinning_of_threads_is_limited(
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(cli, "_engine", load)
-    monkeypatch.setattr(cli, "_configure_logging", lambda level: None)
+    monkeypatch.setattr(cli, "configure_logging", lambda level, form: None)
     with pytest.raises(KeyboardInterrupt):
         cli.run(Settings(port=0))
 

@@ -1,0 +1,85 @@
+"""The access log: a line for each request, without contents."""
+
+from __future__ import annotations
+
+import logging
+import time
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+from engine.types.events import Finished
+
+logger = logging.getLogger("cellar.http")
+
+
+@dataclass(slots=True)
+class AccessRecord:
+    """One HTTP request, for its log line.
+
+    id      of the request
+    client  address of the connection
+    key     name of the API key; "": there are no keys
+    model   name of the model, of requests to one
+    """
+
+    id: str
+    method: str
+    client: str
+    started: float = field(default_factory=time.monotonic)
+    key: str = ""
+    model: str = ""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    decode_seconds: float = 0.0
+
+    def add(self, model: str, finished: Finished) -> None:
+        """Add a generation; the choices of a request have one prompt."""
+        self.model = model
+        self.prompt_tokens = max(self.prompt_tokens, finished.usage.prompt_tokens)
+        self.cached_tokens = max(self.cached_tokens, finished.usage.cached_tokens)
+        self.generated_tokens += finished.usage.completion_tokens
+        self.decode_seconds = max(self.decode_seconds, finished.timings.generation_seconds)
+
+    def log(self, level: int, route: str, status: int) -> None:
+        """Write the line; a JSON log has each value under its name."""
+        if not logger.isEnabledFor(level):
+            return
+        milliseconds = round((time.monotonic() - self.started) * 1000, 1)
+        known = {"client": self.client, "key": self.key, **self._generation()}
+        details = {name: value for name, value in known.items() if value != ""}
+        request = {"request_id": self.id, "method": self.method, "route": route, "status": status}
+        logger.log(
+            level,
+            "%s %s %s %d %.1fms%s",
+            *request.values(),
+            milliseconds,
+            "".join(f" {name}={value}" for name, value in details.items()),
+            extra={**request, "milliseconds": milliseconds, **details},
+        )
+
+    def _generation(self) -> dict[str, str | int | float]:
+        if not self.model:
+            return {}
+        rate = self.generated_tokens / self.decode_seconds if self.decode_seconds else 0.0
+        return {
+            "model": self.model,
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
+            "generated_tokens": self.generated_tokens,
+            **({"tokens_per_second": round(rate, 1)} if rate else {}),
+        }
+
+
+# Tasks of a request inherit it, so the generation reaches it from every route.
+_current: ContextVar[AccessRecord | None] = ContextVar("access_record", default=None)
+
+
+def begin(record: AccessRecord) -> None:
+    """Make this the record of the current request."""
+    _current.set(record)
+
+
+def current() -> AccessRecord | None:
+    """The record of the current request; None outside a request."""
+    return _current.get()
