@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.fleet_costs import ServerCosts, read_costs
+from benchmarks.fleet_plot import draw, markdown
 from benchmarks.fleet_policies import POLICIES
 from benchmarks.fleet_simulator import Fleet, FleetOptions
 from benchmarks.fleet_workload import Conversation, conversations, mean_prompt
@@ -45,9 +46,8 @@ def main(arguments: list[str] | None = None) -> int:
             print(line(row), flush=True)
     if given.json:
         measured("fleet", [{"costs": asdict(costs)}, *rows]).write(given.json)
+    print(markdown(rows))
     if given.plot:
-        from benchmarks.fleet_plot import draw
-
         draw(rows, given.plot)
     return 0
 
@@ -88,7 +88,8 @@ def workload(costs: ServerCosts, given: argparse.Namespace, replicas: int) -> li
     groups = GROUPS_PER_REPLICA * replicas
     prompt, fresh = mean_prompt(conversations(1000, groups, 1.0, given.seed))
     seconds = request_seconds(costs, prompt, fresh, slots=given.slots)
-    return conversations(given.requests, groups, given.load * replicas / seconds, given.seed)
+    found = conversations(given.requests, groups, given.load * replicas / seconds, given.seed)
+    return [conversation.with_keys() for conversation in found]
 
 
 def request_seconds(costs: ServerCosts, prompt: float, fresh: float, *, slots: int) -> float:

@@ -15,7 +15,8 @@ from benchmarks.fleet_costs import ServerCosts
 
 # Of engine/schedule/prefill_budget.py: seconds of a step with prefill, beside sequences in decode and alone, and the
 # least prefill tokens of a step.
-TARGET_SECONDS, TARGET_STEPS, ALONE_SECONDS, LEAST_TOKENS = 0.06, 3.0, 0.5, 16
+TARGET_SECONDS, TARGET_STEPS, ALONE_SECONDS = 0.06, 3.0, 0.5
+LEAST_TOKENS, LEAST_TOKENS_ALONE = 16, 64
 
 
 @dataclass(slots=True)
@@ -155,6 +156,7 @@ class SimulatedReplica:
         """Give prefill tokens to the requests in their order; the seconds of all."""
         target = max(TARGET_SECONDS, TARGET_STEPS * self._seconds) if self.decode else ALONE_SECONDS
         allowed, used = target - self._seconds, 0.0
+        least = LEAST_TOKENS if self.decode else LEAST_TOKENS_ALONE
         for request in self.prefill:
             if request.left == 0:
                 # Requests of one step that share a prefix wait for the first of them, like in the scheduler.
@@ -163,7 +165,7 @@ class SimulatedReplica:
                 self._look_up(request)
                 used += self.costs.request
             fitting = max(self.costs.fitting_tokens(allowed - used, request.position), 0)
-            tokens = min(request.left, fitting if self._chunks else max(fitting, LEAST_TOKENS))
+            tokens = min(request.left, fitting if self._chunks else max(fitting, least))
             if tokens == 0:
                 break
             self._chunks.append((request, tokens))

@@ -69,8 +69,8 @@ class LoopbackRouter:
     def __init__(self, servers: Sequence[Server], policy: str, options: RequestOptions, seed: int) -> None:
         self._servers = {f"r{number}": server for number, server in enumerate(servers)}
         self._options = options
-        self._loads = dict.fromkeys(self._servers, 0)
-        self._policy = POLICIES[policy]([*self._servers], self._loads, seed)
+        self.loads = dict.fromkeys(self._servers, 0)
+        self._policy = POLICIES[policy]([*self._servers], self.loads, seed)
 
     async def send(self, chat: Chat) -> Answered:
         """The complete answer to a chat; BenchError without one."""
@@ -85,7 +85,7 @@ class LoopbackRouter:
         return Answered(keys, check_sample(self._servers[name], sent.read()))
 
     def _change(self, name: str, by: int) -> None:
-        self._loads[name] += by
+        self.loads[name] += by
         self._policy.changed(name)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from bisect import bisect
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from server.affinity.keys import RequestKeys, request_keys
@@ -50,11 +50,15 @@ class Conversation:
         """Routing keys of a turn, from the body of a chat of this length."""
         if self.known_keys:
             return self.known_keys[turn]
-        messages = [{"role": "system", "content": text(self.group, self.system_tokens)}]
+        messages: list[dict[str, str]] = [{"role": "system", "content": text(self.group, self.system_tokens)}]
         for number, one in enumerate(self.turns[: turn + 1]):
             messages.append({"role": "user", "content": text(f"{self.name} {number}", one.user_tokens)})
             messages.append({"role": "assistant", "content": text(f"answer {number}", one.answer_tokens)})
         return request_keys({"model": "m", "messages": messages[:-1]})
+
+    def with_keys(self) -> Conversation:
+        """The same with the keys of all turns, which are computed once for several simulations."""
+        return replace(self, known_keys=tuple(self.keys(turn) for turn in range(len(self.turns))))
 
 
 def text(beginning: str, tokens: int) -> str:
