@@ -23,8 +23,13 @@ class PenaltyHistory:
         # The distinct tokens of prompt and output, and their counts in the output.
         self._seen: NDArray[np.int64] | None = None
         self._counts = np.empty(0, np.int32)
+        # With a lookback: the last tokens of prompt and output, and how many of them are output.
+        self._lookback, self._recent, self._generated = params.penalty_lookback, list[int](), 0
         self._tokens: list[int] | None = None
         if params.frequency_penalty or params.presence_penalty or params.repetition_penalty != 1.0:
+            if self._lookback is not None:
+                self._recent = list(prompt[max(len(prompt) - self._lookback, 0) :])
+                prompt = self._recent
             self._seen = np.unique(np.asarray(prompt, np.int64))
             self._counts = np.zeros(len(self._seen), np.int32)
         if params.dry is not None and params.dry.multiplier > 0.0:
@@ -37,10 +42,19 @@ class PenaltyHistory:
 
     def append(self, token: int) -> None:
         """Add a token of the output."""
-        if self._seen is not None:
+        if self._seen is not None and self._lookback is not None:
+            self._move_window(self._lookback, token)
+        elif self._seen is not None:
             self._count(self._seen, token)
         if self._tokens is not None:
             self._tokens.append(token)
+
+    def _move_window(self, lookback: int, token: int) -> None:
+        recent = np.asarray([*self._recent, token][-lookback:] if lookback else [], np.int64)
+        self._recent, self._generated = recent.tolist(), min(self._generated + 1, len(recent))
+        is_output = np.arange(len(recent)) >= len(recent) - self._generated
+        self._seen, places = np.unique(recent, return_inverse=True)
+        self._counts = np.bincount(places, is_output, len(self._seen)).astype(np.int32)
 
     def _count(self, seen: NDArray[np.int64], token: int) -> None:
         found = np.flatnonzero(seen == token)

@@ -19,6 +19,7 @@ from engine.chat_format.detection import Vocabulary, detect_chat_format
 from engine.chat_format.message import Tool
 from engine.errors import ContextTooLong, InvalidRequest
 from engine.text.detokenizer import Detokenizer, IncrementalDetokenizer, TokenBytes, detokenize
+from engine.text.fill_in_middle import detect_fill_in_middle
 from engine.text.outline import TEMPLATE_ERRORS, Messages, outline
 from engine.text.template import extend_environment, template_variables
 from engine.text.tool_call_format import ToolCallFormat, detect_tool_call_format
@@ -61,6 +62,7 @@ class Tokenizer:
         self._added_tokens = tuple(str(token) for token in tokenizer.get_added_vocab())
         self.special_tokens = frozenset(tokenizer.all_special_ids)
         self.eos_tokens = frozenset(() if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,))
+        self.fill_in_middle = detect_fill_in_middle(self._token_id)
         self._template_names = undeclared_variables(_template_text(tokenizer))
         for template in _templates(tokenizer):
             extend_environment(template)
@@ -124,6 +126,20 @@ class Tokenizer:
         truncated = _checked_text(text, "prompt").encode()[:limit].decode(errors="ignore")
         with self._lock:
             return self._encode(truncated, special=True)
+
+    def encode_gap(self, before: str, after: str) -> list[int]:
+        """The tokens of a prompt whose continuation fills the gap between two texts.
+
+        Raises InvalidRequest, also for a vocabulary without the tokens for it, or ContextTooLong.
+        """
+        if self.fill_in_middle is None:
+            raise InvalidRequest("suffix", "the vocabulary of this model has no fill-in-the-middle tokens")
+        self._check_length(_checked_text(before, "prompt"), _checked_text(after, "suffix"))
+        with self._lock:
+            opening = [token for token in self._encode("", special=True) if token == self._tokenizer.bos_token_id]
+            prefix, suffix = self._encode(before, special=False), self._encode(after, special=False)
+        # Without the space that some tokenizers add at the start of a text.
+        return self.fill_in_middle.prompt(opening, prefix, self.encode_inside_text(after) or suffix)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of tokens, special ones included. Raises InvalidRequest for invalid ids."""
@@ -216,6 +232,12 @@ class Tokenizer:
             special=frozenset(itertools.compress(added, special)),
             encode=lambda text: self._encode(text, special=False),
         )
+
+    def _token_id(self, text: str) -> int | None:
+        """The single token that the vocabulary spells as `text`."""
+        token = self._tokenizer.convert_tokens_to_ids(text)
+        known = isinstance(token, int) and self._tokenizer.convert_ids_to_tokens(token) == text
+        return token if known else None
 
     def _check_length(self, *texts: str) -> None:
         """Raise ContextTooLong for text that exceeds the context in any tokenization: to tokenize it takes seconds.

@@ -80,6 +80,7 @@ class SamplingParams:
     frequency_penalty   subtracted once for each occurrence in the output so far
     presence_penalty    subtracted once if the token is in the output so far
     repetition_penalty  divides positive and multiplies negative logits of tokens in prompt or output; 1 is off
+    penalty_lookback    the last tokens of prompt and output that these three penalties count; None: all
     logit_bias          (token, bias) pairs
     seed                any 64-bit integer; None: random
     typical_p           locally typical sampling (arXiv 2202.00666): the share of the mass that is kept; 1 is off
@@ -96,6 +97,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     repetition_penalty: float = 1.0
+    penalty_lookback: int | None = None
     logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int | None = None
     typical_p: float = 1.0

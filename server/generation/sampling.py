@@ -33,6 +33,8 @@ async def sampling(service: Service, body: Generation) -> SamplingParams:
         frequency_penalty=_or(body.frequency_penalty, 0.0),
         presence_penalty=_or(body.presence_penalty, 0.0),
         repetition_penalty=_or(_alias(body, "repetition_penalty", "repeat_penalty"), 1.0),
+        # -1: all tokens, which is the default.
+        penalty_lookback=None if body.repeat_last_n in (None, -1) else body.repeat_last_n,
         logit_bias=bias,
         seed=body.seed,
         typical_p=_or(body.typical_p, 1.0),

@@ -13,7 +13,7 @@ from server.http.validation import field_error
 from server.schemas.content import IgnoredFields
 
 # Routes with `warnings` in their answers; on other routes an unsupported field stays an error.
-WARNING_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
+WARNING_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/api/chat", "/api/generate"})
 MAX_WARNINGS = 32
 
 Step = int | str

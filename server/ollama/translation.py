@@ -7,23 +7,27 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
 
 from engine.chat_format.message import AnswerDelta, ReasoningDelta, TextDelta
 from engine.errors import EngineError
-from engine.types.events import Event
+from engine.types.events import Event, TokenLogprob
 from server.generation.arguments import read_arguments
 from server.generation.chat_turn import ChatTurn, ChoiceDelta, ChoiceEnd, ChoiceEvent, ChoiceParser
 from server.generation.completed_message import CompletedToolCall as CompletedToolCall
 from server.generation.completed_message import MessageBuilder, collect_messages
 from server.generation.error_fields import with_client_field_names
 from server.generation.jobs import EmbeddingResult
+from server.generation.logprobs import LogprobFormat, chat_logprobs
 from server.http.errors import OLLAMA_PREFIX, ApiError
 from server.http.events import ChoiceEvents
 from server.http.parsing import validated
 from server.http.stream_encoder import StreamEncoder, json_line
 from server.openai.embeddings import vector
 from server.schemas.chat import ChatRequest
+from server.schemas.completions import CompletionRequest
 from server.schemas.ollama import (
     GenerateRequest,
     OllamaAnswerMessage,
@@ -36,7 +40,11 @@ from server.schemas.ollama import (
     OllamaOptions,
 )
 
+Model = TypeVar("Model", bound=BaseModel)
+
 _NANOSECONDS = 10**9
+# Ollama's default of repeat_last_n.
+REPEAT_LAST_N = 64
 # Options with the same name and meaning in chat requests.
 _SAME = (
     "temperature",
@@ -54,6 +62,8 @@ _NAMES = {
     r"max_tokens": "options.num_predict",
     r"keep": "options.num_keep",
     r"repetition_penalty": "options.repeat_penalty",
+    r"repeat_last_n": "options.repeat_last_n",
+    r"overflow": "shift",
     rf"({'|'.join(_SAME)})(.*)": r"options.\1\2",
     r"response_format.*": "format",
     r"reasoning_effort|chat_template_kwargs.*": "think",
@@ -62,17 +72,28 @@ _NAMES = {
 
 def chat_body(body: OllamaChatRequest, model: str) -> ChatRequest:
     """The chat request for a body, with the model name of the response; ApiError if it cannot be translated."""
-    fields: dict[str, Any] = {"model": model, "messages": list(_messages(body.messages)), **_common(body)}
+    fields = {"model": model, "messages": list(_messages(body.messages)), **_common(body), **_logprobs(body)}
     if body.tools:
         fields["tools"] = body.tools
-    return _chat(fields)
+    return _translated(ChatRequest, fields)
 
 
-def generate_body(body: GenerateRequest, model: str) -> ChatRequest:
-    """The chat request for a prompt: the system prompt and one user message."""
-    messages = [{"role": "system", "content": body.system}] if body.system else []
+def generate_body(body: GenerateRequest, model: str, before: Sequence[OllamaMessage] = ()) -> ChatRequest:
+    """The chat request for a prompt: the system prompt, the messages `before` and one user message."""
+    messages: list[dict[str, Any]] = [{"role": "system", "content": body.system}] if body.system else []
+    messages += _messages(before)
     messages.append({"role": "user", "content": body.prompt})
-    return _chat({"model": model, "messages": messages, **_common(body)})
+    return _translated(ChatRequest, {"model": model, "messages": messages, **_common(body), **_logprobs(body)})
+
+
+def plain_body(body: GenerateRequest, model: str) -> CompletionRequest:
+    """The completion request for a prompt without the chat template: `raw`, or with a suffix."""
+    fields = {"model": model, "prompt": body.prompt, "suffix": body.suffix, **_common(body)}
+    # Without a template, there is no reasoning to switch off.
+    fields.pop("chat_template_kwargs", None)
+    if body.logprobs:
+        fields["logprobs"] = body.top_logprobs or 0
+    return _translated(CompletionRequest, fields)
 
 
 def with_ollama_field_names(error: ApiError | EngineError) -> ApiError:
@@ -82,16 +103,23 @@ def with_ollama_field_names(error: ApiError | EngineError) -> ApiError:
 
 @dataclass(frozen=True, slots=True)
 class OllamaAnswer:
-    """The answer to a chat or generate request, as one object or line by line."""
+    """The answer to a chat or generate request, as one object or line by line.
+
+    model     its name in the request
+    warnings  ignored or partly enforced parameters
+    """
 
     turn: ChatTurn
+    model: str
     is_generate: bool
+    warnings: tuple[str, ...] = ()
     started_at: float = field(default_factory=time.monotonic)
 
     async def response(self, events: ChoiceEvents) -> OllamaLine:
         """All events as one object."""
         [message] = await collect_messages(self.turn, events)
-        return self._with_content(self._last(message.ended), message.text, message.reasoning, message.calls)
+        line = self._with_content(self._last(message.ended), message.text, message.reasoning, message.calls)
+        return self._with_logprobs(line, message.logprobs)
 
     def encoder(self) -> StreamEncoder:
         """Encoder of the lines of a stream."""
@@ -99,8 +127,8 @@ class OllamaAnswer:
 
     def delta_line(self, delta: ChoiceDelta) -> Iterator[OllamaLine]:
         text, thinking = (_joined(delta.deltas, kind) for kind in (TextDelta, ReasoningDelta))
-        if text or thinking:
-            yield self._with_content(self._line(), text, thinking)
+        if text or thinking or (delta.logprobs and self.turn.body.logprobs):
+            yield self._with_logprobs(self._with_content(self._line(), text, thinking), delta.logprobs)
 
     def final_lines(self, end: ChoiceEnd, builder: MessageBuilder) -> Iterator[OllamaLine]:
         """Complete tool calls, then the last line with usage and timings."""
@@ -109,12 +137,12 @@ class OllamaAnswer:
         yield self._last(end)
 
     def _line(self) -> OllamaLine:
-        return OllamaLine(model=self.turn.model, created_at=now(), done=False)
+        return OllamaLine(model=self.model, created_at=now(), done=False)
 
     def _last(self, end: ChoiceEnd) -> OllamaLine:
         usage, times = end.finished.usage, end.finished.timings
         line = OllamaLine(
-            model=self.turn.model,
+            model=self.model,
             created_at=now(),
             done=True,
             done_reason="length" if end.reason == "length" else "stop",
@@ -125,7 +153,15 @@ class OllamaAnswer:
             eval_count=usage.completion_tokens,
             eval_duration=_duration(times.generation_seconds),
         )
+        if self.warnings:
+            line["warnings"] = list(self.warnings)
         return self._with_content(line, "", "")
+
+    def _with_logprobs(self, line: OllamaLine, logprobs: Sequence[TokenLogprob]) -> OllamaLine:
+        body = self.turn.body
+        if body.logprobs:
+            line["logprobs"] = chat_logprobs(logprobs, LogprobFormat(body.top_logprobs or 0))["content"]
+        return line
 
     def _with_content(
         self, line: OllamaLine, text: str, thinking: str, calls: Sequence[CompletedToolCall] = ()
@@ -185,9 +221,9 @@ def _tool_call(at: int, call: CompletedToolCall) -> OllamaCall:
     )
 
 
-def _chat(fields: dict[str, Any]) -> ChatRequest:
+def _translated(model: type[Model], fields: dict[str, Any]) -> Model:
     try:
-        return validated(ChatRequest, fields)
+        return validated(model, fields)
     except ApiError as error:
         raise with_ollama_field_names(error) from error
 
@@ -202,6 +238,8 @@ def _common(body: OllamaGenerationFields) -> dict[str, Any]:
         case schema:
             named = {"name": "format", "schema": schema, "strict": True}
             fields["response_format"] = {"type": "json_schema", "json_schema": named}
+    if body.shift is not None:
+        fields["overflow"] = "shift" if body.shift else "length"
     match body.think:
         case None:
             pass
@@ -212,9 +250,16 @@ def _common(body: OllamaGenerationFields) -> dict[str, Any]:
     return fields
 
 
+def _logprobs(body: OllamaGenerationFields) -> dict[str, Any]:
+    """Log-probabilities by the names of chat requests."""
+    fields = {"logprobs": body.logprobs, "top_logprobs": body.top_logprobs}
+    return {name: value for name, value in fields.items() if value is not None}
+
+
 def _options(options: OllamaOptions) -> dict[str, Any]:
     fields = {name: getattr(options, name) for name in _SAME}
     fields["repetition_penalty"] = options.repeat_penalty
+    fields["repeat_last_n"] = REPEAT_LAST_N if options.repeat_last_n is None else options.repeat_last_n
     # -1: up to the end of the context; -2: until the context is full.
     fields["max_tokens"] = options.num_predict if (options.num_predict or 0) > 0 else None
     fields["keep"] = None if options.num_keep == -1 else options.num_keep

@@ -16,7 +16,7 @@ from server.generation.grammar import answer_grammar
 from server.generation.logprobs import LogprobFormat, completion_logprobs, concatenated, with_offsets
 from server.generation.requests import check_capacity, choice_requests, engine_request, truncated_prompt
 from server.generation.tools import ToolSet
-from server.http.errors import invalid_value
+from server.http.errors import invalid_value, unsupported_parameter
 from server.schemas.completions import CompletionRequest, TextLogprobs
 from server.service import Service
 
@@ -76,14 +76,14 @@ async def prepare_completion(service: Service, body: CompletionRequest, id: str)
     """Validate a body and tokenize its prompts; raises ApiError or EngineError before anything runs."""
     model = service.resolve(body.model)
     service.check_ready()
-    _check(body)
+    _check(service, body)
     returned = body.n or 1
     width = max(body.best_of or 1, returned)
     compiled = await answer_grammar(service, body, PLAIN_TEXT_FORMAT, ToolSet(), "")
     requests: list[Request] = []
     prompts: list[CompletionPrompt] = []
     for at, prompt in enumerate(body.prompt):
-        tokenized = await _tokens(service, prompt)
+        tokenized = await _tokens(service, prompt, body.suffix)
         rendering = truncated_prompt(service, body, tokenized, body.max_tokens)
         if rendering is not tokenized:
             prompt = list(rendering.tokens)
@@ -106,7 +106,14 @@ async def prepare_completion(service: Service, body: CompletionRequest, id: str)
     )
 
 
-def _check(body: CompletionRequest) -> None:
+def _check(service: Service, body: CompletionRequest) -> None:
+    if body.suffix and service.engine.tokenizer.fill_in_middle is None:
+        raise unsupported_parameter("suffix", "its vocabulary has no fill-in-the-middle tokens")
+    for other in ("echo", "truncate_prompt_tokens"):
+        if body.suffix and getattr(body, other):
+            raise invalid_value("suffix", f"it cannot be combined with '{other}'")
+    if body.suffix and not all(isinstance(prompt, str) for prompt in body.prompt):
+        raise invalid_value("suffix", "it needs a prompt of text")
     if body.max_tokens == 0 and not body.echo and body.prompt_logprobs is None:
         raise invalid_value("max_tokens", "0 requires 'echo' or 'prompt_logprobs'")
     if body.best_of is not None and body.best_of < (body.n or 1):
@@ -123,6 +130,9 @@ async def _request(
     # `best_of` ranks choices by log-probability, returned or not.
     logprobs = 0 if ranked and body.logprobs is None else body.logprobs
     single = await engine_request(service, body, prompt, id=id, max_tokens=body.max_tokens, logprobs=logprobs)
+    gap = service.engine.tokenizer.fill_in_middle if body.suffix else None
+    if gap is not None:
+        single = replace(single, stop_token_ids=(*single.stop_token_ids, *gap.ends))
     scored = body.echo and body.logprobs is not None
     return replace(single, score_from=0) if scored else single
 
@@ -134,9 +144,12 @@ def _spread(request: Request, body: CompletionRequest, width: int) -> tuple[Requ
     return tuple(replace(choice, score_from=request.score_from) for choice in choices) if echoed else choices
 
 
-async def _tokens(service: Service, prompt: str | list[int]) -> RenderedPrompt:
+async def _tokens(service: Service, prompt: str | list[int], suffix: str | None) -> RenderedPrompt:
     if isinstance(prompt, list):
         return RenderedPrompt(tuple(prompt))
+    if suffix:
+        gap = await anyio.to_thread.run_sync(service.engine.tokenizer.encode_gap, prompt, suffix)
+        return RenderedPrompt(tuple(gap))
     tokens = await anyio.to_thread.run_sync(service.engine.tokenizer.encode, prompt)
     if not tokens:
         raise invalid_value("prompt", "it has no tokens")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import time
 import uuid
-from collections.abc import Iterator
-from datetime import UTC, datetime
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import anyio.to_thread
@@ -13,17 +13,20 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from engine.errors import EngineError
-from engine.types.status import EmbeddingModelInfo as EmbeddingModel
-from engine.types.status import ModelInfo
 from server.generation.answer import cancel_on_disconnect
-from server.generation.chat_turn import prepare_chat
+from server.generation.chat_turn import ChatTurn, prepare_chat
 from server.generation.error_fields import with_client_field_names
 from server.generation.requests import generate
+from server.http.auth import owner
 from server.http.encoding import JsonResponse, large_json_response
-from server.http.errors import OLLAMA_PREFIX, ApiError, invalid_value, missing_parameter, unsupported_parameter
+from server.http.errors import OLLAMA_PREFIX, ApiError, missing_parameter, unsupported_parameter
+from server.http.lenient import warnings
 from server.http.parsing import run_by_size
 from server.http.stream_encoder import NdjsonStream
 from server.http.version import version
+from server.ollama.model_cards import ModelCards
+from server.ollama.plain_turn import prepare_plain
+from server.ollama.presets import LATEST_TAG, Preset, Presets, chat_with_preset, generate_with_preset
 from server.ollama.translation import (
     OllamaAnswer,
     chat_body,
@@ -34,7 +37,6 @@ from server.ollama.translation import (
 )
 from server.openai.embeddings import EmbeddingOptions, check_dimensions, embed, embedding_model, vector
 from server.routes.openapi import ndjson_responses
-from server.schemas.chat import ChatRequest
 from server.schemas.ollama import (
     GenerateRequest,
     OllamaChatRequest,
@@ -45,6 +47,7 @@ from server.schemas.ollama import (
     OllamaErrorBody,
     OllamaGenerationFields,
     OllamaLine,
+    OllamaMessage,
     ShowRequest,
     Version,
 )
@@ -55,35 +58,57 @@ OLLAMA_ERRORS: dict[int | str, dict[str, Any]] = {
     "5XX": {"model": OllamaErrorBody, "description": "The server cannot serve it now."},
 }
 
-# Clients append a tag to every name; here a name has one model.
-LATEST_TAG = ":latest"
+logger = logging.getLogger("cellar.http")
 
 
 def add(app: FastAPI, service: Service) -> None:
     """Add the routes."""
-    _add_chats(app, service)
+    presets = Presets()
+    _add_chats(app, service, presets)
     _add_embeddings(app, service)
-    _add_cards(app, service)
+    _add_cards(app, service, presets)
 
 
-def _add_chats(app: FastAPI, service: Service) -> None:
+def _add_chats(app: FastAPI, service: Service, presets: Presets) -> None:
     @app.post("/api/chat", responses={**OLLAMA_ERRORS, **ndjson_responses(OllamaLine)})
     async def chat(body: OllamaChatRequest, request: Request) -> Response:
         """Answer a conversation."""
-        model = _checked_model(service, body)
+        preset = presets.get(owner(request), body.model)
+        model = _checked_model(service, body, preset)
+        noted = [*warnings(request), *_warnings(service, body)]
         if not body.messages:
-            return JsonResponse({**_load_response(model), "message": {"role": "assistant", "content": ""}})
-        return await _answer(service, request, await run_by_size(request, chat_body, body, model), plain=False)
+            answer = _load_response(body, [*noted, *_unload_warnings(body)])
+            return JsonResponse({**answer, "message": {"role": "assistant", "content": ""}})
+        if preset is not None:
+            body = chat_with_preset(body, preset)
+        translated = await run_by_size(request, chat_body, body, model)
+        turn = await _renamed(prepare_chat(service, translated, uuid.uuid4().hex))
+        return await _answer(service, request, body, OllamaAnswer(turn, body.model, False, (*noted, *turn.warnings)))
 
     @app.post("/api/generate", responses={**OLLAMA_ERRORS, **ndjson_responses(OllamaLine)})
     async def complete(body: GenerateRequest, request: Request) -> Response:
         """Answer a prompt."""
-        model = _checked_model(service, body)
-        if body.raw:
-            raise invalid_value("raw", "prompts without the model's template go to /v1/completions")
-        if not body.prompt:
-            return JsonResponse({**_load_response(model), "response": ""})
-        return await _answer(service, request, await run_by_size(request, generate_body, body, model), plain=True)
+        preset = presets.get(owner(request), body.model)
+        model = _checked_model(service, body, preset)
+        _check_template(service, body)
+        noted = [*warnings(request), *_warnings(service, body)]
+        if not body.prompt and not body.suffix:
+            answer = _load_response(body, [*noted, *_unload_warnings(body)])
+            return JsonResponse({**answer, "response": ""})
+        before: tuple[OllamaMessage, ...] = ()
+        if preset is not None:
+            body, before = generate_with_preset(body, preset), preset.messages
+        turn = await _renamed(_generate_turn(service, request, body, model, before))
+        return await _answer(service, request, body, OllamaAnswer(turn, body.model, True, (*noted, *turn.warnings)))
+
+
+async def _generate_turn(
+    service: Service, request: Request, body: GenerateRequest, model: str, before: Sequence[OllamaMessage]
+) -> ChatTurn:
+    if body.without_template:
+        return await prepare_plain(service, body, model, uuid.uuid4().hex)
+    translated = await run_by_size(request, generate_body, body, model, before)
+    return await prepare_chat(service, translated, uuid.uuid4().hex)
 
 
 def _add_embeddings(app: FastAPI, service: Service) -> None:
@@ -120,47 +145,46 @@ def _add_embeddings(app: FastAPI, service: Service) -> None:
         return await cancel_on_disconnect(request, work())
 
 
-def _add_cards(app: FastAPI, service: Service) -> None:
+def _add_cards(app: FastAPI, service: Service, presets: Presets) -> None:
+    def cards(request: Request) -> ModelCards:
+        service.check_ready()
+        return ModelCards(service, presets.of(owner(request)))
+
     @app.get("/api/version", responses={**OLLAMA_ERRORS, 200: {"model": Version}})
     async def get_version() -> Response:
         """The version of this server."""
         return JsonResponse(Version(version=version()))
 
     @app.get("/api/tags", responses=OLLAMA_ERRORS)
-    async def tags() -> Response:
+    async def tags(request: Request) -> Response:
         """List the names of the models."""
-        service.check_ready()
-        return JsonResponse({"models": [*_entries(service)]})
+        return JsonResponse({"models": cards(request).listed()})
 
     @app.get("/api/ps", responses=OLLAMA_ERRORS)
-    async def running() -> Response:
+    async def running(request: Request) -> Response:
         """List the loaded models: all of them, at any time."""
-        service.check_ready()
-        memory, info = service.engine.memory, service.engine.info
-        more = {
-            "expires_at": "9999-12-31T23:59:59Z",
-            "size_vram": 0 if info.device == "cpu" else memory.weights_bytes + memory.cache_bytes,
-            "context_length": info.context,
-        }
-        return JsonResponse({"models": [{**more, **entry} for entry in _entries(service)]})
+        return JsonResponse({"models": cards(request).running()})
 
     @app.post("/api/show", responses=OLLAMA_ERRORS)
-    async def show(body: ShowRequest) -> Response:
+    async def show(body: ShowRequest, request: Request) -> Response:
         """Describe a model."""
-        name = body.model or body.name
-        if name is None:
+        if (name := body.named) is None:
             raise missing_parameter("model")
-        service.check_ready()
+        card, preset = cards(request), presets.get(owner(request), name)
         embedding = service.engine.embedding
         if embedding is not None and _without_tag(service, name) == service.settings.embedding_name:
-            return JsonResponse(_embedding_card(service, embedding))
-        service.resolve(_without_tag(service, name))
-        return JsonResponse(_model_card(service))
+            return JsonResponse(card.shown_embedding(embedding))
+        if preset is None:
+            service.resolve(_without_tag(service, name))
+        return JsonResponse(await anyio.to_thread.run_sync(card.shown, preset))
 
 
-def _load_response(model: str) -> OllamaLine:
+def _load_response(body: OllamaGenerationFields, noted: list[str]) -> OllamaLine:
     """The response to a body without a prompt, a request to load the model."""
-    return OllamaLine(model=model, created_at=now(), done=True, done_reason="load")
+    line = OllamaLine(model=body.model, created_at=now(), done=True, done_reason="load")
+    if noted:
+        line["warnings"] = noted
+    return line
 
 
 def _without_tag(service: Service, name: str) -> str:
@@ -168,26 +192,44 @@ def _without_tag(service: Service, name: str) -> str:
     return name if name in service.settings.model_names else name.removesuffix(LATEST_TAG)
 
 
-def _checked_model(service: Service, body: OllamaGenerationFields) -> str:
-    """The name for the response; raises the errors of the model, the engine's state and the options."""
-    model = service.resolve(_without_tag(service, body.model))
+def _checked_model(service: Service, body: OllamaGenerationFields, preset: Preset | None) -> str:
+    """The served name; raises the errors of the model, the engine's state and the options."""
+    model = service.resolve(_without_tag(service, body.model)) if preset is None else preset.base
     service.check_ready()
-    context, asked = service.engine.info.context, body.options and body.options.num_ctx
-    if asked and asked > context:
-        raise invalid_value("options.num_ctx", f"this server was started with a context of {context} tokens")
     if body.think and not service.engine.tokenizer.chat_format.supports_reasoning:
         raise unsupported_parameter("think", "it writes no reasoning")
     return model
 
 
-async def _answer(service: Service, request: Request, body: ChatRequest, *, plain: bool) -> Response:
+def _check_template(service: Service, body: GenerateRequest) -> None:
+    if body.template and body.template != service.engine.tokenizer.template:
+        raise unsupported_parameter("template", "its own chat template is used; send 'raw' with a complete prompt")
+
+
+def _warnings(service: Service, body: OllamaGenerationFields) -> Iterator[str]:
+    context, requested = service.engine.info.context, body.options and body.options.num_ctx
+    if requested and requested > context:
+        logger.info("options.num_ctx %d of a request exceeds the context of %d tokens", requested, context)
+        yield f"'options.num_ctx' is {requested}: this server was started with a context of {context} tokens."
+
+
+def _unload_warnings(body: OllamaGenerationFields) -> Iterator[str]:
+    if body.keep_alive in (0, "0", "0s", "0m", "0h"):
+        yield "'keep_alive' has no effect: the model stays loaded until the server stops."
+
+
+async def _renamed(preparing: Any) -> ChatTurn:
+    """The prepared turn; errors have Ollama's field names."""
     try:
-        turn = await prepare_chat(service, body, uuid.uuid4().hex)
+        turn: ChatTurn = await preparing
+        return turn
     except (ApiError, EngineError) as error:
         raise with_ollama_field_names(error) from error
-    answer = OllamaAnswer(turn, plain)
-    opening = generate(service, turn.requests, "ollama")
-    if body.stream:
+
+
+async def _answer(service: Service, request: Request, body: OllamaGenerationFields, answer: OllamaAnswer) -> Response:
+    opening = generate(service, answer.turn.requests, "ollama")
+    if body.stream is not False:
         return NdjsonStream(opening, answer.encoder())
 
     async def whole() -> Response:
@@ -195,90 +237,3 @@ async def _answer(service: Service, request: Request, body: ChatRequest, *, plai
             return JsonResponse(await answer.response(events))
 
     return await cancel_on_disconnect(request, whole())
-
-
-def _entries(service: Service) -> Iterator[dict[str, Any]]:
-    """Every model under each of its names, with its memory."""
-    info, embedding = service.engine.info, service.engine.embedding
-    for name in service.settings.model_names:
-        yield {**_entry(service, name, info), "size": service.engine.memory.weights_bytes}
-    if embedding is not None and service.settings.embedding_name is not None:
-        size, model = embedding.weights_bytes, embedding.model
-        more = {"size": size, "size_vram": 0 if model.device == "cpu" else size, "context_length": model.context}
-        yield {**_entry(service, service.settings.embedding_name, model), **more}
-
-
-def _entry(service: Service, name: str, info: ModelInfo) -> dict[str, Any]:
-    return {
-        "name": name,
-        "model": name,
-        "modified_at": _modified(service),
-        "digest": info.fingerprint,
-        "details": _details(info),
-    }
-
-
-def _modified(service: Service) -> str:
-    return datetime.fromtimestamp(service.created, UTC).isoformat().replace("+00:00", "Z")
-
-
-def _details(info: ModelInfo) -> dict[str, Any]:
-    return {
-        "parent_model": "",
-        "format": "safetensors",
-        "family": info.architecture,
-        "families": [info.architecture],
-        "parameter_size": _parameter_size(info.parameters),
-        "quantization_level": info.dtype,
-    }
-
-
-def _model_card(service: Service) -> dict[str, Any]:
-    info, tokenizer = service.engine.info, service.engine.tokenizer
-    chats = tokenizer.has_chat_template
-    abilities = {
-        "completion": True,
-        "tools": chats and tokenizer.chat_format.supports_tool_calls,
-        "thinking": chats and tokenizer.chat_format.supports_reasoning,
-        "embedding": service.embedder is None,
-    }
-    return {
-        "modelfile": "",
-        "parameters": "",
-        "template": tokenizer.template,
-        "details": _details(info),
-        "model_info": _model_info(info),
-        "capabilities": [name for name, there in abilities.items() if there],
-        "modified_at": _modified(service),
-    }
-
-
-def _embedding_card(service: Service, embedding: EmbeddingModel) -> dict[str, Any]:
-    info = embedding.model
-    length = {f"{info.architecture}.embedding_length": embedding.dimensions}
-    return {
-        "modelfile": "",
-        "parameters": "",
-        "template": "",
-        "details": _details(info),
-        "model_info": {**_model_info(info), **length},
-        "capabilities": ["embedding"] if embedding.output_kind == "vectors" else [],
-        "modified_at": _modified(service),
-    }
-
-
-def _model_info(info: ModelInfo) -> dict[str, Any]:
-    return {
-        "general.architecture": info.architecture,
-        "general.parameter_count": info.parameters,
-        f"{info.architecture}.context_length": info.context,
-        f"{info.architecture}.vocab_size": info.vocabulary,
-    }
-
-
-def _parameter_size(parameters: int) -> str:
-    """A count in Ollama's format: 7.6B, 134.52M, 12.3K."""
-    for size, letter in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
-        if parameters >= size:
-            return f"{parameters / size:.1f}{letter}" if letter == "B" else f"{parameters / size:.2f}{letter}"
-    return str(parameters)

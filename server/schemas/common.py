@@ -108,6 +108,7 @@ class Generation(Strict):
     typical_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_n_sigma: Annotated[float, Field(ge=-1, le=100)] | None = None
     repeat_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
+    repeat_last_n: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
     dry_multiplier: Annotated[float, Field(ge=0, le=100)] | None = None
     dry_base: Annotated[float, Field(ge=1, le=100)] | None = None
     dry_allowed_length: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None

@@ -64,7 +64,10 @@ Prompts = Annotated[
 
 
 class CompletionRequest(Generation):
-    """A completion request. Every prompt has its choices, in order."""
+    """A completion request. Every prompt has its choices, in order.
+
+    suffix  text behind the answer, for models with tokens for fill-in-the-middle
+    """
 
     documented: ClassVar[Mapping[str, tuple[object, ...]]] = {**policy.EXTENSIONS, **policy.COMPLETIONS}
 
@@ -72,6 +75,7 @@ class CompletionRequest(Generation):
     max_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     echo: bool | None = None
+    suffix: str | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
 

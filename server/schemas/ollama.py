@@ -1,7 +1,8 @@
 """Requests and responses of Ollama's API, /api/...; streams are one JSON object per line.
 
 Options for loading (num_gpu, num_thread, ...) are accepted without effect, because clients send them with every
-request. Unsupported fields that would change the answer are refused by name.
+request. Unsupported fields that would change the answer are refused by name; parameters that the server exceeds or
+cannot follow without another answer (num_ctx, keep_alive) add a line to the answer's warnings.
 """
 
 from __future__ import annotations
@@ -13,10 +14,13 @@ from pydantic import Discriminator, Field, Tag
 from typing_extensions import TypedDict
 
 from server.schemas import policy
+from server.schemas.chat import ChatLogprob
 from server.schemas.common import Count, Label, Stops
 from server.schemas.content import Object, Strict
 
 _Any = Annotated[Any, Field()]
+# A duration such as "5m", or seconds.
+KeepAlive = Label | float | int
 
 
 class OllamaOptions(Strict):
@@ -34,6 +38,7 @@ class OllamaOptions(Strict):
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: Stops | None = None
+    repeat_last_n: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
     num_predict: Annotated[int, Field(ge=-2, le=2**31 - 1)] | None = None
     num_ctx: Count | None = None
     num_keep: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
@@ -91,7 +96,11 @@ Format = Annotated[
 
 
 class OllamaGenerationFields(Strict):
-    """Fields shared by chat and generate. `keep_alive` is accepted without effect: the model is always loaded."""
+    """Fields shared by chat and generate.
+
+    keep_alive  has no effect: the model is always loaded
+    shift       whether a full context is shifted; the server's setting if absent
+    """
 
     documented: ClassVar[Mapping[str, tuple[object, ...]]] = policy.OLLAMA
 
@@ -99,8 +108,11 @@ class OllamaGenerationFields(Strict):
     options: OllamaOptions | None = None
     format: Format | None = None
     stream: bool | None = None
-    think: bool | Literal["low", "medium", "high"] | None = None
-    keep_alive: str | float | int | None = None
+    think: bool | Literal["low", "medium", "high", "max"] | None = None
+    keep_alive: KeepAlive | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    shift: bool | None = None
 
 
 class OllamaChatRequest(OllamaGenerationFields):
@@ -111,11 +123,23 @@ class OllamaChatRequest(OllamaGenerationFields):
 
 
 class GenerateRequest(OllamaGenerationFields):
-    """POST /api/generate. `raw` uses the prompt without the chat template."""
+    """POST /api/generate.
+
+    raw       the prompt is continued without the chat template
+    suffix    the text behind the answer, also without the chat template
+    template  the model's own one only
+    """
 
     prompt: str = ""
+    suffix: str | None = None
     system: str | None = None
+    template: str | None = None
     raw: bool | None = None
+
+    @property
+    def without_template(self) -> bool:
+        """Whether the prompt is continued as it is."""
+        return bool(self.raw or self.suffix)
 
 
 class OllamaEmbedRequest(Strict):
@@ -126,7 +150,7 @@ class OllamaEmbedRequest(Strict):
     truncate: bool | None = None
     dimensions: Count | None = None
     options: OllamaOptions | None = None
-    keep_alive: str | float | int | None = None
+    keep_alive: KeepAlive | None = None
 
 
 class OllamaEmbeddingRequest(Strict):
@@ -135,7 +159,7 @@ class OllamaEmbeddingRequest(Strict):
     model: str
     prompt: str
     options: OllamaOptions | None = None
-    keep_alive: str | float | int | None = None
+    keep_alive: KeepAlive | None = None
 
 
 class ShowRequest(Strict):
@@ -144,6 +168,11 @@ class ShowRequest(Strict):
     model: str | None = None
     name: str | None = None
     verbose: bool | None = None
+
+    @property
+    def named(self) -> str | None:
+        """The name of the model."""
+        return self.model or self.name
 
 
 class OllamaCall(TypedDict):
@@ -163,7 +192,7 @@ class OllamaAnswerMessage(TypedDict):
 
 
 class OllamaLine(TypedDict):
-    """One line of a stream, or the complete response; the last one has usage and timings."""
+    """One line of a stream, or the complete response; the last one has usage, timings and warnings."""
 
     model: str
     created_at: str
@@ -171,6 +200,7 @@ class OllamaLine(TypedDict):
     message: NotRequired[OllamaAnswerMessage]
     response: NotRequired[str]
     thinking: NotRequired[str]
+    logprobs: NotRequired[list[ChatLogprob]]
     done_reason: NotRequired[Literal["stop", "length", "load"]]
     total_duration: NotRequired[int]
     load_duration: NotRequired[int]
@@ -178,6 +208,7 @@ class OllamaLine(TypedDict):
     prompt_eval_duration: NotRequired[int]
     eval_count: NotRequired[int]
     eval_duration: NotRequired[int]
+    warnings: NotRequired[list[str]]
 
 
 class OllamaEmbeddings(TypedDict):

@@ -37,7 +37,6 @@ COMPLETIONS: NeutralValues = {
     "parallel_tool_calls": (True, False),
     "prompt_cache_options": (),
     "reasoning_effort": ("none",),
-    "suffix": ("",),
     "thinking_budget_tokens": (0,),
     "thinking_token_budget": (0,),
     "tool_choice": ("none", "auto"),
@@ -50,7 +49,7 @@ COMPLETIONS: NeutralValues = {
 _EXTENSIONS = (
     "adaptive_decay adaptive_target chat_template documents dynatemp_exponent dynatemp_range grammar_lazy id_slot "
     "keep_alive kv_transfer_params length_penalty logits_processors lora lora_path mirostat mirostat_eta mirostat_tau "
-    "mm_processor_kwargs n_cache_reuse n_discard n_predict n_probs prompt_embeds reasoning_format repeat_last_n "
+    "mm_processor_kwargs n_cache_reuse n_discard n_predict n_probs prompt_embeds reasoning_format "
     "samplers session_id spaces_between_special_tokens speculative structural_tag thinking truncation use_beam_search "
     "vllm_xargs"
 )
@@ -159,11 +158,8 @@ ANTHROPIC_TOOL: NeutralValues = {
 OLLAMA: NeutralValues = {
     "context": ([],),
     "images": ([],),
-    "logprobs": (False,),
-    "shift": (True, False),
     "suffix": ("",),
     "template": ("",),
-    "top_logprobs": (0,),
     "truncate": (True, False),
 }
 OLLAMA_MESSAGE: NeutralValues = {
@@ -173,8 +169,7 @@ OLLAMA_OPTIONS: NeutralValues = {
     "mirostat": (0,),
     "mirostat_eta": (),
     "mirostat_tau": (),
-    "penalize_newline": (),
-    "repeat_last_n": (),
+    "penalize_newline": (True,),
     "tfs_z": (1, 1.0),
 }
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from engine.chat_format.detection import Vocabulary, detect_chat_format
 from engine.errors import ContextTooLong, Draining, EngineError, GrammarTooCostly, InvalidRequest, Loading
+from engine.text.fill_in_middle import FillInMiddle
 from engine.types.events import Delta, Event, Failed, Finished, Logprob, Started, Timings, TokenLogprob, Usage
 from engine.types.request import EmbeddingJob, Grammar, RenderedPrompt, Request
 from engine.types.snapshot import EngineSnapshot
@@ -104,9 +105,12 @@ HERMES = "{{ tools }}<tool_call>{% if enable_thinking %}<think></think>{% endif 
 class FakeTokenizer:
     """A byte is a token; the lines of a chat are its messages.
 
-    template  the chat format is detected from it
-    opened    text after the last message
+    template        the chat format is detected from it
+    opened          text after the last message
+    fill_in_middle  None: there are no tokens for it
     """
+
+    fill_in_middle: FillInMiddle | None = None
 
     def __init__(self, template: str = "", opened: str = "") -> None:
         self.template, self.opened = template, opened
@@ -124,6 +128,10 @@ class FakeTokenizer:
 
     def encode_truncated(self, text: str) -> list[int]:
         return self.encode(text)[: 4 * INFO.context]
+
+    def encode_gap(self, before: str, after: str) -> list[int]:
+        assert self.fill_in_middle is not None
+        return self.fill_in_middle.prompt((), self.encode(before), self.encode(after))
 
     def decode(self, tokens: Sequence[int]) -> str:
         return bytes(tokens).decode()

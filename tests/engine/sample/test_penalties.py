@@ -1,9 +1,10 @@
-"""The DRY penalty against a brute-force implementation of llama.cpp's definition."""
+"""The DRY penalty against a brute-force implementation of llama.cpp's definition, and penalties with a lookback."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -88,3 +89,37 @@ def test_a_huge_base_forbids() -> None:
     PenaltyHistory(params, [1] * 80, 3).penalise(logits, params)
 
     assert [0.0, -torch.inf, 0.0] == logits.tolist()
+
+
+def penalised(params: SamplingParams, prompt: Sequence[int], output: Sequence[int]) -> list[float]:
+    """Logits of 1 after the penalties."""
+    logits = torch.ones(8)
+    PenaltyHistory(params, prompt, 8).after(output).penalise(logits, params)
+    return logits.tolist()
+
+
+@pytest.mark.parametrize("lookback", [0, 1, 2, 3, 5, 8, 99])
+@pytest.mark.parametrize("length", [0, 1, 4, 7])
+def test_a_lookback_counts_the_last_tokens_only(lookback: int, length: int) -> None:
+    """Repetition counts prompt and output, frequency and presence the output, each within the last tokens."""
+    chance = random.Random(length)
+    prompt = [chance.randrange(8) for _ in range(5)]
+    output = [chance.randrange(8) for _ in range(length)]
+    params = SamplingParams(
+        repetition_penalty=2.0, frequency_penalty=0.25, presence_penalty=0.5, penalty_lookback=lookback
+    )
+    recent = list(enumerate([*prompt, *output]))[max(len(prompt) + length - lookback, 0) :]
+    counts = [sum(token == each and at >= len(prompt) for at, each in recent) for token in range(8)]
+    seen = [any(token == each for _, each in recent) for token in range(8)]
+
+    assert penalised(params, prompt, output) == [
+        (0.5 if was_seen else 1.0) - 0.25 * count - 0.5 * (count > 0)
+        for was_seen, count in zip(seen, counts, strict=True)
+    ]
+
+
+def test_a_lookback_behind_everything_is_none() -> None:
+    some = SamplingParams(repetition_penalty=1.5, frequency_penalty=0.5)
+    prompt, output = (1, 2, 3, 2), (4, 2, 4)
+
+    assert penalised(some, prompt, output) == penalised(replace(some, penalty_lookback=100), prompt, output)

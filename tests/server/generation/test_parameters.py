@@ -15,6 +15,7 @@ import pytest
 from openai.types import completion_create_params as openai_completions
 from openai.types.chat import completion_create_params as openai_chat
 
+from engine.text.fill_in_middle import FillInMiddle
 from engine.types.events import Delta, Event, PrefillProgress, PromptScored, Started
 from engine.types.request import Dry, ReasoningLimit, Request, Xtc
 from server.app import create_app
@@ -58,6 +59,7 @@ BOTH = [
     Row("presence_penalty", 0.5, "request.sampling.presence_penalty", 0.5),
     Row("repetition_penalty", 1.5, "request.sampling.repetition_penalty", 1.5),
     Row("repeat_penalty", 1.5, "request.sampling.repetition_penalty", 1.5),
+    Row("repeat_last_n", 9, "request.sampling.penalty_lookback", 9),
     Row("dry_multiplier", 0.8, "request.sampling.dry", Dry(0.8, 1.75, 2, -1, (10, 58, 34, 42))),
     Row("dry_base", 2, "request.sampling.dry.base", 2, {"dry_multiplier": 1}),
     Row("dry_allowed_length", 3, "request.sampling.dry.allowed_length", 3, {"dry_multiplier": 1}),
@@ -160,6 +162,7 @@ CHATS = [
 ]
 TEXTS = [
     *BOTH,
+    Row("suffix", "x", "request.prompt", (1, *b"hi", 2, *b"x", 3)),
     Row("prompt", "x", "request.prompt", (120,)),
     Row("logprobs", 1, "request.logprobs", 1),
     Row("logprob_token_ids", [7], "request.label_tokens", (7,), {"logprobs": 0}),
@@ -208,6 +211,7 @@ class Bench:
 @pytest.fixture(scope="module")
 def bench() -> Bench:
     engine = FakeEngine(script, tokenizer=FakeTokenizer(HERMES))
+    engine.tokenizer.fill_in_middle = FillInMiddle(1, 2, 3, (4,))
     return Bench(engine, create_app(engine, settings()))  # type: ignore[arg-type]
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
+from engine.text.fill_in_middle import FillInMiddle
 from engine.types.events import Delta, Embedded, Event, Started
 from engine.types.request import Request
 from server.app import create_app
@@ -140,6 +141,8 @@ def test_options_reach_the_engine() -> None:
         "stop": ["."],
         "num_predict": 9,
         "num_keep": 2,
+        "repeat_last_n": 33,
+        "penalize_newline": True,
         "num_ctx": 64,
         "num_gpu": 1,
     }
@@ -161,7 +164,104 @@ def test_options_reach_the_engine() -> None:
         sampling.frequency_penalty,
         sampling.seed,
     )
+    assert 33 == sampling.penalty_lookback
     assert ((".",), 9, 2) == (request.stop, request.max_tokens, request.keep)
+
+
+@pytest.mark.parametrize(("last", "lookback"), [(None, 64), (-1, None), (0, 0), (7, 7)])
+def test_penalties_count_the_last_tokens(last: int | None, lookback: int | None) -> None:
+    """64 tokens as in Ollama; -1 counts the whole context."""
+    engine = engine_emitting("x")
+    post(engine, "chat", messages=MESSAGES, options={"repeat_penalty": 1.5, "repeat_last_n": last}, stream=False)
+
+    assert lookback == engine.requests[-1].sampling.penalty_lookback
+
+
+@pytest.mark.parametrize(("path", "body"), [("chat", {"messages": MESSAGES}), ("generate", {"prompt": "hi"})])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_larger_num_ctx_is_a_warning(path: str, body: dict[str, Any], stream: bool) -> None:
+    """The last line has it; a prompt above the server's own context is an error."""
+    large = {"options": {"num_ctx": 65}, "stream": stream}
+    last = lines(post(engine_emitting("x"), path, **body, **large))[-1]
+    long = {"messages": [{"role": "user", "content": "x" * 65}]} if path == "chat" else {"prompt": "x" * 65}
+    refused = post(engine_emitting("x"), path, **long, **large)
+
+    assert ["'options.num_ctx' is 65: this server was started with a context of 64 tokens."] == last["warnings"]
+    assert "warnings" not in lines(post(engine_emitting("x"), path, **body, options={"num_ctx": 64}))[-1]
+    assert 400 == refused.status
+    assert "context length is 64 tokens" in refused.json["error"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities(stream: bool) -> None:
+    """One entry a token, with the top tokens."""
+    for path, body in (("chat", {"messages": MESSAGES}), ("generate", {"prompt": "hi"})):
+        answer = lines(post(FakeEngine(), path, **body, logprobs=True, top_logprobs=2, stream=stream))
+        entries = [entry for line in answer for entry in line.get("logprobs", [])]
+
+        assert ["Hello", " wor", "ld"] == [entry["token"] for entry in entries]
+        assert [-0.5] * 3 == [entry["logprob"] for entry in entries]
+        assert [2] * 3 == [len(entry["top_logprobs"]) for entry in entries]
+        assert list(b"Hello") == entries[0]["bytes"]
+
+
+def test_a_raw_prompt_has_no_template() -> None:
+    """Reasoning and tool calls are plain text in its answer."""
+    engine = engine_emitting("<think>yes</think>")
+    answer = post(engine, "generate", prompt="[INST] hi [/INST]", raw=True, logprobs=True, stream=False).json
+
+    assert b"[INST] hi [/INST]" == bytes(engine.requests[-1].prompt)
+    assert "<think>yes</think>" == answer["response"]
+    assert [] == engine.tokenizer.rendered
+    for field, value in (("system", "x"), ("think", True)):
+        assert f"'{field}'" in post(engine, "generate", prompt="x", raw=True, **{field: value}).json["error"]
+
+
+def test_a_suffix_makes_a_prompt_with_a_gap() -> None:
+    """Other vocabularies are refused by name."""
+    engine = engine_emitting("x")
+    refused = post(engine, "generate", prompt="a", suffix="b")
+    engine.tokenizer.fill_in_middle = FillInMiddle(1, 2, 3, (4,))
+    answer = post(engine, "generate", prompt="a", suffix="b", stream=False)
+    only_suffix = post(engine, "generate", suffix="b", stream=False)
+
+    assert (400, True) == (refused.status, "fill-in-the-middle" in refused.json["error"])
+    assert [(1, 97, 2, 98, 3), (1, 2, 98, 3)] == [request.prompt for request in engine.requests]
+    assert (4,) == engine.requests[0].stop_token_ids
+    assert ["x", "x"] == [each.json["response"] for each in (answer, only_suffix)]
+    assert "insert" in post(engine, "show").json["capabilities"]
+
+
+@pytest.mark.parametrize(("shift", "overflow"), [(None, None), (True, "shift"), (False, "length")])
+def test_shift_sets_the_overflow(shift: bool | None, overflow: str | None) -> None:
+    engine = engine_emitting("x")
+    post(engine, "chat", messages=MESSAGES, shift=shift, stream=False)
+
+    assert overflow == engine.requests[-1].overflow
+
+
+def test_the_model_stays_loaded() -> None:
+    """A request to unload it is answered with a warning."""
+    for path, body in (("chat", {"messages": []}), ("generate", {})):
+        answer = post(engine_emitting("x"), path, **body, keep_alive=0).json
+        kept = post(engine_emitting("x"), path, **body, keep_alive="5m").json
+
+        assert ("load", True) == (answer["done_reason"], "keep_alive" in answer["warnings"][0])
+        assert "warnings" not in kept
+
+
+def test_only_the_model_s_own_template_is_accepted() -> None:
+    engine = engine_emitting("x")
+
+    assert 200 == post(engine, "generate", prompt="hi", template=HERMES, stream=False).status
+    assert "'template'" in post(engine, "generate", prompt="hi", template="{{ .Prompt }}").json["error"]
+
+
+def test_lenient_servers_warn_of_unsupported_options() -> None:
+    app = create_app(engine_emitting("x"), settings(lenient=True))
+    body = {"model": "fake", "prompt": "hi", "stream": False, "options": {"mirostat": 1}}
+
+    assert "options.mirostat" in ask(app, "POST", "/api/generate", json_body=body).json["warnings"][0]
 
 
 @pytest.mark.parametrize(("asked", "kept"), [(-1, None), (0, 0), (5, 5)])
@@ -209,7 +309,6 @@ def test_model_names_may_have_a_tag() -> None:
     ("body", "named"),
     [
         ({"options": {"mirostat": 1}}, "options.mirostat"),
-        ({"options": {"num_ctx": 65}}, "options.num_ctx"),
         ({"options": {"num_predict": 65}}, "'options.num_predict'"),
         ({"options": {"tfs_z": 0.5}}, "does not support 'options.tfs_z'"),
         ({"messages": [{"role": "user", "content": "", "images": ["aGk="]}]}, "does not support 'messages[0].images'"),
@@ -236,7 +335,7 @@ def test_model_is_listed_and_shown() -> None:
 
     assert {"tags": ["fake", "org/alias"], "ps": ["fake", "org/alias"]} == names
     assert {"completion", "tools", "thinking", "embedding"} == set(card["capabilities"])
-    assert 64 == card["model_info"]["FakeForCausalLM.context_length"]
+    assert 64 == card["model_info"]["fake.context_length"]
 
 
 def test_embed() -> None:

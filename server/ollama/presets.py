@@ -1,0 +1,118 @@
+"""Names that /api/create and /api/copy make: a served model with a system prompt, parameters and first messages.
+
+They are kept in memory until the server stops. Each owner of API keys has its own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+from server.http.errors import STORAGE_FULL, ApiError
+from server.ollama.translation import now
+from server.schemas.ollama import (
+    GenerateRequest,
+    OllamaChatRequest,
+    OllamaGenerationFields,
+    OllamaMessage,
+    OllamaOptions,
+)
+
+# Clients append it to names; here a name has one model.
+LATEST_TAG = ":latest"
+# Presets of all owners.
+MAX_PRESETS = 256
+
+Body = TypeVar("Body", bound=OllamaGenerationFields)
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """A served model under another name.
+
+    base        the name of the served model
+    parent      the name that it was made from
+    parameters  options of requests that do not set them
+    messages    before those of a request
+    """
+
+    base: str
+    parent: str
+    system: str = ""
+    parameters: OllamaOptions | None = None
+    messages: tuple[OllamaMessage, ...] = ()
+    license: tuple[str, ...] = ()
+    created_at: str = field(default_factory=now)
+
+    def parameter_lines(self) -> Iterator[str]:
+        """The parameters as in a Modelfile, a line each."""
+        options = {} if self.parameters is None else self.parameters.model_dump(exclude_none=True)
+        for name, value in options.items():
+            for each in value if isinstance(value, list) else [value]:
+                yield f"{name:<30} {json.dumps(each, ensure_ascii=False)}"
+
+    def modelfile(self) -> str:
+        """A Modelfile of the preset."""
+        lines = [f"FROM {self.base}", *(f"PARAMETER {line}" for line in self.parameter_lines())]
+        if self.system:
+            lines.append(f'SYSTEM """{self.system}"""')
+        lines += [f'MESSAGE {message.role} """{message.content}"""' for message in self.messages]
+        return "\n".join(lines) + "\n"
+
+
+class Presets:
+    """The presets of a server, by owner and name. Used on the event loop."""
+
+    def __init__(self) -> None:
+        self._presets: dict[tuple[str, str], Preset] = {}
+
+    def get(self, owner: str, name: str) -> Preset | None:
+        """The preset of a name, with or without the default tag."""
+        return self._presets.get((owner, _key(name)))
+
+    def of(self, owner: str) -> Mapping[str, Preset]:
+        """All presets of an owner, by name."""
+        return {name: preset for (each, name), preset in self._presets.items() if each == owner}
+
+    def set(self, owner: str, name: str, preset: Preset) -> None:
+        """Add or replace a preset; ApiError if there are too many."""
+        if len(self._presets) >= MAX_PRESETS and (owner, _key(name)) not in self._presets:
+            message = f"This server keeps {MAX_PRESETS} created models at most; delete some first."
+            raise ApiError(STORAGE_FULL, message, param="model")
+        self._presets[owner, _key(name)] = preset
+
+    def remove(self, owner: str, name: str) -> bool:
+        """Remove a preset; whether there was one."""
+        return self._presets.pop((owner, _key(name)), None) is not None
+
+    def copy(self, owner: str, source: str, destination: str) -> None:
+        """Copy a preset that exists."""
+        self.set(owner, destination, replace(self._presets[owner, _key(source)], created_at=now()))
+
+
+def chat_with_preset(body: OllamaChatRequest, preset: Preset) -> OllamaChatRequest:
+    """The request with the preset's messages, system prompt and parameters."""
+    messages = [*preset.messages, *body.messages]
+    if preset.system and messages[0].role != "system":
+        messages.insert(0, OllamaMessage(role="system", content=preset.system))
+    return _with_parameters(body.model_copy(update={"messages": messages}), preset)
+
+
+def generate_with_preset(body: GenerateRequest, preset: Preset) -> GenerateRequest:
+    """The request with the preset's system prompt and parameters; a raw prompt stays as it is."""
+    if not body.system and preset.system and not body.without_template:
+        body = body.model_copy(update={"system": preset.system})
+    return _with_parameters(body, preset)
+
+
+def _with_parameters(body: Body, preset: Preset) -> Body:
+    if preset.parameters is None:
+        return body
+    own = {} if body.options is None else body.options.model_dump(exclude_none=True)
+    return body.model_copy(update={"options": preset.parameters.model_copy(update=own)})
+
+
+def _key(name: str) -> str:
+    return name.removesuffix(LATEST_TAG)
