@@ -61,7 +61,9 @@ _FLAGS = (
     *("-std=c++17", "-O3", "-ffp-contract=fast", "-fopenmp", "-fPIC", "-shared"),
     *("-fvisibility=hidden", "-fno-exceptions", "-fno-rtti"),
 )
-_BUILD_SECONDS = 300
+# Processor time of a build: on a busy machine the wall time is several times as long. A build that waits ends as well.
+_BUILD_SECONDS, _WALL_SECONDS = 300, 3600
+_LIMITED = ("sh", "-c", f'ulimit -t {_BUILD_SECONDS}; exec "$@"', "sh")
 # Builds of one variant in the cache: several versions may be in use.
 _KEPT_BUILDS = 4
 _DIGEST_BYTES = 32
@@ -93,27 +95,31 @@ def library(
     prebuilt: Path = PREBUILT,
     cache: Path | None = None,
     path: str | None = None,
+    flags: tuple[str, ...] = (),
 ) -> Path:
     """The library file of a kernel's variant, by default the fastest. Raises LibraryUnavailable.
 
     prebuilt  folder of the wheel or image
     cache     folder for built libraries, by default in the user's cache; refused if other users can write to it
     path      to look for compilers, by default PATH, unless $CXX is one
+    flags     further flags of the compiler, for a library that is compiled
     """
     variant = variant or variants(kernel)[0]
     ready = prebuilt / _name(kernel, variant, "prebuilt", ())
     if _is_sound(ready):
         return ready
-    compiler = _compiler(path)
-    target = _private_folder(cache or _user_cache()) / _name(
-        kernel, variant, _version(compiler), KERNELS[kernel][variant]
-    )
+    compiler, flags = _compiler(path), (*KERNELS[kernel][variant], *flags)
+    target = _private_folder(cache or _user_cache()) / _name(kernel, variant, _version(compiler), flags)
     mark_used(target)
     if not _is_sound(target):
         report_progress(f"compile the {kernel} kernel")
         log.info("%s compiles the %s kernel for %s, once on this machine", Path(compiler[0]).name, kernel, variant)
         started = time.monotonic()
-        _build(compiler, kernel, variant, target)
+        try:
+            _build(compiler, kernel, flags, target)
+        except LibraryUnavailable as error:
+            log.warning("the %s kernel is not compiled: %s", kernel, error.reason)
+            raise
         log.info("compiled the %s kernel in %.0f s", kernel, time.monotonic() - started)
         mark_used(target)
         _prune(target.parent, f"{kernel}-{variant}-*.so")
@@ -157,7 +163,7 @@ def prebuild(folder: Path, machine: str | None = None) -> list[Path]:
     for number, (name, (kernel, variant)) in enumerate(names.items(), 1):
         if not _is_sound(folder / name):
             log.info("kernel %d of %d: %s for %s", number, len(names), kernel, variant)
-            _build(compiler, kernel, variant, folder / name)
+            _build(compiler, kernel, KERNELS[kernel][variant], folder / name)
     return [folder / name for name in names]
 
 
@@ -194,11 +200,11 @@ def _version(compiler: list[str]) -> str:
     return shlex.join(compiler) + _run([*compiler, "--version"])
 
 
-def _build(compiler: list[str], kernel: str, variant: str, target: Path) -> None:
+def _build(compiler: list[str], kernel: str, flags: tuple[str, ...], target: Path) -> None:
     with scratch_folder(target.parent) as folder:
         product = folder / "library.so"
         source = str(SOURCE / f"{kernel}.cpp")
-        _run([*compiler, *_FLAGS, *KERNELS[kernel][variant], source, "-o", str(product), "-lm"], scratch=folder)
+        _run([*compiler, *_FLAGS, *flags, source, "-o", str(product), "-lm"], scratch=folder)
         content = product.read_bytes()
         product.write_bytes(content + hashlib.sha256(content).digest())
         os.replace(product, target)
@@ -221,7 +227,7 @@ def _run(command: list[str], scratch: Path | None = None) -> str:
     environment = None if scratch is None else {**os.environ, "TMPDIR": str(scratch)}
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_BUILD_SECONDS, check=True, env=environment
+            [*_LIMITED, *command], capture_output=True, text=True, timeout=_WALL_SECONDS, check=True, env=environment
         )
     except subprocess.CalledProcessError as error:
         raise LibraryUnavailable(f"{name} failed: {error.stderr.strip()[-500:]}") from error

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from engine.kernels.cpu import build
+from tests.libraries import compiled, every_variant
 
 # A fake g++ that counts its builds.
 COMPILER = """#!/bin/sh
@@ -115,6 +116,20 @@ def test_compiler_error_is_quoted(bench: Workbench) -> None:
     assert [] == list(bench.cache.iterdir())
 
 
+def test_a_build_is_limited_in_processor_time(
+    bench: Workbench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its wall time is longer on a busy machine. The end of a build is logged."""
+    monkeypatch.setattr(build, "_LIMITED", tuple(word.replace("300", "1") for word in build._LIMITED))
+    bench.install(work="sleep 1.2")
+    assert bench.library().exists()
+
+    bench.install(version="2", work="while :; do :; done")
+    with pytest.raises(build.LibraryUnavailable, match=r"g\+\+ failed"):
+        bench.library()
+    assert "the attention kernel is not compiled" in caplog.text
+
+
 def test_prebuilt_library_comes_first(bench: Workbench) -> None:
     built = bench.library()
     bench.prebuilt.mkdir()
@@ -154,14 +169,19 @@ def test_concurrent_builds_each_get_a_whole_library(bench: Workbench) -> None:
     assert [bench.library()] == list(bench.cache.iterdir())
 
 
-@pytest.mark.parametrize(("kernel", "function"), [("attention", "cellar_attend"), ("linear", "cellar_multiply")])
-def test_sources_compile(kernel: str, function: str) -> None:
+FUNCTIONS = {"attention": "cellar_attend", "linear": "cellar_multiply", "step": "cellar_step"}
+
+
+@pytest.mark.parametrize(
+    ("kernel", "variant"),
+    [pytest.param(kernel, *one.values, marks=one.marks) for kernel in FUNCTIONS for one in every_variant(kernel)],
+)
+def test_sources_compile(kernel: str, variant: str) -> None:
     """With the system's compiler, for all variants of this machine."""
     if not any(shutil.which(name) for name in build.COMPILERS):
         pytest.skip("there is none")
 
-    for variant in build.variants(kernel):
-        assert hasattr(ctypes.CDLL(str(build.library(kernel, variant))), function)
+    assert hasattr(ctypes.CDLL(str(compiled(kernel, variant))), FUNCTIONS[kernel])
 
 
 VARIANTS = {
