@@ -22,7 +22,8 @@ serve: .venv/serve  ## install, then serve the bundled model on http://127.0.0.1
 	@exec $(BIN)/cellar serve $(ARGS)
 
 test: .venv/test  ## install, then run the tests (minutes, no network, no GPU)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal -m "$(FAST)" $(ARGS)
+	QUICK_KERNELS=1 $(BIN)/python -m tests.libraries
+	QUICK_KERNELS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal -m "$(FAST)" $(ARGS)
 
 test-all: .venv/test  ## all tests, the slow ones too (images, arm64 and the page have their own)
 	$(BIN)/python -m pytest -q -m "not container and not arm64 and not browser" $(ARGS)

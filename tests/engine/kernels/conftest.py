@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from engine.kernels.cpu import build
 from engine.kernels.cpu.attention import NativeAttention
-from tests.libraries import built
+from tests.libraries import built, every_variant
 
 
-@pytest.fixture(scope="module", params=build.variants("attention"))
+@pytest.fixture(scope="module", params=every_variant("attention"))
 def native(request: pytest.FixtureRequest) -> NativeAttention:
     """The kernel of each variant."""
     return NativeAttention(built("attention", request.param))

@@ -16,7 +16,7 @@ from engine.kernels.formats import LAYOUTS, WeightFormat
 from engine.kernels.packing import PackedMatrix, pack
 from engine.kernels.rounding import pack_floats
 from tests.engine.kernels.weights import random_matrix, random_rows
-from tests.libraries import built
+from tests.libraries import built, every_variant
 
 Multiply = Callable[[Tensor, Sequence[PackedMatrix]], list[Tensor]]
 
@@ -30,7 +30,7 @@ COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 15, 16, 23)
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.fixture(scope="module", params=build.variants("linear"))
+@pytest.fixture(scope="module", params=every_variant("linear"))
 def native(request: pytest.FixtureRequest) -> NativeLinear:
     """The kernel of each variant."""
     return NativeLinear(built("linear", request.param))
@@ -136,6 +136,7 @@ def test_bits_do_not_depend_on_threads(native: NativeLinear, format: WeightForma
         assert torch.equal(alone, product(native.multiply, numbers, packed))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", LAYOUTS)
 def test_all_variants_have_the_same_bits(format: WeightFormat) -> None:
     """Where multiplications and additions are fused: in all but the generic one."""

@@ -14,7 +14,6 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from engine.kernels import reference
-from engine.kernels.cpu import build
 from engine.kernels.cpu.products import NativeProduct
 from engine.kernels.products import POSITIONS, RowInvariantProduct, TiledProduct
 from engine.kernels.rounding import Bits
@@ -30,7 +29,7 @@ from tests.engine.mixes import mix, prompts
 from tests.engine.models import core, load_model
 from tests.engine.play import Job, play
 from tests.engine.tiny import FAMILIES
-from tests.libraries import built
+from tests.libraries import built, every_variant
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -40,11 +39,10 @@ ALWAYS = ("deepseek_v3", "gemma4_text", "opt", "falcon_h1", "falcon_mamba", "mpt
 # Its position bias counts from the end of a chunk.
 EXCEPTIONS = {"mpt": {"batched = alone": True, "chunks": False, "prefix hit": False}}
 PAGE = Path(__file__).parents[3] / "docs" / "models.md"
-VECTORS = [name for name in build.variants("linear") if name != "generic"]
 ROWS = (1, 2, 3, 5, 8, 15, 16, 17, 33)
 
 
-@pytest.fixture(params=["torch", *VECTORS])
+@pytest.fixture(params=["torch", *every_variant("linear", generic=False)])
 def product(request: pytest.FixtureRequest) -> RowInvariantProduct:
     """Every implementation of row-invariant products."""
     return TiledProduct() if request.param == "torch" else NativeProduct(built("linear", request.param))
