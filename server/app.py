@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING
@@ -17,6 +18,7 @@ from server.http.parsing import StrictRoute, large_body_limiter
 from server.http.paths import ServedPaths
 from server.http.version import version
 from server.metrics.metrics import Metrics
+from server.metrics.traces import make_traces
 from server.routes import (
     anthropic,
     batches,
@@ -66,7 +68,12 @@ def create_app(engine: Engine, settings: Settings) -> FastAPI:
         lifespan=lifespan,
     )
     app.state.large_bodies = large_body_limiter()
-    service = Service(engine, settings, Metrics(engine, settings.model_names[0]))
+    name = settings.model_names[0]
+    traces = None
+    if settings.otlp_traces_endpoint is not None:
+        traces = make_traces(settings.otlp_traces_endpoint, name, version())
+        closing.push_async_callback(asyncio.to_thread, traces.close)
+    service = Service(engine, settings, Metrics(engine, name), traces)
     app.router.route_class = LenientRoute if settings.lenient else StrictRoute
     for routes in (
         capabilities,

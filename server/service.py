@@ -26,6 +26,7 @@ from server.http.events import ChoiceEvents, DeltaSink
 from server.http.version import version
 from server.metrics.metrics import Endpoint, Metrics
 from server.metrics.timer import GenerationTimer
+from server.metrics.traces import GenerationTraces
 
 if TYPE_CHECKING:
     from engine.engine import Engine
@@ -37,7 +38,7 @@ MAX_GRAMMAR_THREADS = 4
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """One engine with its settings and metrics.
+    """One engine with its settings, metrics and traces.
 
     grammar_threads  limits the worker threads that wait for grammars, so that others stay free
     """
@@ -45,6 +46,7 @@ class Service:
     engine: Engine
     settings: Settings
     metrics: Metrics
+    traces: GenerationTraces | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     grammar_threads: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(MAX_GRAMMAR_THREADS))
 
@@ -134,8 +136,13 @@ class Service:
     @asynccontextmanager
     async def _observed(self, stream: RequestStream, endpoint: Endpoint, choice: int) -> AsyncIterator[ChoiceEvents]:
         with self.metrics.observe(endpoint) as timer:
-            async with aclosing(self._observed_events(stream, timer, choice)) as events:
-                yield ChoiceEvents(events, partial(_set_sink, stream, timer, choice))
+            try:
+                async with aclosing(self._observed_events(stream, timer, choice)) as events:
+                    yield ChoiceEvents(events, partial(_set_sink, stream, timer, choice))
+            finally:
+                record = current()
+                if self.traces is not None and record is not None:
+                    self.traces.record(timer, endpoint, record.id, record.trace)
 
     async def _observed_events(
         self, stream: RequestStream, timer: GenerationTimer, choice: int

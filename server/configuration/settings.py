@@ -275,6 +275,13 @@ class Settings:
         ),
     ] = False
     log_level: Annotated[LogLevel, Parameter(help="Lowest level of log lines.")] = "info"
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        Parameter(
+            help="Collector of OpenTelemetry traces, such as http://127.0.0.1:4318/v1/traces.",
+            show_default="none",
+        ),
+    ] = None
     log_format: Annotated[LogFormat, Parameter(help="Lines of text, or a JSON object a line.")] = "text"
     insecure_no_auth: Annotated[
         bool, Parameter(help="Allow an address that is not loopback without API keys.", show_default="off")

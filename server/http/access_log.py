@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
@@ -19,12 +20,14 @@ class AccessRecord:
     id      of the request
     client  address of the connection
     key     name of the API key; "": there are no keys
+    trace   headers with the client's trace
     model   name of the model, of requests to one
     """
 
     id: str
     method: str
     client: str
+    trace: Mapping[str, str] = field(default_factory=dict)
     started: float = field(default_factory=time.monotonic)
     key: str = ""
     model: str = ""

@@ -30,6 +30,7 @@ from server.http.errors import (
 )
 from server.http.paths import ServedPaths
 from server.metrics.metrics import Metrics
+from server.metrics.traces import TRACE_HEADERS
 
 logger = logging.getLogger("cellar.http")
 
@@ -165,13 +166,15 @@ class _ResponseLog:
     """Adds the request id to the response and keeps the status for the log."""
 
     def __init__(self, scope: Scope, send: Send) -> None:
-        requested = Headers(scope=scope).get("x-request-id", "")
+        headers = Headers(scope=scope)
+        requested = headers.get("x-request-id", "")
         self.id = requested if _request_id.fullmatch(requested) else f"req_{uuid.uuid4().hex}"
         self.status: int | None = None
         self._scope, self._send = scope, send
         scope.setdefault("state", {})["request_id"] = self.id
         client = scope.get("client") or ("",)
-        self._record = AccessRecord(self.id, scope.get("method", "WEBSOCKET"), client[0])
+        trace = {name: headers[name] for name in TRACE_HEADERS if name in headers}
+        self._record = AccessRecord(self.id, scope.get("method", "WEBSOCKET"), client[0], trace)
         begin(self._record)
 
     async def send(self, message: Message) -> None:

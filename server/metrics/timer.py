@@ -31,12 +31,20 @@ class GenerationTimer:
     """The times and lengths of one generation.
 
     Inter-token latencies are added to their histogram in batches, the last batch by `flush`.
+
+    started         time of admission (time.monotonic)
+    slot_at         time when its first event arrived, after it got a slot
+    first_token_at  time of the first text
+    finished        its last event
     """
 
     def __init__(self, histograms: RequestHistograms) -> None:
         self._histograms = histograms
         self.started = time.monotonic()
         self.reason = "cancelled"
+        self.slot_at: float | None = None
+        self.first_token_at: float | None = None
+        self.finished: Finished | None = None
         self._latest: float | None = None
         self._pending: list[float] = []
 
@@ -52,7 +60,7 @@ class GenerationTimer:
             case Delta():
                 self.observe_delta(event)
             case Started():
-                self._histograms.queue.observe(time.monotonic() - self.started)
+                self.slot_at = time.monotonic()
             case Finished():
                 self._finish(event)
             case Failed():
@@ -62,6 +70,7 @@ class GenerationTimer:
         """Observe a delta."""
         now, tokens = time.monotonic(), len(delta.tokens)
         if self._latest is None:
+            self.first_token_at = now
             self._histograms.first_token.observe(now - self.started)
         elif tokens:
             # A merged delta, of a slow reader, counts with its mean latency.
@@ -71,8 +80,9 @@ class GenerationTimer:
         self._latest = now
 
     def _finish(self, event: Finished) -> None:
-        self.reason = event.reason
+        self.reason, self.finished = event.reason, event
         self._histograms.prompt_tokens.observe(event.usage.prompt_tokens)
         self._histograms.generated_tokens.observe(event.usage.completion_tokens)
+        self._histograms.queue.observe(event.timings.queue_seconds)
         self._histograms.prefill.observe(event.timings.prompt_seconds)
         self._histograms.decode.observe(event.timings.generation_seconds)

@@ -133,8 +133,9 @@ def test_requests_are_counted_by_finish_reason() -> None:
 
     for reason in ("stop", "length", "error"):
         assert 1 == samples["cellar_requests_total", (("endpoint", "chat"), ("finish_reason", reason))]
-    for name in ("time_to_first_token", "inter_token_latency", "e2e_request_latency", "queue_time"):
+    for name in ("time_to_first_token", "inter_token_latency", "e2e_request_latency"):
         assert 3 == samples[f"cellar_{name}_seconds_count", ()]
+    assert 2 == samples["cellar_queue_time_seconds_count", ()]
     assert 2 == samples["cellar_http_responses_total", (("route", CHAT), ("status", "200"))]
     assert 1 == samples["cellar_http_responses_total", (("route", CHAT), ("status", "500"))]
 

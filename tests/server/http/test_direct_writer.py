@@ -15,7 +15,7 @@ from starlette.types import Message, Receive, Scope, Send
 from engine.output.stream import RequestStream
 from engine.types.events import Delta, Event
 from engine.types.request import Request
-from server import lifecycle
+from server import hosting
 from server.configuration.settings import Settings
 from server.generation.requests import generate
 from server.http.direct_writer import CONNECTION
@@ -157,7 +157,7 @@ def test_a_response_without_chunks_is_iterated() -> None:
 def test_middleware_sees_all_bodies_without_direct_writes(direct_writes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The client gets the same bytes either way."""
     sent: list[bytes] = []
-    create_app = lifecycle.create_app
+    create_app = hosting.create_app
 
     def create_wrapped(engine: Any, using: Settings) -> Any:
         app = create_app(engine, using)
@@ -171,7 +171,7 @@ def test_middleware_sees_all_bodies_without_direct_writes(direct_writes: bool, m
 
         return wrapped
 
-    monkeypatch.setattr(lifecycle, "create_app", create_wrapped)
+    monkeypatch.setattr(hosting, "create_app", create_wrapped)
     body = {"model": "fake", "messages": [{"role": "user", "content": "hi"}], "stream": True}
     with serve_in_thread(FakeEngine(), settings(direct_writes=direct_writes)) as port:
         received = httpx.post(f"http://127.0.0.1:{port}/v1/chat/completions", json=body).content
