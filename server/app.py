@@ -67,6 +67,7 @@ def create_app(engine: Engine, settings: Settings) -> FastAPI:
         telemetry={"tracing": False},
         lifespan=lifespan,
     )
+    app.state.engine = engine
     app.state.large_bodies = large_body_limiter()
     name = settings.model_names[0]
     traces = None

@@ -21,6 +21,7 @@ from server.configuration.logs import configure_logging
 from server.configuration.options import serve_arguments, serve_environment
 from server.configuration.settings import ENVIRONMENT_PREFIX, Settings, is_world_readable, make_disk_cache
 from server.http.version import version
+from server.replicas.options import RayOptions
 from server.store.database import StoreError
 from server.store.store import check_store
 from server.terminal.load_screen import LoadScreen, load_screen
@@ -49,6 +50,7 @@ def make_app() -> App:
     app.command(pull, config=())
     app.command(make_models_app())
     app.command(bench)
+    app.command(ray)
     app.command(plan)
     app.command(doctor, config=())
     # Its arguments are no settings: none comes from the environment.
@@ -264,6 +266,35 @@ def bench(
         context=settings.context,
     )
     sys.exit(measured(bench_settings, served))
+
+
+def ray(
+    model: str | None = None,
+    *,
+    ray_options: Annotated[RayOptions | None, Parameter(name="*")] = None,
+    options: Annotated[Settings | None, Parameter(name="*")] = None,
+) -> None:
+    """Serve a model by several replicas on Ray Serve until SIGTERM or Ctrl-C.
+
+    Requests of a conversation meet the replica that has their prefix in its cache. The options of `cellar serve` hold
+    for each replica; on this machine the replicas share its processors and 90 % of its memory.
+
+    Parameters
+    ----------
+    model
+        As for `cellar serve`.
+    """
+    from server.commands.ray import run_ray
+
+    settings, cluster_options = replace(options or Settings(), model=model), ray_options or RayOptions()
+    with _usage_errors(_print_line):
+        check_environment()
+        settings.check()
+        cluster_options.check()
+        check_store(settings.store)
+        make_disk_cache(settings.disk_cache_folder)
+    _warn_of_exposed_keys(settings)
+    sys.exit(run_ray(cluster_options, settings))
 
 
 def plan(

@@ -14,11 +14,12 @@ from bench.options import BenchOptions
 from server.configuration.config_file import ConfigFile, ConfigFileError
 from server.configuration.options import options
 from server.configuration.settings import ENVIRONMENT_PREFIX, Settings
+from server.replicas.options import RayOptions
 from server.terminal.options import ChatOptions, RunOptions
 
 EXIT_USAGE = 2
 # Commands with options of their own, besides those of `cellar serve`.
-SECTIONS: dict[str, type] = {"bench": BenchOptions, "chat": ChatOptions, "run": RunOptions}
+SECTIONS: dict[str, type] = {"bench": BenchOptions, "chat": ChatOptions, "run": RunOptions, "ray": RayOptions}
 # The argument of the commands, and variables of compose.yaml and the scripts in docker/.
 OTHER_VARIABLES = frozenset({"CELLAR_MODEL", "CELLAR_MEMORY", "CELLAR_IMAGES"})
 _service_link = re.compile(r"_SERVICE_(HOST|PORT)|_PORT_\d+_(TCP|UDP)")

@@ -1,0 +1,45 @@
+"""The request router of Ray Serve: the replica of the conversation or of the prefix, by server.affinity."""
+
+from __future__ import annotations
+
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+
+from server.affinity.chooser import ReplicaChooser
+from server.replicas.proxy import decode_keys, requested_replica
+
+
+class AffinityRouter(RequestRouter):
+    """One chooser for each proxy; its keys arrive as the session id."""
+
+    def initialize_state(self, **_: object) -> None:
+        """Called by Ray after the constructor."""
+        self._chooser = ReplicaChooser()
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """Ranks of replicas, the best first; a replica with a full queue passes the request on to the next rank."""
+        replicas = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
+        if pending_request is None or not replicas:
+            return [candidate_replicas]
+        # Without it a request for full replicas would poll them without a pause.
+        pending_request.routing_context.should_backoff = True
+        if self._chooser.replicas != replicas.keys():
+            self._chooser.replace(replicas)
+        session = pending_request.metadata.session_id
+        requested = requested_replica(session)
+        if requested is not None:
+            return [[replica] for name, replica in replicas.items() if name == requested] or [candidate_replicas]
+        loads = {name: float(self._load(replica)) for name, replica in replicas.items()}
+        chosen = self._chooser.choose(decode_keys(session), loads)
+        others = [replica for name, replica in replicas.items() if name not in chosen]
+        return [[replicas[name]] for name in chosen] + ([others] if others else [])
+
+    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: object) -> None:
+        """Record that the cache of a replica has the prompt."""
+        session = pending_request.metadata.session_id
+        if session and requested_replica(session) is None:
+            self._chooser.record(decode_keys(session), replica_id.unique_id)
+
+    def _load(self, replica: RunningReplica) -> int:
+        return self.replica_queue_len_cache.get(replica.replica_id) or 0
