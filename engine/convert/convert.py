@@ -95,4 +95,4 @@ def _to_folder(conversion: Conversion, file: Path, folder: Path) -> None:
 def _check_space(conversion: Conversion, path: Path, needed: int) -> None:
     free = shutil.disk_usage(path.parent).free
     if free < needed:
-        raise conversion.refuse(f"the target needs {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free")
+        raise conversion.refuse(f"the target needs {needed / 10**9:.1f} GB, {free / 10**9:.1f} GB are free")

@@ -18,6 +18,10 @@ _COMPILER_COMMANDS = {
     "alpine": "sudo apk add g++",
 }
 _MACOS_COMMAND = "xcode-select --install"
+_AVX2_REMEDY = (
+    "use a processor with AVX2 (Intel from 2013, AMD from 2015 on); "
+    "a virtual machine needs the processor type of its host (QEMU: -cpu host)"
+)
 # Below it a model of a billion parameters does not fit with a cache.
 _LITTLE_MEMORY_BYTES = 4 * 2**30
 # The quantised weights of one model of 8 billion parameters.
@@ -80,17 +84,22 @@ def _kernels(machine: Machine) -> Finding:
     """Whether the native step runs, by the variants of its kernel."""
     native = {name: kernel for name, kernel in machine.kernels.items() if _is_native(kernel)}
     if len(native) < len(machine.kernels):
-        needs = "AVX2" if machine.architecture in ("x86_64", "AMD64") else "an instruction set with kernels"
-        return Finding("kernels", "problem", f"the processor lacks {needs}: {_SLOWER}", "use another machine")
+        return _no_kernels(machine.architecture)
     text = ", ".join(f"{name} ({kernel.variants[0]})" for name, kernel in native.items())
     missing = [name for name, kernel in native.items() if kernel.library is None]
     if missing and machine.compiler is None:
-        reason = f"no library and no compiler for {', '.join(missing)}: {_SLOWER}"
+        reason = f"{', '.join(missing)} are not prebuilt, and there is no C++ compiler: {_SLOWER}"
         return Finding("kernels", "problem", reason, compiler_command(machine))
     if missing:
         return Finding("kernels", "ok", f"{text}; compiled at the first start, in about a minute")
     origins = " and ".join(sorted({str(kernel.library) for kernel in native.values()}))
     return Finding("kernels", "ok", f"{text}; {origins}")
+
+
+def _no_kernels(architecture: str) -> Finding:
+    if architecture in ("x86_64", "AMD64"):
+        return Finding("kernels", "problem", f"the processor lacks AVX2: {_SLOWER}", _AVX2_REMEDY)
+    return Finding("kernels", "problem", f"there are none for {architecture}: {_SLOWER}", "use x86-64 or arm64")
 
 
 def _is_native(kernel: Kernel) -> bool:
@@ -100,7 +109,9 @@ def _is_native(kernel: Kernel) -> bool:
 def _compiler(machine: Machine) -> Finding:
     if machine.compiler is not None:
         return Finding("compiler", "ok", machine.compiler)
-    return Finding("compiler", "note", "none; it is used only where kernels are not prebuilt")
+    if all(kernel.library is not None for kernel in machine.kernels.values() if _is_native(kernel)):
+        return Finding("compiler", "ok", "none, and none is necessary")
+    return Finding("compiler", "note", "none; it compiles the kernels at the first start of a model")
 
 
 def _processors(machine: Machine) -> Finding:
@@ -122,7 +133,8 @@ def _cache(machine: Machine) -> Finding:
     if machine.cache_error is not None:
         text = f"{machine.cache_error}: kernels, checks and quantised weights are made at every start"
         return Finding("cache", "problem", text, "set XDG_CACHE_HOME to a writable folder")
-    text = f"{machine.cache}, {_gibibytes(machine.cache_free_bytes)} free"
+    # Disks and files are counted in powers of 1000.
+    text = f"{machine.cache}, {machine.cache_free_bytes / 10**9:.1f} GB free"
     if machine.cache_free_bytes < _LITTLE_DISK_BYTES:
         return Finding("cache", "problem", text, "free space, or set XDG_CACHE_HOME to another disk")
     return Finding("cache", "ok", text)

@@ -37,11 +37,13 @@ def run_doctor(model: str | None, *, as_json: bool) -> int:
     else:
         for finding in findings:
             console.print(_line(finding), markup=False)
+        topics = ", ".join(finding.topic for finding in problems)
+        console.print(f"{len(problems)} to mend: {topics}" if problems else "no problem")
     return EXIT_PROBLEM if problems else 0
 
 
 def _line(finding: Finding) -> str:
-    remedy = "" if finding.remedy is None else f"\n{'':20} remedy: {finding.remedy}"
+    remedy = "" if finding.remedy is None else f"\n{'':20}remedy: {finding.remedy}"
     return f"{_MARKS[finding.level]:<8}{finding.topic:<11} {finding.text}{remedy}"
 
 

@@ -9,13 +9,13 @@ from datetime import UTC, datetime
 from typing import Any
 
 from rich.console import Console
-from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
 from engine.config import BUNDLED_NAME
 from engine.load.hub_cache import CachedModel, cached_models, remove_revisions
 from server.terminal.client import ChatClient, ServerError
+from server.terminal.sizes import format_file_size
 
 EXIT_FAILED, EXIT_USAGE, EXIT_KEPT = 1, 2, 1
 PROBE_SECONDS = 2.0
@@ -50,7 +50,7 @@ def remove_model(name: str, *, confirmed: bool) -> int:
         known = ", ".join(dict.fromkeys(each.id for each in models)) or "no model"
         messages.print(Text(f"cellar: the cache has no model {name}, only {known}"), soft_wrap=True)
         return EXIT_FAILED
-    size = decimal(sum(each.size_bytes for each in found))
+    size = format_file_size(sum(each.size_bytes for each in found))
     if not confirmed:
         if not sys.stdin.isatty():
             messages.print("cellar: nothing is removed without --yes or a terminal", soft_wrap=True)
@@ -60,7 +60,7 @@ def remove_model(name: str, *, confirmed: bool) -> int:
             messages.print("cellar: nothing is removed")
             return EXIT_KEPT
     freed = remove_revisions(found)
-    messages.print(Text(f"cellar: {name} is removed, {decimal(freed)} are free"), soft_wrap=True)
+    messages.print(Text(f"cellar: {name} is removed, {format_file_size(freed)} are free"), soft_wrap=True)
     return 0
 
 
@@ -90,14 +90,14 @@ def _table(models: list[CachedModel]) -> Table:
         table.add_column(heading, justify="right" if heading == "size" else "left", overflow="fold")
     table.add_row(BUNDLED_NAME, "", "safetensors", "bundled", "")
     for model in models:
-        incomplete = (
-            f" + {decimal(model.incomplete_bytes)} of an interrupted download" if model.incomplete_bytes else ""
-        )
+        size = format_file_size(model.size_bytes)
+        if model.incomplete_bytes:
+            size += f" + {format_file_size(model.incomplete_bytes)} of an interrupted download"
         table.add_row(
             Text(model.id),
             Text(", ".join([model.revision[:REVISION_LENGTH], *model.names])),
             " and ".join(model.formats) or "no weights",
-            decimal(model.size_bytes) + incomplete,
+            size,
             _age(time.time() - model.last_used),
         )
     return table

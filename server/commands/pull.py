@@ -9,7 +9,6 @@ from pathlib import Path
 from types import FrameType
 
 from rich.console import Console
-from rich.filesize import decimal
 from rich.text import Text
 
 from engine.config import BUNDLED_NAME
@@ -18,6 +17,7 @@ from engine.load.hub import download
 from engine.load.hub_cache import remove_partial_files
 from engine.types.progress import progress_to
 from server.terminal.load_screen import load_screen
+from server.terminal.sizes import format_file_size
 
 EXIT_FAILED = 1
 
@@ -45,7 +45,7 @@ def run_pull(model: str, revision: str | None) -> int:
         screen.print(f"cellar: {error}")
         return EXIT_FAILED
     screen.stop()
-    sys.stdout.write(f"{path}  {decimal(size_of(path))}\n")
+    sys.stdout.write(f"{path}  {format_file_size(size_of(path))}\n")
     return 0
 
 

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from typing import Protocol
 
 from rich.console import Console
-from rich.filesize import decimal
 from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from engine.types import progress
+from server.terminal.sizes import format_file_size
 
 # Shorter phases and steps leave no line.
 SHOWN_SECONDS = 1.0
@@ -135,4 +135,4 @@ def amounts(report: progress.Progress) -> str:
     """Done and total of a step in bytes, in brackets; empty for other units."""
     if report.unit != "bytes" or not report.total:
         return ""
-    return f" ({decimal(report.done)} of {decimal(report.total)})"
+    return f" ({format_file_size(report.done)} of {format_file_size(report.total)})"

@@ -1,6 +1,11 @@
-"""Numbers for people: counts, and sizes in bytes."""
+"""Numbers for people: counts, and sizes in bytes.
+
+Memory is in powers of 1024, as in the options; files are in powers of 1000, as on the hub.
+"""
 
 from __future__ import annotations
+
+from rich.filesize import decimal
 
 
 def format_count(number: int) -> str:
@@ -11,8 +16,13 @@ def format_count(number: int) -> str:
     return str(number)
 
 
+def format_file_size(number: int) -> str:
+    """Of files, such as 1.6 GB."""
+    return decimal(number)
+
+
 def format_size(number: int) -> str:
-    """Such as 1.5 GiB."""
+    """Of memory, such as 1.5 GiB."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if number >= size:
             return f"{number / size:.1f} {unit}"

@@ -88,6 +88,13 @@ def test_missing_model_is_one_line(command: str, cellar: Cellar) -> None:
     assert "Traceback" not in done.stdout + done.stderr
 
 
+def test_doctor_ends_with_the_topics_to_mend(cellar: Cellar) -> None:
+    lines = cellar("doctor", "./no-such-folder").stdout.splitlines()
+
+    assert " to mend: " in lines[-1]
+    assert lines[-1].endswith("model")
+
+
 def test_doctor_reports_this_machine(tmp_path: Path) -> None:
     done = process("doctor", "--json", folder=tmp_path)
     report: dict[str, Any] = json.loads(done.stdout)

@@ -92,20 +92,20 @@ def library(
     kernel: str,
     variant: str | None = None,
     *,
-    prebuilt: Path = PREBUILT,
+    prebuilt: Path | None = None,
     cache: Path | None = None,
     path: str | None = None,
     flags: tuple[str, ...] = (),
 ) -> Path:
     """The library file of a kernel's variant, by default the fastest. Raises LibraryUnavailable.
 
-    prebuilt  folder of the wheel or image
+    prebuilt  folder of libraries that were built before, by default that of the wheel or image
     cache     folder for built libraries, by default in the user's cache; refused if other users can write to it
     path      to look for compilers, by default PATH, unless $CXX is one
     flags     further flags of the compiler, for a library that is compiled
     """
     variant = variant or variants(kernel)[0]
-    ready = prebuilt / _name(kernel, variant, "prebuilt", ())
+    ready = (prebuilt or PREBUILT) / _name(kernel, variant, "prebuilt", ())
     if _is_sound(ready):
         return ready
     compiler, flags = _compiler(path), (*KERNELS[kernel][variant], *flags)
