@@ -198,15 +198,16 @@ def test_no_request_is_lost_with_failures(policy: str) -> None:
     assert 0 <= result.hit_share < 1
 
 
-def test_a_simulation_is_repeatable_and_affinity_has_the_most_hits_and_the_earliest_tokens() -> None:
-    """The order of the policies on a small fleet."""
+def test_affinity_has_the_hits_of_a_prefix_hash_and_the_earliest_tokens() -> None:
+    """The order of the policies on a small fleet; a simulation is repeatable."""
     found = {policy: run(policy) for policy in POLICIES}
     shares = {policy: result.hit_share for policy, result in found.items()}
 
     assert shares["affinity"] == run("affinity").hit_share
-    assert "affinity" == max(shares, key=shares.__getitem__)
-    assert "affinity" == min(found, key=lambda policy: found[policy].first_token(0.5))
+    assert shares["affinity"] == pytest.approx(shares["prefix hash"], abs=0.02)
     assert shares["random"] < shares["conversation hash"] < shares["affinity"]
+    for percentile in (0.5, 0.99):
+        assert "affinity" == min(found, key=lambda policy: found[policy].first_token(percentile))
     assert found["prefix hash"].imbalance > 2 * found["affinity"].imbalance
 
 
