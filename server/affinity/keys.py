@@ -25,7 +25,7 @@ PARTS = 64
 HEAD = ("model", "cache_salt", "tools", "instructions", "system")
 MESSAGES = ("messages", "input", "prompt")
 # Fields that name a conversation explicitly.
-SESSIONS = ("conversation", "prompt_cache_key", "previous_response_id")
+SESSIONS = ("conversation", "previous_response_id")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,8 @@ def request_keys(body: Mapping[str, Any], *, session: str = "", owner: str = "")
     conversation = ""
     for message in _messages(body):
         if not conversation and isinstance(message, dict) and message.get("role") == "user":
-            beginning = "\0".join(islice(texts(message.get("content")), PARTS))
+            # A prompt_cache_key names a conversation, or all of an application: the first message counts beside it.
+            beginning = "\0".join((str(body.get("prompt_cache_key")), *islice(texts(message.get("content")), PARTS)))
             conversation = session_key(f"{hasher.digest()}{beginning[:LONGEST_PREFIX]}", owner)
         hasher.add_all(texts(message))
         if hasher.full and conversation:

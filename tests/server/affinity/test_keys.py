@@ -85,7 +85,7 @@ def test_owners_separate_keys() -> None:
 
 @pytest.mark.parametrize(
     "fields",
-    [{"conversation": "x"}, {"conversation": {"id": "x"}}, {"prompt_cache_key": "x"}, {"previous_response_id": "x"}],
+    [{"conversation": "x"}, {"conversation": {"id": "x"}}, {"previous_response_id": "x"}],
 )
 def test_an_explicit_session_is_the_conversation(fields: dict[str, Any]) -> None:
     """A header stands above the fields of the body."""
@@ -93,6 +93,14 @@ def test_an_explicit_session_is_the_conversation(fields: dict[str, Any]) -> None
 
     assert session_key("x") == request_keys(body).conversation
     assert session_key("y") == request_keys(body, session="y").conversation
+
+
+def test_a_prompt_cache_key_separates_conversations_and_does_not_join_them() -> None:
+    """Applications use one for a conversation, or one for all of their requests."""
+    keys = [request_keys({**turns("s", text), "prompt_cache_key": name}).conversation for text in "ab" for name in "xy"]
+
+    assert 4 == len(set(keys))
+    assert keys[0] == request_keys({**turns("s", "a", "b", "c"), "prompt_cache_key": "x"}).conversation
 
 
 def test_the_text_of_the_responses_api_is_the_first_message() -> None:
