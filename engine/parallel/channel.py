@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -15,9 +16,10 @@ from torch._C._distributed_c10d import TCPStore
 LOOPBACK = "127.0.0.1"
 # Integers of the first tensor of a message: a decode step of eight sequences has fewer, and is one broadcast.
 _FIRST_WORDS = 256
-# Workers wait for the next step as long as the server is idle. A rank that ended closes its connections at once, and
-# one that is stuck on rank 0's side is found by the engine's watchdog.
-_TIMEOUT = timedelta(days=365)
+# Workers wait for the next step as long as the server is idle. Rank 0 waits for the load of a worker at most; of a
+# worker that has ended the connections are closed at once, and one that is stuck is found by the engine's watchdog.
+_WORKER_TIMEOUT, _RANK_0_TIMEOUT = timedelta(days=365), timedelta(minutes=30)
+_POLL_SECONDS = 0.05
 
 
 def listen() -> socket.socket:
@@ -28,29 +30,51 @@ def listen() -> socket.socket:
     return listening
 
 
+class RankLost(RuntimeError):
+    """A rank ended before it joined."""
+
+
 class Channel:
-    """One rank's end. Joining waits for all other ranks.
+    """One rank's end. Rank 0 waits until all other ranks have been started.
 
     sent_bytes  of all messages, as broadcast
     """
 
-    def __init__(self, rank: int, ranks: int, port: int, device: str, listening: socket.socket | None = None) -> None:
-        """`listening` is the socket of rank 0 with the port; the store closes it."""
+    def __init__(
+        self,
+        rank: int,
+        ranks: int,
+        port: int,
+        device: str,
+        *,
+        listening: socket.socket | None = None,
+        stop: threading.Event | None = None,
+    ) -> None:
+        """Join the group of `ranks`.
+
+        listening  the socket of rank 0 with the port; the store closes it
+        stop       ends the wait of rank 0. Raises RankLost
+        """
         os.environ["GLOO_SOCKET_IFNAME"] = _loopback_interface()
         # Read by transformers.
         os.environ["LOCAL_RANK"] = str(rank)
         if device != "cpu":
             torch.accelerator.set_device_index(rank)
+        timeout = _RANK_0_TIMEOUT if rank == 0 else _WORKER_TIMEOUT
         store = TCPStore(
             LOOPBACK,
             port,
             is_master=rank == 0,
             wait_for_workers=False,
-            timeout=_TIMEOUT,
+            timeout=timeout,
             master_listen_fd=None if listening is None else listening.detach(),
         )
+        store.set(_started_key(rank), "")
+        while stop is not None and not store.check([_started_key(each) for each in range(ranks)]):
+            if stop.wait(_POLL_SECONDS):
+                raise RankLost
         backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
-        dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=_TIMEOUT)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timeout)
         self.sent_bytes = 0
 
     def send(self, words: Sequence[int]) -> None:
@@ -81,6 +105,10 @@ class Channel:
     def _broadcast(self, tensor: torch.Tensor) -> None:
         dist.broadcast(tensor, src=0)
         self.sent_bytes += tensor.nbytes
+
+
+def _started_key(rank: int) -> str:
+    return f"started {rank}"
 
 
 def _loopback_interface() -> str:

@@ -55,7 +55,7 @@ class MoveKeys:
 
 
 @dataclass(frozen=True, slots=True)
-class Stop:
+class StopWorker:
     """The end of the worker."""
 
 
@@ -67,7 +67,7 @@ def geometry_of(loaded: LoadedModel) -> Geometry:
     return Geometry(loaded.info.slots, loaded.info.context, loaded.memory.cells, int.from_bytes(digest[:7]))
 
 
-Message: TypeAlias = Geometry | RepeatForward | MoveKeys | Stop
+Message: TypeAlias = Geometry | RepeatForward | MoveKeys | StopWorker
 
 
 def forward_message(
@@ -88,7 +88,7 @@ def encode(message: Message) -> list[int]:
             return [_MOVE, group, distance, *_encode_runs(_runs(old)), *_encode_runs(_runs(new))]
         case Geometry(slots, context, cells, digest):
             return [_GEOMETRY, slots, context, cells, digest]
-        case Stop():
+        case StopWorker():
             return [_STOP]
 
 
@@ -101,7 +101,7 @@ def decode(words: Sequence[int]) -> Message:
     if kind == _MOVE:
         group, distance = next(reader), next(reader)
         return MoveKeys(group, _array(_decode_runs(reader)), _array(_decode_runs(reader)), distance)
-    return Geometry(*content) if kind == _GEOMETRY else Stop()
+    return Geometry(*content) if kind == _GEOMETRY else StopWorker()
 
 
 def _encode_forward(message: RepeatForward) -> Iterator[int]:

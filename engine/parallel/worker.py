@@ -23,7 +23,7 @@ from engine.errors import ModelError
 from engine.load.cache import model_cache
 from engine.load.load import LoadedModel, load
 from engine.parallel.channel import Channel
-from engine.parallel.messages import Geometry, MoveKeys, RepeatForward, Stop, decode, geometry_of
+from engine.parallel.messages import Geometry, MoveKeys, RepeatForward, StopWorker, decode, geometry_of
 from kvcache.cache import Cache
 from kvcache.forward import RepeatedForward
 
@@ -101,7 +101,7 @@ def _repeat(channel: Channel, config: EngineConfig, loaded: LoadedModel) -> None
                 _run(loaded, cache, message)
             case MoveKeys(group, old, new, distance):
                 cache.groups[group].move_cells(old, new, distance)
-            case Stop():
+            case StopWorker():
                 return
 
 

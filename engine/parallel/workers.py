@@ -16,13 +16,13 @@ from contextlib import contextmanager, suppress
 from engine.config import EngineConfig
 from engine.errors import EngineDead, ModelError
 from engine.parallel.channel import Channel, listen
-from engine.parallel.messages import Message, Stop, encode
+from engine.parallel.messages import Message, StopWorker, encode
 from engine.parallel.worker import JobDescription
 
 # An error of rank 0 itself, which ends the workers, is reported rather than their end.
 _REPORT_SECONDS = 1.0
 _EXIT_CODE_SECONDS = 0.5
-# For workers to leave the group after a Stop.
+# For workers to leave the group after a StopWorker.
 _STOP_SECONDS = 2.0
 
 
@@ -35,7 +35,8 @@ class Workers:
     def __init__(self, config: EngineConfig, on_lost: Callable[[str], None]) -> None:
         """Start the processes."""
         self._on_lost = on_lost
-        self._closing, self._lost = threading.Event(), threading.Lock()
+        self._closing, self._stopped = threading.Event(), threading.Event()
+        self._losing = threading.Lock()
         self.lost_reason: str | None = None
         self._config, self._listening = config, listen()
         self._channel: Channel | None = None
@@ -47,7 +48,8 @@ class Workers:
     def join(self) -> None:
         """Wait until all processes have started."""
         port = self._listening.getsockname()[1]
-        self._channel = Channel(0, self._config.tensor_parallel, port, self._config.device, self._listening)
+        ranks, device = self._config.tensor_parallel, self._config.device
+        self._channel = Channel(0, ranks, port, device, listening=self._listening, stop=self._stopped)
 
     @property
     def sent_bytes(self) -> int:
@@ -85,11 +87,11 @@ class Workers:
         return self.lost_reason
 
     def close(self) -> None:
-        """End the processes, by a Stop if they are in step with rank 0."""
+        """End the processes, by a StopWorker if they are in step with rank 0."""
         self._closing.set()
         if self.lost_reason is None and self._channel is not None:
             with suppress(RuntimeError):
-                self.send(Stop())
+                self.send(StopWorker())
         for process in self._processes.values():
             with suppress(subprocess.TimeoutExpired):
                 process.wait(_STOP_SECONDS if self.lost_reason is None else 0)
@@ -108,10 +110,11 @@ class Workers:
             self._lose(reason)
 
     def _lose(self, reason: str) -> None:
-        with self._lost:
+        with self._losing:
             if self.lost_reason is not None:
                 return
             self.lost_reason = reason
+        self._stopped.set()
         self._kill()
         self._on_lost(reason)
 

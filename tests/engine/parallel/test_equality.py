@@ -9,15 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from engine.config import EngineConfig
 from engine.errors import ModelUnsupported
 from engine.load.load import load
+from engine.parallel.channel import RankLost
 from engine.parallel.loading import loaded_model
 from engine.parallel.runner import TensorParallelRunner
+from engine.parallel.workers import Workers
 from tests.engine.models import CONTEXT
-from tests.engine.parallel.stories import COUNTED, STORIES, batch
+from tests.engine.parallel.stories import COUNTED, STORIES, core_of, outcome, prompts
+from tests.engine.play import ask
 
 Folder = Callable[[str], Path]
 
@@ -78,11 +82,24 @@ def test_recurrent_models_are_refused(folder: Folder) -> None:
 
 @pytest.mark.slow
 def test_a_step_is_one_broadcast(folder: Folder) -> None:
-    """A decode step of four sequences is one tensor of 2 KiB, whatever the model; prompts take more."""
+    """Of 2 KiB, for four sequences with short chunks of prompts; so is the size of the cache before."""
     with loaded_model(config(folder("llama"), "float32", 2), ignore, ignore, reserved_bytes=0) as divided:
         assert isinstance(divided.runner, TensorParallelRunner)
         before = divided.runner.workers.sent_bytes
-        batch(divided)
+        core = core_of(divided, slots=4, cells=512, context=128)
+        outcome(core, [ask(f"{at}", prompt, 24, ignore_eos=True) for at, prompt in enumerate(prompts())])
         sent = divided.runner.workers.sent_bytes - before
 
-    assert sent < 100 * 4096
+    assert 2048 * (core.stats().steps_total + 1) == sent
+
+
+def test_a_worker_that_dies_before_it_joins_is_an_error(folder: Folder) -> None:
+    """Not a wait: the reason is reported, too."""
+    reasons: list[str] = []
+    workers = Workers(config(folder("llama"), "float32", 2), reasons.append)
+    psutil.Process(workers.pids[0]).kill()
+
+    with pytest.raises(RankLost):
+        workers.join()
+    workers.close()
+    assert ["the process of rank 1 ended with code -9"] == reasons

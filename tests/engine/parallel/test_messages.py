@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.parallel.messages import Geometry, MoveKeys, RepeatForward, Stop, decode, encode
+from engine.parallel.messages import Geometry, MoveKeys, RepeatForward, StopWorker, decode, encode
 from kvcache.forward import ForwardCells
 from kvcache.spec import Span
 
@@ -54,8 +54,8 @@ def test_moves_are_decoded(old: list[int], new: list[int], distance: int) -> Non
     assert [old, new] == [decoded.old.tolist(), decoded.new.tolist()]
 
 
-@pytest.mark.parametrize("message", [Stop(), Geometry(8, 4096, 65536, 2**55)])
-def test_other_messages_are_decoded(message: Stop | Geometry) -> None:
+@pytest.mark.parametrize("message", [StopWorker(), Geometry(8, 4096, 65536, 2**55)])
+def test_other_messages_are_decoded(message: StopWorker | Geometry) -> None:
     assert message == decode(encode(message))
 
 
