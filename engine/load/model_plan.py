@@ -134,6 +134,8 @@ class _Skeleton:
 def plan_model(config: EngineConfig, folder: Path, *, process_bytes: int | None = None) -> ModelPlan:
     """The plan of a model in a folder or GGUF file. Raises ModelUnsupported."""
     name = config.model or BUNDLED_NAME
+    if config.tensor_parallel > 1:
+        raise ModelUnsupported(name, "a plan is of one process; leave out --tensor-parallel")
     available = available_bytes(config)
     checkpoint, model_config = read_headers(name, folder, config)
     text = model_config.get_text_config()
