@@ -25,6 +25,7 @@ from server.configuration.settings import ClientLimits
 from server.http.direct_writer import CONNECTION
 from server.http.encoding import dumps
 from server.http.errors import HEADERS_TOO_LARGE, INVALID_HTTP, REQUEST_TIMEOUT, ApiError
+from server.http.lingering import LingeringTransport
 from server.http.paths import WEBSOCKET_PATHS
 
 logger = logging.getLogger("cellar.http")
@@ -103,7 +104,8 @@ class StrictProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Accept the connection. Above the limit the longest idle connection is closed, or this one if none is idle."""
-        super().connection_made(transport)
+        self._lingering = LingeringTransport(transport, self.loop, self._is_sending_body)
+        super().connection_made(self._lingering)  # type: ignore[arg-type]
         if len(self.connections) > self._limits.connections:
             evicted = next(iter(self._idle), self)
             evicted.transport.abort()
@@ -119,6 +121,11 @@ class StrictProtocol(H11Protocol):
         self._write_deadline.stop()
         super().connection_lost(exc)
 
+    def data_received(self, data: bytes) -> None:
+        """Handle received bytes; after the last response they are discarded."""
+        if not self._lingering.is_closing():
+            super().data_received(data)
+
     def handle_events(self) -> None:
         """Handle received events and set the deadline for the next ones."""
         super().handle_events()
@@ -129,6 +136,7 @@ class StrictProtocol(H11Protocol):
 
     def handle_websocket_upgrade(self, event: h11.Request) -> None:
         """Hand the connection over to the WebSocket protocol, which has its own deadlines."""
+        self.transport = self._lingering.transport
         super().handle_websocket_upgrade(event)
         self._upgraded = True
 
@@ -163,6 +171,10 @@ class StrictProtocol(H11Protocol):
         else:
             # uvicorn's keep-alive timeout covers the time between requests; during a response the client sends nothing.
             self._read_deadline.stop()
+
+    def _is_sending_body(self) -> bool:
+        """Whether the client may be in the middle of a request."""
+        return self.conn.their_state in (h11.SEND_BODY, h11.ERROR)
 
     def _body_seconds(self) -> float:
         """The time for the body: a file of 200 MB takes longer than a request."""

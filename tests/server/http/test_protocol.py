@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import socket
+import time
 from collections.abc import Iterator
 
 import h11
@@ -170,14 +171,29 @@ def test_a_large_announced_body_is_refused_at_once(port: int) -> None:
     assert_refused(exchange(port, head("Content-Length: 50000000")), 413, "body_too_large")
 
 
+def test_a_client_that_sends_on_receives_the_error(port: int) -> None:
+    """A connection that is closed with unread bytes would be reset, and the error lost."""
+    with connected(port) as client:
+        client.sendall(head("Content-Length: 50000000"))
+        read_until(client, b"body_too_large")
+        for _ in range(20):
+            client.sendall(bytes(100_000))
+        assert client.recv(1000) == b""
+        client.shutdown(socket.SHUT_WR)
+
+    with connected(port) as client:
+        client.sendall(head("Content-Length: 50000000") + bytes(2_000_000))
+        time.sleep(0.3)
+        assert_refused(read_all(client), 413, "body_too_large")
+
+
 def test_a_large_chunked_body_is_refused_while_it_comes(port: int) -> None:
     """413 at the limit, without Content-Length."""
     chunk = b"10000\r\n" + b" " * 65536 + b"\r\n"
 
     answer = exchange(port, head("Transfer-Encoding: chunked") + chunk * 65)
 
-    if answer:
-        assert_refused(answer, 413, "body_too_large")
+    assert_refused(answer, 413, "body_too_large")
 
 
 @pytest.mark.parametrize(
