@@ -42,7 +42,8 @@ _probe_paths = frozenset({"/health", "/ready", "/metrics"})
 _paths_logged_at_debug = _probe_paths | {"/v1/engine"}
 # ASGI messages that start a response, of HTTP and of WebSockets.
 _start_messages = frozenset({"http.response.start", "websocket.http.response.start", "websocket.accept"})
-_methods_with_body = frozenset({"POST", "PUT", "PATCH"})
+# DELETE: Ollama's clients name the model in its body.
+_methods_with_body = frozenset({"POST", "PUT", "PATCH", "DELETE"})
 # Ollama's examples send JSON by `curl -d`, which announces a form. Pages of other origins may send this type without a
 # preflight request, but always with an Origin header.
 _OLLAMA_PREFIX, _CURL_TYPES = "/api/", frozenset({"", "application/x-www-form-urlencoded"})

@@ -10,9 +10,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from server.http.errors import STORAGE_FULL, ApiError
+from server.http.errors import STORAGE_FULL, ApiError, invalid_value
 from server.ollama.translation import now
 from server.schemas.ollama import (
+    CreateRequest,
     GenerateRequest,
     OllamaChatRequest,
     OllamaGenerationFields,
@@ -22,8 +23,9 @@ from server.schemas.ollama import (
 
 # Clients append it to names; here a name has one model.
 LATEST_TAG = ":latest"
-# Presets of all owners.
-MAX_PRESETS = 256
+# Limits of an owner: presets, and characters of the texts of each.
+MAX_PRESETS = 64
+MAX_PRESET_CHARACTERS = 2**18
 
 Body = TypeVar("Body", bound=OllamaGenerationFields)
 
@@ -45,6 +47,26 @@ class Preset:
     messages: tuple[OllamaMessage, ...] = ()
     license: tuple[str, ...] = ()
     created_at: str = field(default_factory=now)
+
+    def derived(self, body: CreateRequest) -> Preset:
+        """The preset that a request makes from this one; ApiError if its texts are too long."""
+        license = [body.license] if isinstance(body.license, str) else body.license
+        preset = replace(
+            self,
+            parent=body.from_ or self.parent,
+            system=self.system if body.system is None else body.system,
+            parameters=_merged(self.parameters, body.parameters),
+            messages=self.messages if body.messages is None else tuple(body.messages),
+            license=self.license if license is None else tuple(license),
+            created_at=now(),
+        )
+        if len(preset.modelfile()) + sum(map(len, preset.license)) > MAX_PRESET_CHARACTERS:
+            raise invalid_value("system", f"a created model may have {MAX_PRESET_CHARACTERS} characters of texts")
+        return preset
+
+    def renewed(self) -> Preset:
+        """A copy, made now."""
+        return replace(self, created_at=now())
 
     def parameter_lines(self) -> Iterator[str]:
         """The parameters as in a Modelfile, a line each."""
@@ -78,7 +100,7 @@ class Presets:
 
     def set(self, owner: str, name: str, preset: Preset) -> None:
         """Add or replace a preset; ApiError if there are too many."""
-        if len(self._presets) >= MAX_PRESETS and (owner, _key(name)) not in self._presets:
+        if len(self.of(owner)) >= MAX_PRESETS and self.get(owner, name) is None:
             message = f"This server keeps {MAX_PRESETS} created models at most; delete some first."
             raise ApiError(STORAGE_FULL, message, param="model")
         self._presets[owner, _key(name)] = preset
@@ -86,10 +108,6 @@ class Presets:
     def remove(self, owner: str, name: str) -> bool:
         """Remove a preset; whether there was one."""
         return self._presets.pop((owner, _key(name)), None) is not None
-
-    def copy(self, owner: str, source: str, destination: str) -> None:
-        """Copy a preset that exists."""
-        self.set(owner, destination, replace(self._presets[owner, _key(source)], created_at=now()))
 
 
 def chat_with_preset(body: OllamaChatRequest, preset: Preset) -> OllamaChatRequest:
@@ -108,10 +126,14 @@ def generate_with_preset(body: GenerateRequest, preset: Preset) -> GenerateReque
 
 
 def _with_parameters(body: Body, preset: Preset) -> Body:
-    if preset.parameters is None:
-        return body
-    own = {} if body.options is None else body.options.model_dump(exclude_none=True)
-    return body.model_copy(update={"options": preset.parameters.model_copy(update=own)})
+    return body.model_copy(update={"options": _merged(preset.parameters, body.options)})
+
+
+def _merged(first: OllamaOptions | None, second: OllamaOptions | None) -> OllamaOptions | None:
+    """Both; the second one takes precedence."""
+    if first is None or second is None:
+        return second or first
+    return first.model_copy(update=second.model_dump(exclude_none=True))
 
 
 def _key(name: str) -> str:

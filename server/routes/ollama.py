@@ -36,6 +36,7 @@ from server.ollama.translation import (
     with_ollama_field_names,
 )
 from server.openai.embeddings import EmbeddingOptions, check_dimensions, embed, embedding_model, vector
+from server.routes import ollama_models
 from server.routes.openapi import ndjson_responses
 from server.schemas.ollama import (
     GenerateRequest,
@@ -67,6 +68,7 @@ def add(app: FastAPI, service: Service) -> None:
     _add_chats(app, service, presets)
     _add_embeddings(app, service)
     _add_cards(app, service, presets)
+    ollama_models.add(app, service, presets, OLLAMA_ERRORS)
 
 
 def _add_chats(app: FastAPI, service: Service, presets: Presets) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, NotRequired
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Discriminator, Field, StringConstraints, Tag
 from typing_extensions import TypedDict
 
 from server.schemas import policy
@@ -19,6 +19,7 @@ from server.schemas.common import Count, Label, Stops
 from server.schemas.content import Object, Strict
 
 _Any = Annotated[Any, Field()]
+ModelName = Annotated[str, StringConstraints(min_length=1, max_length=512)]
 # A duration such as "5m", or seconds.
 KeepAlive = Label | float | int
 
@@ -162,17 +163,61 @@ class OllamaEmbeddingRequest(Strict):
     keep_alive: KeepAlive | None = None
 
 
-class ShowRequest(Strict):
-    """POST /api/show; older clients send `name`."""
+class ModelReference(Strict):
+    """The name of a model; older clients send `name`."""
 
-    model: str | None = None
-    name: str | None = None
-    verbose: bool | None = None
+    model: ModelName | None = None
+    name: ModelName | None = None
 
     @property
     def named(self) -> str | None:
         """The name of the model."""
         return self.model or self.name
+
+
+class ShowRequest(ModelReference):
+    """POST /api/show. `verbose` has no effect: the card is complete."""
+
+    verbose: bool | None = None
+
+
+class DeleteRequest(ModelReference):
+    """DELETE /api/delete."""
+
+
+class PullRequest(ModelReference):
+    """POST /api/pull. `insecure` may only be false."""
+
+    insecure: Literal[False] | None = None
+    stream: bool | None = None
+
+
+class CopyRequest(Strict):
+    """POST /api/copy."""
+
+    source: ModelName
+    destination: ModelName
+
+
+class CreateRequest(ModelReference):
+    """POST /api/create: a served model under another name, with a system prompt, parameters and first messages.
+
+    The last fields name files and formats of another model, which only a restart could serve; they are refused.
+    """
+
+    from_: Annotated[ModelName | None, Field(alias="from")] = None
+    system: str | None = None
+    template: str | None = None
+    license: str | list[str] | None = None
+    parameters: OllamaOptions | None = None
+    messages: Annotated[list[OllamaMessage], Field(max_length=256)] | None = None
+    stream: bool | None = None
+    files: _Any = None
+    adapters: _Any = None
+    modelfile: _Any = None
+    path: _Any = None
+    quantize: _Any = None
+    quantization: _Any = None
 
 
 class OllamaCall(TypedDict):
@@ -225,6 +270,16 @@ class OllamaEmbedding(TypedDict):
     """The embedding of one text."""
 
     embedding: list[float]
+
+
+class OllamaStatus(TypedDict):
+    """A line of /api/pull and /api/create: a step, with bytes of a download, or an error."""
+
+    status: NotRequired[str]
+    digest: NotRequired[str]
+    total: NotRequired[int]
+    completed: NotRequired[int]
+    error: NotRequired[str]
 
 
 class OllamaErrorBody(TypedDict):

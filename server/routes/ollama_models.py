@@ -1,0 +1,201 @@
+"""Ollama's routes that change the models: pull, delete, create, copy; and those that are refused: push, blobs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import anyio.to_thread
+from fastapi import FastAPI, Request
+from starlette.responses import Response, StreamingResponse
+
+from server.generation.answer import cancel_on_disconnect
+from server.http.auth import owner
+from server.http.encoding import JsonResponse
+from server.http.errors import (
+    FILE_NOT_FOUND,
+    GENERATION_FAILED,
+    MODEL_NOT_FOUND,
+    UNSUPPORTED_PARAMETER,
+    ApiError,
+    invalid_value,
+    missing_parameter,
+    unsupported_parameter,
+)
+from server.http.stream_encoder import Frames, json_line
+from server.ollama.cached import remove_cached
+from server.ollama.permission import ModelPermission
+from server.ollama.presets import LATEST_TAG, Preset, Presets
+from server.ollama.pull import Downloads, Lines, hub_name, served_lines
+from server.routes.openapi import ndjson_responses
+from server.schemas.ollama import CopyRequest, CreateRequest, DeleteRequest, OllamaStatus, PullRequest
+from server.service import Service
+
+OTHER_MODEL = (
+    "A server has one model, chosen at its start: cellar serve FOLDER_OR_GGUF --served-model-name NAME; "
+    "--quantize sets the format of its weights."
+)
+
+
+def add(app: FastAPI, service: Service, presets: Presets, errors: dict[int | str, dict[str, Any]]) -> None:
+    """Add the routes."""
+    settings = service.settings
+    permission = ModelPermission(bool(settings.all_keys), frozenset(settings.origins))
+    names = _Names(service, presets)
+    _add_downloads(app, names, permission, errors)
+    _add_presets(app, names, permission, errors)
+    _add_refusals(app, errors)
+
+
+class _Names:
+    """Served models and presets by the names of requests."""
+
+    def __init__(self, service: Service, presets: Presets) -> None:
+        self.service, self.presets = service, presets
+
+    def is_served(self, name: str) -> bool:
+        """Whether requests may use a name, with or without the default tag."""
+        served = (*self.service.settings.model_names, self.service.settings.embedding_name)
+        return name in served or name.removesuffix(LATEST_TAG) in served
+
+    def preset_of(self, request: Request, name: str, field: str) -> Preset:
+        """The preset of a name, or a new one of a served model; ApiError for others."""
+        preset = self.presets.get(owner(request), name)
+        if preset is not None:
+            return preset
+        short = name if name in self.service.settings.model_names else name.removesuffix(LATEST_TAG)
+        if short not in self.service.settings.model_names:
+            if field == "from" and self._is_folder_of_model(name):
+                return Preset(self.service.settings.model_names[0], name)
+            if "/" in name:
+                message = f"This server has another model than '{name[:128]}'. {OTHER_MODEL}"
+                raise ApiError(MODEL_NOT_FOUND, message, param=field)
+            self.service.resolve(short)
+        return Preset(short, name)
+
+    def check_new(self, name: str, field: str) -> None:
+        """Raise ApiError for a name that a served model has."""
+        if self.is_served(name):
+            raise invalid_value(field, "a served model has this name")
+
+    def _is_folder_of_model(self, path: str) -> bool:
+        return Path(path) == Path(self.service.engine.info.folder)
+
+
+def _add_downloads(
+    app: FastAPI, names: _Names, permission: ModelPermission, errors: dict[int | str, dict[str, Any]]
+) -> None:
+    downloads = Downloads()
+
+    @app.post("/api/pull", responses={**errors, **ndjson_responses(OllamaStatus)})
+    async def pull(body: PullRequest, request: Request) -> Response:
+        """Download a model of the hub into its cache. It is served after a restart."""
+        permission.check(request)
+        name = _required(body.named)
+        if names.is_served(name) or names.presets.get(owner(request), name):
+            return await _status_response(request, served_lines(name), body.stream)
+        model = hub_name(name)
+        downloads.check_capacity()
+        return await _status_response(request, downloads.lines(model), body.stream)
+
+    @app.delete("/api/delete", responses=errors)
+    async def delete(body: DeleteRequest, request: Request) -> Response:
+        """Delete a created model, or a model of the hub's cache."""
+        permission.check(request)
+        name = _required(body.named)
+        if names.presets.remove(owner(request), name):
+            return Response()
+        names.service.check_ready()
+        if names.is_served(name):
+            raise invalid_value("model", "this server uses it; stop the server first")
+        await anyio.to_thread.run_sync(remove_cached, names.service, name)
+        return Response()
+
+
+def _add_presets(
+    app: FastAPI, names: _Names, permission: ModelPermission, errors: dict[int | str, dict[str, Any]]
+) -> None:
+    @app.post("/api/create", responses={**errors, **ndjson_responses(OllamaStatus)})
+    async def create(body: CreateRequest, request: Request) -> Response:
+        """Give the served model another name, with a system prompt, parameters and first messages."""
+        permission.check(request)
+        names.service.check_ready()
+        name = _required(body.named)
+        _check_files(body)
+        names.check_new(name, "model")
+        if body.from_ is None:
+            raise missing_parameter("from")
+        if body.template and body.template != names.service.engine.tokenizer.template:
+            raise unsupported_parameter("template", "its own chat template is used")
+        parent = names.preset_of(request, body.from_, "from")
+        names.presets.set(owner(request), name, parent.derived(body))
+        steps = ("reading model metadata", f"{name} is kept until the server stops", "success")
+        return await _status_response(request, _constant_lines(steps), body.stream)
+
+    @app.post("/api/copy", responses=errors)
+    async def copy(body: CopyRequest, request: Request) -> Response:
+        """Give a served or created model another name."""
+        permission.check(request)
+        names.service.check_ready()
+        names.check_new(body.destination, "destination")
+        preset = names.preset_of(request, body.source, "source")
+        names.presets.set(owner(request), body.destination, preset.renewed())
+        return Response()
+
+
+def _add_refusals(app: FastAPI, errors: dict[int | str, dict[str, Any]]) -> None:
+    @app.post("/api/push", responses=errors)
+    async def push() -> Response:
+        """Refused: no model is uploaded."""
+        raise ApiError(UNSUPPORTED_PARAMETER, "This server uploads no models to a library.")
+
+    @app.head("/api/blobs/{digest}", responses=errors)
+    async def find_blob(digest: str) -> Response:
+        """There are no blobs."""
+        raise ApiError(FILE_NOT_FOUND, "This server keeps no blobs.")
+
+    @app.post("/api/blobs/{digest}", responses=errors)
+    async def create_blob(digest: str) -> Response:
+        """Refused: another model needs a restart."""
+        message = "This server accepts no model files. Put them into a folder and restart it: cellar serve FOLDER"
+        raise ApiError(UNSUPPORTED_PARAMETER, message)
+
+
+def _check_files(body: CreateRequest) -> None:
+    for field in ("files", "adapters", "modelfile", "path", "quantize", "quantization"):
+        if getattr(body, field):
+            raise ApiError(UNSUPPORTED_PARAMETER, f"This server does not support '{field}'. {OTHER_MODEL}", param=field)
+
+
+def _required(name: str | None) -> str:
+    if name is None:
+        raise missing_parameter("model")
+    return name
+
+
+async def _constant_lines(steps: Sequence[str]) -> Lines:
+    for step in steps:
+        yield OllamaStatus(status=step)
+
+
+async def _status_response(request: Request, lines: Lines, stream: bool | None) -> Response:
+    """The lines as a stream; or the last one, an error with its status."""
+    if stream is not False:
+        return StreamingResponse(_encoded(lines), media_type="application/x-ndjson")
+
+    async def work() -> Response:
+        async with aclosing(lines):
+            [*_, last] = [line async for line in lines]
+        if "error" in last:
+            raise ApiError(GENERATION_FAILED, last["error"])
+        return JsonResponse(last)
+
+    return await cancel_on_disconnect(request, work())
+
+
+async def _encoded(lines: Lines) -> Frames:
+    async with aclosing(lines):
+        async for line in lines:
+            yield json_line(line)
