@@ -48,13 +48,15 @@ mutants: .venv/mutants  ## mutation tests of the cache, for a nightly job (hours
 	$(BIN)/mutmut run $(if $(MODULE),"kvcache.$(MODULE).*")
 	$(BIN)/mutmut results
 
-check: .venv/dev  ## ruff, mypy, import-linter, Dockerfile and compose file
+check: .venv/dev  ## ruff, mypy, import-linter, Dockerfile, compose file, workflows
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/house
 	$(BIN)/hadolint docker/Dockerfile
 	$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec compose.yaml
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/check-jsonschema --builtin-schema vendor.dependabot .github/dependabot.yml
 
 bench: .venv/test  ## start a server on the bundled model and measure it; figures and plots in out/bench (ARGS="MODEL ...")
 	$(BIN)/cellar bench $(ARGS)
