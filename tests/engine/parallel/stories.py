@@ -14,6 +14,7 @@ import torch
 from engine.config import EngineConfig
 from engine.core import Core
 from engine.draft.loading import make_speculation
+from engine.draft.speculation import Speculation
 from engine.load.load import LoadedModel
 from engine.parallel.messages import geometry_of
 from engine.parallel.runner import TensorParallelRunner
@@ -32,7 +33,15 @@ class Outcome:
     counts: dict[str, int]
 
 
-def core_of(loaded: LoadedModel, *, slots: int, cells: int, context: int, **settings: object) -> Core:
+def core_of(
+    loaded: LoadedModel,
+    *,
+    slots: int,
+    cells: int,
+    context: int,
+    speculation: Speculation | None = None,
+    **settings: object,
+) -> Core:
     """A core over a loaded model, with a cache of its own on every rank."""
     info = dataclasses.replace(loaded.info, slots=slots, context=context)
     sized = dataclasses.replace(loaded, info=info, memory=dataclasses.replace(loaded.memory, cells=cells))
@@ -40,7 +49,7 @@ def core_of(loaded: LoadedModel, *, slots: int, cells: int, context: int, **sett
         sized.runner.workers.send(geometry_of(sized))
     options = {"drafter": "none", "itl_target_ms": 0.0, "chunk": CHUNK, **settings}
     config = EngineConfig(model=info.folder, context=context, slots=slots, cells=cells, **options)
-    return Core(sized, config, make_speculation(config, sized, None, time.monotonic))
+    return Core(sized, config, speculation or make_speculation(config, sized, None, time.monotonic))
 
 
 def prompts() -> list[list[int]]:

@@ -6,15 +6,20 @@ of random models with logits far apart.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from engine.config import EngineConfig
+from engine.draft.loading import load_draft, make_speculation
 from engine.errors import ModelUnsupported
-from engine.load.load import load
+from engine.load.load import LoadedModel, load
 from engine.parallel.channel import RankLost
 from engine.parallel.loading import loaded_model
 from engine.parallel.runner import TensorParallelRunner
@@ -26,19 +31,22 @@ from tests.engine.play import ask
 Folder = Callable[[str], Path]
 
 
-def config(folder: Path, dtype: str, ranks: int) -> EngineConfig:
-    return EngineConfig(model=str(folder), dtype=dtype, context=CONTEXT, slots=4, threads=2, tensor_parallel=ranks)
+def config(folder: Path, dtype: str, ranks: int, **settings: Any) -> EngineConfig:
+    """Two threads in all."""
+    options = {"context": CONTEXT, "slots": 4, "threads": 2, "tensor_parallel": ranks, **settings}
+    return EngineConfig(model=str(folder), dtype=dtype, **options)
 
 
 def ignore(_: str) -> None:
     """Phases, and the ends of ranks, which fail the next step."""
 
 
-def check_stories(folder: Path, dtype: str, ranks: int = 2) -> None:
+def check_stories(folder: Path, dtype: str, ranks: int = 2, **settings: Any) -> None:
     """Every story has the same tokens and numbers on `ranks` ranks as in one process, and did what it is about."""
-    alone = load(config(folder, dtype, 1), ignore)
+    alone = load(config(folder, dtype, 1, **settings), ignore)
     expected = {name: story(alone) for name, story in STORIES.items()}
-    with loaded_model(config(folder, dtype, ranks), ignore, ignore, reserved_bytes=0) as divided:
+    with loaded_model(config(folder, dtype, ranks, **settings), ignore, ignore, reserved_bytes=0) as divided:
+        assert 1 == torch.get_num_threads()
         actual = {name: story(divided) for name, story in STORIES.items()}
 
     for name, each in actual.items():
@@ -67,6 +75,50 @@ def test_families_repeat_all_stories(folder: Folder, family: str) -> None:
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 def test_float64_repeats_all_stories(folder: Folder, family: str) -> None:
     check_stories(folder(family), "float64")
+
+
+@pytest.mark.slow
+def test_int8_cells_repeat_all_stories(folder: Folder) -> None:
+    check_stories(folder("llama"), "float32", kv_dtype="int8")
+
+
+@pytest.mark.slow
+def test_a_draft_model_is_whole_on_rank_0(folder: Folder) -> None:
+    """Its drafts are nearly always right here: it is the model itself."""
+    settings = config(folder("llama"), "float32", 2, drafter="model", draft_model=str(folder("llama")), draft_tokens=3)
+    jobs = [ask(f"{at}", prompt, 24, ignore_eos=True) for at, prompt in enumerate(prompts())]
+    alone = load(config(folder("llama"), "float32", 1), ignore)
+    expected = outcome(core_of(alone, slots=4, cells=512, context=128), jobs)
+    with loaded_model(settings, ignore, ignore, reserved_bytes=0) as divided:
+        draft = load_draft(settings, divided, ignore)
+        assert isinstance(draft, LoadedModel)
+        heads = [model.layers[0].spec.heads for model in (draft, divided)]
+        speculation = make_speculation(settings, divided, draft, time.monotonic)
+        actual = outcome(core_of(divided, slots=4, cells=512, context=128, speculation=speculation), jobs)
+
+    assert [2, 1] == heads
+    assert expected.tokens == actual.tokens
+    assert actual.counts["accepted"] > 0.9 * actual.counts["drafted"] > 0
+
+
+@pytest.mark.slow
+def test_a_step_that_fails_on_rank_0_ends_the_engine(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The workers wait inside the forward: their processes are ended, not waited for."""
+    reasons: list[str] = []
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    with loaded_model(config(folder("llama"), "float32", 2), ignore, reasons.append, reserved_bytes=0) as divided:
+        assert isinstance(divided.runner, TensorParallelRunner)
+        workers = divided.runner.workers
+        monkeypatch.setattr(divided.runner, "_runner", SimpleNamespace(run=fail))
+        core = core_of(divided, slots=4, cells=512, context=128)
+        failed = [outcome(core, [ask(name, prompts()[0], 8)]).counts["failed"] for name in ("one", "two")]
+
+    assert [1, 2] == failed
+    assert ["a step failed on rank 0, which left the ranks out of step"] == reasons
+    assert not any(psutil.pid_exists(pid) for pid in workers.pids)
 
 
 @pytest.mark.slow

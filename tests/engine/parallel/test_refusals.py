@@ -11,6 +11,7 @@ import torch
 
 from engine.config import ConfigError, EngineConfig
 from engine.errors import ModelUnsupported
+from engine.load.model_plan import plan_model
 from engine.parallel.loading import check_divisible
 from tests.engine.encoders import save_encoder_model
 
@@ -90,3 +91,10 @@ def test_ranks_are_at_least_one() -> None:
 
 def test_models_with_an_encoder_are_refused(tmp_path: Path) -> None:
     assert "it has an encoder" in refusal(save_encoder_model("bart", tmp_path / "bart"))
+
+
+def test_a_plan_is_of_one_process(folder: Folder) -> None:
+    config = EngineConfig(model=str(folder("llama")), tensor_parallel=2)
+
+    with pytest.raises(ModelUnsupported, match="a plan is of one process; leave out --tensor-parallel"):
+        plan_model(config, folder("llama"))
