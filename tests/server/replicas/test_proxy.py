@@ -1,0 +1,183 @@
+"""The middleware of Ray's proxy over a fake proxy: keys, retries, error events. Ray itself is not needed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from server.affinity.keys import RequestKeys, keys_of_bytes
+from server.replicas import proxy
+from server.replicas.proxy import REPLICA_HEADER, ReplicaMiddleware, decode_keys, encode_keys, requested_replica
+from tests.server.fakes import Answer, call
+
+CHAT = "/v1/chat/completions"
+BODY = {"messages": [{"role": "user", "content": "hi"}]}
+SSE = {"content_type": "text/event-stream"}
+Messages = list[dict[str, Any]]
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No pause before a retry."""
+    monkeypatch.setattr(proxy, "RETRY_SECONDS", 0)
+
+
+def head(status: int = 200, *, replica: bool = True, **headers: str) -> dict[str, Any]:
+    """The head of a response, with the id of a replica unless Ray's proxy made it."""
+    named = {**headers, **({REPLICA_HEADER: "r1"} if replica else {})}
+    raw = [(name.replace("_", "-").encode(), value.encode()) for name, value in named.items()]
+    return {"type": "http.response.start", "status": status, "headers": raw}
+
+
+def part(body: bytes, *, more: bool = False) -> dict[str, Any]:
+    return {"type": "http.response.body", "body": body, "more_body": more}
+
+
+class FakeProxy:
+    """Plays one list of messages an attempt, and keeps the headers and bodies that it received."""
+
+    def __init__(self, *attempts: Messages) -> None:
+        self._attempts = iter(attempts)
+        self.headers: list[dict[str, str]] = []
+        self.bodies: list[bytes] = []
+
+    async def __call__(self, scope: Any, receive: Callable[[], Any], send: Callable[[Any], Any]) -> None:
+        self.headers.append({name.decode(): value.decode() for name, value in scope["headers"]})
+        self.bodies.append((await receive()).get("body", b""))
+        for message in next(self._attempts):
+            await send(message)
+
+
+OK: Messages = [head(), part(b"{}")]
+
+
+def ask(fake: FakeProxy, path: str = CHAT, **options: Any) -> Answer:
+    return asyncio.run(call(ReplicaMiddleware(fake), "POST", path, **{"json_body": BODY, **options}))
+
+
+def test_keys_travel_in_the_header_of_the_session() -> None:
+    """With the session of the client and the scope of its API key in them."""
+    fake = FakeProxy(OK)
+    ask(fake, headers={"x-session-id": "mine", "authorization": "Bearer k"})
+
+    expected = keys_of_bytes(json.dumps(BODY).encode(), session="mine", owner="Bearer k")
+    assert expected == decode_keys(fake.headers[0]["x-session-id"])
+    assert 1 == sum(name == "x-session-id" for name in fake.headers[0])
+
+
+@pytest.mark.parametrize("keys", [RequestKeys(), RequestKeys("c1", ("p2", "p1")), RequestKeys("", ("p",))])
+def test_keys_are_read_as_written(keys: RequestKeys) -> None:
+    assert keys == decode_keys(encode_keys(keys))
+    assert requested_replica(encode_keys(keys)) is None
+
+
+def test_a_replica_can_be_named() -> None:
+    """For its metrics."""
+    fake = FakeProxy(OK)
+    asyncio.run(call(ReplicaMiddleware(fake), "GET", "/metrics", headers={REPLICA_HEADER: "r1"}))
+
+    assert "r1" == requested_replica(fake.headers[0]["x-session-id"])
+
+
+# What reaches the middleware when a replica ends before the first byte.
+UNANSWERED: list[Messages] = [
+    [],
+    [head(**SSE)],
+    [head(**SSE), part(b"", more=True)],
+    [head(500, replica=False), part(b"Internal Server Error")],
+    [head(503, replica=False), part(b"no replica")],
+]
+
+
+@pytest.mark.parametrize("unanswered", UNANSWERED)
+def test_a_request_without_an_answered_byte_is_repeated(unanswered: Messages) -> None:
+    fake = FakeProxy(unanswered, unanswered, OK)
+    answer = ask(fake)
+
+    assert (200, b"{}") == (answer.status, answer.body)
+    assert [json.dumps(BODY).encode()] * 3 == fake.bodies
+
+
+def test_the_attempts_are_few() -> None:
+    """Then the client may retry."""
+    answer = ask(FakeProxy(*[[]] * proxy.ATTEMPTS))
+
+    assert (503, "engine_dead", "1") == (answer.status, answer.json["error"]["code"], answer.headers["retry-after"])
+
+
+@pytest.mark.parametrize("status", [400, 429, 500, 503])
+def test_errors_of_a_replica_are_not_repeated(status: int) -> None:
+    answer = ask(FakeProxy([head(status), part(b"{}")]))
+
+    assert (status, b"{}") == (answer.status, answer.body)
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "expected"),
+    [
+        (CHAT, "text/event-stream", b'data: {"error":{'),
+        ("/v1/messages", "text/event-stream; charset=utf-8", b'event: error\ndata: {"type":"error"'),
+        ("/v1/responses", "text/event-stream", b'event: error\ndata: {"type":"error"'),
+        ("/api/chat", "application/x-ndjson", b'{"error":"'),
+    ],
+)
+def test_an_interrupted_stream_ends_with_one_error(path: str, kind: str, expected: bytes) -> None:
+    """In the format of its API, and it is not repeated."""
+    fake = FakeProxy([head(content_type=kind), part(b"data: 1\n\n", more=True)])
+    answer = ask(fake, path)
+
+    assert 200 == answer.status
+    assert answer.body.startswith(b"data: 1\n\n" + expected)
+    assert answer.body.endswith(b"\n")
+    assert 1 == len(fake.bodies)
+
+
+def test_an_interrupted_response_in_one_piece_stays_incomplete() -> None:
+    """Half a JSON object gets no end, which clients detect by its length."""
+    answer = asyncio.run(_messages(FakeProxy([head(content_length="9"), part(b'{"a"', more=True)])))
+
+    assert [b'{"a"'] == [message["body"] for message in answer[1:]]
+    assert answer[-1]["more_body"]
+
+
+async def _messages(fake: FakeProxy) -> Messages:
+    sent: Messages = []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b"{}"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": CHAT, "headers": []}
+    await ReplicaMiddleware(fake)(scope, receive, send)
+    return sent
+
+
+def test_a_long_body_is_passed_on_and_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proxy, "MAX_REPEATED_BYTES", 3)
+    pieces = [{"type": "http.request", "body": b"abcd", "more_body": True}, {"type": "http.request", "body": b"ef"}]
+    received: list[bytes] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        received.extend([(await receive())["body"], (await receive())["body"]])
+
+    async def receive() -> dict[str, Any]:
+        return pieces.pop(0)
+
+    sent: Messages = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    asyncio.run(_served(app, receive, send))
+    assert [b"abcd", b"ef"] == received
+    assert 503 == sent[0]["status"]
+
+
+async def _served(app: Any, receive: Any, send: Any) -> None:
+    await ReplicaMiddleware(app)({"type": "http", "method": "POST", "path": CHAT, "headers": []}, receive, send)
