@@ -1,9 +1,9 @@
 """Requests lost by replicas on Ray Serve when one is killed, when all are replaced, and when their number changes.
 
-    python -m benchmarks.ray_faults [--steps conversations,kill,redeploy,scale] [--out FILE]
+    python -m benchmarks.ray_faults [--steps conversations,overhead,kill,redeploy,scale] [--out FILE]
 
-Needs the extra `ray`. Each replica is the bundled model with one thread. A stream ends "ok", with an "error event" after
-its first bytes, "cut" without one, or "refused" before its first byte: only the last two are lost without notice.
+Needs the extra `ray`. Each replica has the bundled model and one thread. A stream ends "ok", with an "error event"
+behind its first bytes, "cut" without one, or "refused" before its first byte: "cut" and "refused" are lost unnoticed.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import psutil
 from ray import serve
 
 from benchmarks.routers import (
+    LONG_TOKENS,
     STREAM_TOKENS,
     STREAMS,
     Result,
@@ -37,12 +38,20 @@ URL = f"http://127.0.0.1:{PORT}"
 SETTINGS = Settings(port=PORT, threads=1, context=2048, slots=8, store="memory", grace_seconds=30)
 REPLICA_TITLE = "ray::ServeReplica:cellar"
 SCALE_SECONDS = 420
+KILL_AFTER_SECONDS = 3.0
 
 
 def replicas() -> list[psutil.Process]:
     """The processes of the replicas that were started from this one."""
-    children = psutil.Process().children(recursive=True)
-    return [each for each in children if " ".join(each.cmdline()).startswith(REPLICA_TITLE)]
+    return [each for each in psutil.Process().children(recursive=True) if title(each).startswith(REPLICA_TITLE)]
+
+
+def title(process: psutil.Process) -> str:
+    """The title of a process; "" if it has ended."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
 
 
 def running() -> int:
@@ -79,12 +88,12 @@ async def kill(client: httpx.AsyncClient) -> dict[str, Any]:
     """End one of three replicas by SIGKILL once all streams have begun."""
     began: Counter[str] = Counter()
     streams = [
-        asyncio.create_task(read_stream(client, f"{number} kill {time.time_ns()}", STREAM_TOKENS))
+        asyncio.create_task(read_stream(client, f"{number} kill {time.time_ns()}", LONG_TOKENS))
         for number in range(STREAMS)
     ]
-    await asyncio.sleep(4)
-    victim = replicas()[0]
+    await asyncio.sleep(KILL_AFTER_SECONDS)
     on_victim = await replica_load(client)
+    victim = replicas()[0]
     victim.send_signal(signal.SIGKILL)
     for end, _, _ in await asyncio.gather(*streams):
         began[end] += 1

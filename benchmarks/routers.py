@@ -25,6 +25,8 @@ import httpx
 CONVERSATIONS, TURNS, ANSWER_TOKENS = 16, 4, 24
 CONCURRENCY = 8
 STREAMS, STREAM_TOKENS = 24, 200
+# Of the streams of a kill: long enough that all are open when it happens.
+LONG_TOKENS = 1800
 SAMPLES = 30
 SUBJECTS = ["cache", "prefix", "slot", "token", "router", "replica", "prompt", "model", "context", "batch", "step"]
 CHAT = "/v1/chat/completions"
@@ -152,7 +154,7 @@ async def throughput(client: httpx.AsyncClient, result: Result) -> None:
 async def killed(client: httpx.AsyncClient, result: Result, pid: int) -> None:
     """STREAMS streams, of which a process is ended by SIGKILL once all have had the time to begin."""
     streams = [
-        asyncio.create_task(read_stream(client, f"{number} {sentence(random.Random(number), 9)}", STREAM_TOKENS))
+        asyncio.create_task(read_stream(client, f"{number} {sentence(random.Random(number), 9)}", LONG_TOKENS))
         for number in range(STREAMS)
     ]
     await asyncio.sleep(KILL_AFTER)

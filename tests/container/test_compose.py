@@ -14,7 +14,9 @@ from engine.kernels.cache_folder import cache_folder
 from server.configuration.options import options
 from tests.container.dockerfile import ROOT, last, stages
 
-SERVICE: dict[str, Any] = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]["cellar"]
+COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "compose.yaml").read_text())
+SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
+SERVICE = SERVICES["cellar"]
 
 
 @pytest.mark.parametrize(
@@ -153,3 +155,42 @@ def test_grace_is_longer_than_the_server_waits() -> None:
     from server.configuration.settings import Settings
 
     assert float(SERVICE["stop_grace_period"].removesuffix("s")) > Settings().grace_seconds
+
+
+REPLICAS = ("replica-1", "replica-2")
+
+
+@pytest.mark.parametrize("name", REPLICAS)
+def test_replicas_are_hardened_like_the_server(name: str) -> None:
+    """They differ in their store, their host names, and in that only the router has a port."""
+    replica = SERVICES[name]
+    own = {"profiles", "environment", "ports", "networks", "depends_on"}
+
+    assert {key: value for key, value in SERVICE.items() if key not in own} == {
+        key: value for key, value in replica.items() if key not in own
+    }
+    assert [] == replica["ports"]
+    assert SERVICE["environment"].keys() == replica["environment"].keys()
+    assert set(REPLICAS) == set(replica["environment"]["CELLAR_ALLOWED_HOST"].split())
+    assert "postgresql://" in replica["environment"]["CELLAR_STORE"]
+
+
+def test_the_router_knows_the_replicas_and_publishes_to_this_machine_only() -> None:
+    router = SERVICES["router"]
+
+    assert [f"http://{name}:8000" for name in REPLICAS] == re.findall(r"http://\S+", router["command"])
+    assert SERVICE["ports"] == router["ports"]
+    assert ["ALL"] == router["cap_drop"]
+
+
+def test_the_database_is_for_the_replicas_alone() -> None:
+    """It asks for no password, in a network without the router and without the world outside."""
+    inside = {name for name, service in SERVICES.items() if "store" in service.get("networks", [])}
+
+    assert {*REPLICAS, "store"} == inside
+    assert "ports" not in SERVICES["store"]
+    assert COMPOSE["networks"]["store"]["internal"]
+
+
+def test_the_profile_is_no_part_of_the_default() -> None:
+    assert {"cellar"} == {name for name, service in SERVICES.items() if "profiles" not in service}
