@@ -84,15 +84,15 @@ def run(models: Models, references: References, family: str, seeds: range, dtype
 @pytest.mark.parametrize("family", JUDGED + ALSO)
 def test_any_mix_equals_generate(loaded: Models, reference: References, family: str) -> None:
     """In float64, to the last token."""
-    judged = run(loaded, reference, family, range(40 if family in JUDGED else 12), "float64")
+    judged = run(loaded, reference, family, range(7), "float64")
 
-    assert 200 < judged
+    assert 100 < judged
 
 
 @pytest.mark.parametrize("family", JUDGED)
 def test_any_mix_is_equal_in_float32(loaded: Models, reference: References, family: str) -> None:
     """Except for ties."""
-    judged = run(loaded, reference, family, range(1000, 1008), "float32")
+    judged = run(loaded, reference, family, range(1000, 1006), "float32")
 
     assert 200 < judged
 
@@ -100,9 +100,9 @@ def test_any_mix_is_equal_in_float32(loaded: Models, reference: References, fami
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
 def test_preemption_does_not_change_the_text(loaded: Models, reference: References, family: str) -> None:
     """With too few cells for the slots."""
-    judged = run(loaded, reference, family, range(2000, 2016), "float64", scarce=True)
+    judged = run(loaded, reference, family, range(2000, 2008), "float64", scarce=True)
 
-    assert 200 < judged
+    assert 100 < judged
 
 
 @pytest.mark.slow

@@ -34,12 +34,15 @@ def float_embeddings(monkeypatch: pytest.MonkeyPatch, file: Path) -> LoadedModel
         return load_file(file)
 
 
-@pytest.mark.parametrize("rounds", [False, True], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    [(Type.Q4_K, "gemma3"), *((kind, "llama") for kind in KINDS)],
-    ids=lambda value: getattr(value, "name", value),
-)
+# Rounding follows the dequantisation, whatever the kind: all kinds with it are slow.
+CASES = [
+    pytest.param(kind, name, rounds, marks=[pytest.mark.slow] if rounds and kind != Type.Q4_K else [])
+    for kind, name in ((Type.Q4_K, "gemma3"), *((kind, "llama") for kind in KINDS))
+    for rounds in (False, True)
+]
+
+
+@pytest.mark.parametrize(("kind", "name", "rounds"), CASES, ids=lambda value: getattr(value, "name", str(value)))
 def test_native_rows_equal_the_dequantised_table(
     kind: Type, name: str, rounds: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

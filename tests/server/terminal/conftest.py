@@ -10,7 +10,7 @@ import pytest
 from bench.launch import cellar
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a server with the bundled model."""
     log = tmp_path_factory.mktemp("server") / "log"
