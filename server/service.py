@@ -51,14 +51,17 @@ class Service:
     grammar_threads: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(MAX_GRAMMAR_THREADS))
 
     def resolve(self, name: str | None) -> str:
-        """The name for the response: the requested one, or the main name; ApiError for an unknown model."""
+        """The name for the response: the requested one, or the main name; ApiError for an unknown model.
+
+        The name of a client's own model, such as Claude Code's, is served by --served-model-name '*'.
+        """
         names = self.settings.model_names
         if name is None:
             return names[0]
         if name == self.settings.embedding_name:
             message = f"The model '{name}' is the embedding model and does not support this endpoint; use '{names[0]}'."
             raise ApiError(MODEL_NOT_FOUND, message, param="model")
-        if name not in names:
+        if name not in names and not self.settings.serves_any_name:
             served = ", ".join(f"'{each}'" for each in names)
             message = f"The model '{name[:128]}' does not exist here. This server serves {served}."
             raise ApiError(MODEL_NOT_FOUND, message, param="model")

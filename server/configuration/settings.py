@@ -22,6 +22,8 @@ from engine.types.request import DrafterChoice, MlaMode, Overflow
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
+# Among the served names: requests may have any name.
+ANY_NAME = "*"
 
 ENVIRONMENT_PREFIX = "CELLAR_"
 CONTAINER_SECRETS = "/run/secrets"
@@ -124,7 +126,7 @@ class Settings:
         tuple[str, ...],
         Parameter(
             name="--served-model-name",
-            help="Model name in requests. Repeatable.",
+            help="Model name in requests; * is any name. Repeatable.",
             show_default="the hub id or the folder's name",
         ),
     ] = ()
@@ -333,9 +335,14 @@ class Settings:
     @property
     def model_names(self) -> tuple[str, ...]:
         """The model's names in requests, the main name first."""
-        if self.served_names:
-            return self.served_names
+        if names := tuple(name for name in self.served_names if name != ANY_NAME):
+            return names
         return (BUNDLED_NAME if self.model is None else _model_name(self.model),)
+
+    @property
+    def serves_any_name(self) -> bool:
+        """Whether requests may have any model name."""
+        return ANY_NAME in self.served_names
 
     @property
     def embedding_name(self) -> str | None:

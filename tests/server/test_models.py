@@ -153,3 +153,28 @@ def test_the_document_has_the_errors_of_each_api() -> None:
         wanted = {"application/json": {"schema": {"$ref": f"#/components/schemas/{shape}"}}}
         for operation in operations.values():
             assert [wanted] * 2 == [operation["responses"][status]["content"] for status in ("4XX", "5XX")], path
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 8}),
+        ("/v1/responses", {"input": "hi"}),
+        ("/v1/completions", {"prompt": "hi"}),
+        ("/api/chat", {"messages": [{"role": "user", "content": "hi"}], "stream": False}),
+    ],
+)
+def test_any_name_is_served(path: str, body: dict[str, Any]) -> None:
+    """With `*` among the names a client keeps the name of its own model; the list has the real names."""
+    app = create_app(FakeEngine(), settings(served_names=("fake", "*")))  # type: ignore[arg-type]
+    answer = ask(app, "POST", path, json_body={"model": "claude-sonnet-4-5", **body})
+
+    assert 200 == answer.status, answer.body
+    assert "claude-sonnet-4-5" == answer.json["model"]
+    assert ["fake"] == [model["id"] for model in ask(app, "GET", "/v1/models").json["data"]]
+    assert 200 == ask(app, "GET", "/v1/models/claude-sonnet-4-5").status
+
+
+def test_without_names_any_name_joins_the_models_own() -> None:
+    assert Settings(served_names=("*",)).model_names == Settings().model_names
