@@ -92,12 +92,17 @@ class Workers:
         if self.lost_reason is None and self._channel is not None:
             with suppress(RuntimeError):
                 self.send(StopWorker())
-        for process in self._processes.values():
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(_STOP_SECONDS if self.lost_reason is None else 0)
+                self._wait()
         self._kill()
+        self._wait()
         if self._channel is not None:
             self._channel.close()
+
+    def _wait(self) -> None:
+        """Wait for the ends of the processes, for a while."""
+        for process in self._processes.values():
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_STOP_SECONDS)
 
     @property
     def _joined(self) -> Channel:
