@@ -208,7 +208,7 @@ class CreateRequest(ModelReference):
     from_: Annotated[ModelName | None, Field(alias="from")] = None
     system: str | None = None
     template: str | None = None
-    license: str | list[str] | None = None
+    license: str | Annotated[list[str], Field(max_length=64)] | None = None
     parameters: OllamaOptions | None = None
     messages: Annotated[list[OllamaMessage], Field(max_length=256)] | None = None
     stream: bool | None = None

@@ -157,10 +157,13 @@ ANTHROPIC_TOOL: NeutralValues = {
 # The same for Ollama's chat and generate, their messages and their options.
 OLLAMA: NeutralValues = {
     "context": ([],),
+    "height": (),
     "images": ([],),
+    "steps": (),
     "suffix": ("",),
     "template": ("",),
     "truncate": (True, False),
+    "width": (),
 }
 OLLAMA_MESSAGE: NeutralValues = {
     "images": ([],),
