@@ -5,7 +5,14 @@ from __future__ import annotations
 from server.generation.chat_turn import ChatTurn
 from server.generation.requests import service_tier
 from server.schemas.response_items import ResponseBody
-from server.schemas.responses import PromptFields, ResponseCustomTool, ResponseFunctionTool, ResponseRequest, plain
+from server.schemas.responses import (
+    NamespaceTool,
+    PromptFields,
+    ResponseCustomTool,
+    ResponseFunctionTool,
+    ResponseRequest,
+    plain,
+)
 
 
 def initial_response(body: ResponseRequest, turn: ChatTurn, *, stored: bool) -> ResponseBody:
@@ -69,8 +76,10 @@ def _choice(body: ResponseRequest) -> str | dict[str, object]:
     return choice if isinstance(choice, str) else plain(choice)
 
 
-def _tool(tool: ResponseFunctionTool | ResponseCustomTool) -> dict[str, object]:
+def _tool(tool: ResponseFunctionTool | ResponseCustomTool | NamespaceTool) -> dict[str, object]:
     """All fields of a tool, since openai's types require them."""
+    if isinstance(tool, NamespaceTool):
+        return {**plain(tool), "tools": [_tool(each) for each in tool.tools]}
     if isinstance(tool, ResponseCustomTool):
         return {"format": {"type": "text"}, **plain(tool)}
     fields = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}

@@ -115,16 +115,17 @@ class PartialReasoning:
 
 @dataclass(slots=True)
 class PartialCall:
-    """A function call."""
+    """A function call. `namespace`: the group of the function."""
 
     name: str
+    namespace: str | None = None
     id: str = field(default_factory=lambda: new_id("fc"))
     call_id: str = field(default_factory=lambda: new_id("call"))
     arguments: list[str] = field(default_factory=list)
 
     def item(self, status: ItemStatus) -> CallItem:
         """The item with its current arguments."""
-        return CallItem(
+        item = CallItem(
             id=self.id,
             type="function_call",
             status=status,
@@ -132,6 +133,9 @@ class PartialCall:
             name=self.name,
             arguments="".join(self.arguments),
         )
+        if self.namespace is not None:
+            item["namespace"] = self.namespace
+        return item
 
     def opening_events(self) -> Iterator[EventFields]:
         """No event: arguments are not a content part."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from pydantic import ValidationError
 
@@ -17,6 +17,7 @@ from server.schemas.responses import (
     CustomChoice,
     FunctionChoice,
     GrammarFormat,
+    NamespaceTool,
     PromptFields,
     ResponseCustomTool,
     ResponseFunctionTool,
@@ -76,6 +77,17 @@ def chat_request(body: PromptFields, model: str, items: Sequence[InputItem]) -> 
         raise invalid_value("input", error.errors()[0]["msg"]) from error
 
 
+def single_tools(
+    tools: Sequence[ResponseFunctionTool | ResponseCustomTool | NamespaceTool],
+) -> Iterator[ResponseFunctionTool | ResponseCustomTool]:
+    """The tools, and those of namespaces."""
+    for tool in tools:
+        if isinstance(tool, NamespaceTool):
+            yield from tool.tools
+        else:
+            yield tool
+
+
 def renamed_error(error: ApiError | EngineError) -> ApiError:
     """An error of the chat with the field names of this API."""
     return with_client_field_names(error, _PATH, FIELD_NAMES)
@@ -84,7 +96,7 @@ def renamed_error(error: ApiError | EngineError) -> ApiError:
 def _prompt_fields(body: PromptFields) -> dict[str, object]:
     text, reasoning = body.text or TextConfig(), body.reasoning
     return {
-        "tools": [_tool(tool) for tool in body.tools] if body.tools else None,
+        "tools": [_tool(tool) for tool in single_tools(body.tools)] if body.tools else None,
         "tool_choice": _choice(body),
         "parallel_tool_calls": body.parallel_tool_calls,
         "response_format": _format(text),

@@ -7,7 +7,7 @@ for any other sequence.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from engine.chat_format.message import AnswerDelta, ReasoningDelta, TextDelta, ToolCallDelta, ToolCallStart
@@ -46,6 +46,7 @@ class ResponseWriter:
 
     def __init__(self, response: ResponseBody, *, encrypted: bool = False) -> None:
         self._response, self._encrypted = response, encrypted
+        self._namespaces = _namespaces(response["tools"])
         self._number = 0
         self._done: list[OutputItem] = []
         self._open_output: PartialItem | None = None
@@ -82,7 +83,7 @@ class ResponseWriter:
                 case ToolCallStart(name=name, kind="custom"):
                     yield from self._open_item(PartialCustomCall(name))
                 case ToolCallStart(name=name):
-                    yield from self._open_item(PartialCall(name))
+                    yield from self._open_item(PartialCall(name, self._namespaces.get(name)))
                 case ToolCallDelta(text=text):
                     called = self._open_output
                     # Arguments follow the opening of their call.
@@ -173,3 +174,8 @@ class ResponseWriter:
         number = self._number
         self._number += 1
         return number
+
+
+def _namespaces(tools: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """The namespace of each function that has one, by the function's name."""
+    return {function["name"]: tool["name"] for tool in tools for function in tool.get("tools", ())}

@@ -94,6 +94,7 @@ class CallInput(Strict):
     id: Label | None = None
     call_id: Label
     name: Label
+    namespace: Label | None = None
     arguments: str
     status: Status | None = None
 

@@ -57,6 +57,7 @@ class CallItem(TypedDict):
     status: ItemStatus
     call_id: str
     name: str
+    namespace: NotRequired[str]
     arguments: str
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationInfo
 from pydantic_core import PydanticCustomError
 
 from server.schemas import policy
 from server.schemas.chat import ArgumentName, ArgumentValue, CacheOptions
 from server.schemas.common import Count, Label, MetadataKey, MetadataValue, ServiceTier, SpeculationOptions, Stops
-from server.schemas.content import Object, Strict
+from server.schemas.content import IgnoredFields, Object, Strict
 from server.schemas.response_input import Input, kind_of
 from server.schemas.structure import FormatName
 from server.schemas.tools import MAX_TOOLS, Beside, FunctionName, GrammarDefinition, Schema, TextInput
@@ -31,7 +31,7 @@ Include = Literal[
 
 def _ours(kind: object) -> object:
     if isinstance(kind, str) and kind not in ("function", "custom"):
-        message = "this server calls functions and custom tools, no other kind of tool"
+        message = "this server calls functions, custom tools and namespaces of functions, no other kind of tool"
         raise PydanticCustomError("unsupported_value", message)
     return kind
 
@@ -68,10 +68,38 @@ class ResponseCustomTool(Strict):
     format: Annotated[TextInput | GrammarFormat, Field(discriminator="type")] | None = None
 
 
+class NamespaceTool(Strict):
+    """Functions in a group, as Codex sends them. Calls name the group beside the function."""
+
+    type: Literal["namespace"]
+    name: FunctionName
+    description: str | None = None
+    tools: Annotated[list[ResponseFunctionTool], Field(min_length=1, max_length=MAX_TOOLS)]
+
+
+def _tool_kind(value: object) -> str:
+    return "a_namespace" if kind_of(value) == "namespace" else custom_or_function(value)
+
+
 AnyTool = Annotated[
-    Annotated[ResponseFunctionTool, Tag("a_function")] | Annotated[ResponseCustomTool, Tag("a_custom")],
-    Discriminator(custom_or_function),
+    Annotated[ResponseFunctionTool, Tag("a_function")]
+    | Annotated[ResponseCustomTool, Tag("a_custom")]
+    | Annotated[NamespaceTool, Tag("a_namespace")],
+    Discriminator(_tool_kind),
 ]
+OWN_TOOLS = ("function", "custom", "namespace")
+
+
+def _without_hosted(tools: object, info: ValidationInfo) -> object:
+    """With --lenient, the tools without those that run at OpenAI, such as web search."""
+    if not isinstance(tools, list) or not isinstance(info.context, IgnoredFields):
+        return tools
+    hosted = [tool for tool in tools if isinstance(tool, dict) and tool.get("type", "function") not in OWN_TOOLS]
+    info.context.left_out.extend((tool, "type") for tool in hosted)
+    return [tool for tool in tools if not any(tool is other for other in hosted)]
+
+
+Tools = Annotated[list[AnyTool], Field(max_length=MAX_TOOLS), BeforeValidator(_without_hosted)]
 
 
 class FunctionChoice(Strict):
@@ -190,7 +218,7 @@ class PromptFields(Strict):
     input: Input | None = None
     instructions: str | None = None
     previous_response_id: Label | None = None
-    tools: Annotated[list[AnyTool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Tools | None = None
     tool_choice: FunctionChoices | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None

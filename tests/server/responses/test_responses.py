@@ -181,6 +181,33 @@ def test_a_conversation_continues_a_response() -> None:
     ]
 
 
+def test_functions_of_a_namespace_are_called() -> None:
+    """As Codex sends them: the call names the group, and comes back in the history."""
+    group = {"type": "namespace", "name": "math", "description": "d", "tools": [TOOL]}
+    for stream in (False, True):
+        engine = generating(CALL, "two")
+        app = make(engine)
+        answer = post(app, input="1+1", tools=[group], stream=stream)
+        first = events(answer)[-1]["response"] if stream else answer.json
+        called = first["output"][0]
+        output = {"type": "function_call_output", "call_id": called["call_id"], "output": "2"}
+        again = post(app, input=["1+1", called, output][1:], tools=[group])
+
+        assert ("function_call", "add", "math") == (called["type"], called["name"], called["namespace"])
+        assert "add" in str(engine.tokenizer.rendered[0]["tools"])
+        assert [{**TOOL, "description": None}] == first["tools"][0]["tools"]
+        assert (200, "two") == (again.status, again.json["output"][0]["content"][0]["text"])
+
+
+def test_lenient_servers_leave_hosted_tools_out() -> None:
+    """Web search and others run at OpenAI; the answer says which are missing."""
+    app = make(generating("a"), lenient=True)
+    answer = post(app, input="hi", tools=[TOOL, {"type": "web_search", "external_web_access": False}]).json
+
+    assert ["Unknown parameter: 'tools[1].type'."] == answer["warnings"]
+    assert ["add"] == [tool["name"] for tool in answer["tools"]]
+
+
 def test_stateless_clients_send_encrypted_reasoning_back() -> None:
     """Reasoning is decoded from `encrypted_content`."""
     engine = generating("<think>\nhm\n</think>\n\nyes", "ok")
