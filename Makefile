@@ -10,9 +10,9 @@ CPU_TORCH = $(BIN)/python -m pip --disable-pip-version-check install --quiet "uv
 WHEEL = $(BIN)/python -m pip --disable-pip-version-check wheel --quiet --no-deps --wheel-dir dist .
 KERNELS := build/kernels
 CLIENTS := current older evaluation fuzz openresponses
-FAST := not slow and not gpu and not container and not arm64 and not browser
+FAST := not slow and not gpu and not container and not arm64 and not browser and not ray
 
-.PHONY: help serve test test-all test-container test-arm64 test-clients test-browser page mutants check bench train wheel clean
+.PHONY: help serve test test-all test-container test-arm64 test-clients test-browser test-ray page mutants check bench train wheel clean
 .DEFAULT_GOAL := help
 
 help:  ## show this list
@@ -26,7 +26,7 @@ test: .venv/test  ## install, then run the tests (minutes, no network, no GPU)
 	QUICK_KERNELS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal -m "$(FAST)" $(ARGS)
 
 test-all: .venv/test  ## all tests, the slow ones too (images, arm64 and the page have their own)
-	$(BIN)/python -m pytest -q -m "not container and not arm64 and not browser" $(ARGS)
+	$(BIN)/python -m pytest -q -m "not container and not arm64 and not browser and not ray" $(ARGS)
 
 test-container: .venv/test  ## build and run the image with buildah (Debian: apt-get install buildah crun mmdebstrap)
 	$(BIN)/python -m pytest -q -m container tests/container $(ARGS)
@@ -40,6 +40,9 @@ test-clients: .venv/test $(CLIENTS:%=.venv/clients-%/done)  ## run other people'
 test-browser: .venv/browser server/page/node_modules  ## drive the web page in Chromium (Debian: apt-get install chromium npm)
 	$(BIN)/python -m pytest -q -m browser tests/page $(ARGS)
 	$(BIN)/python -m pytest -q tests/page/test_build.py
+
+test-ray: .venv/ray  ## replicas on Ray Serve (minutes; 2 GB of memory)
+	$(BIN)/python -m pytest -q -m ray tests/ray $(ARGS)
 
 page: server/page/node_modules  ## build the web page from server/page/src (needs npm)
 	cd server/page && node node_modules/typescript/bin/tsc --noEmit && node build.mjs
@@ -92,6 +95,9 @@ step = @echo "cellar: install $(1)"; started=$$(date +%s); { $(2); } && echo "ce
 	@touch $@
 .venv/browser: .venv/test
 	$(PIP) -e ".[test,test-browser]"
+	@touch $@
+.venv/ray: .venv/test
+	$(PIP) -e ".[test,ray]"
 	@touch $@
 server/page/node_modules: server/page/package-lock.json
 	cd server/page && npm ci --no-audit --no-fund

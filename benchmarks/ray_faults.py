@@ -14,6 +14,7 @@ import json
 import signal
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,8 @@ SETTINGS = Settings(port=PORT, threads=1, context=2048, slots=8, store="memory",
 REPLICA_TITLE = "ray::ServeReplica:cellar"
 SCALE_SECONDS = 420
 KILL_AFTER_SECONDS = 3.0
+# Of a client between two streams under load.
+PAUSE_SECONDS = 0.5
 
 
 def replicas() -> list[psutil.Process]:
@@ -67,6 +70,7 @@ async def loaded(client: httpx.AsyncClient, streams: int, stop: asyncio.Event, e
         turn = 0
         while not stop.is_set():
             turn += 1
+            await asyncio.sleep(PAUSE_SECONDS)
             ends[(await read_stream(client, f"stream {number} turn {turn}", STREAM_TOKENS))[0]] += 1
 
     await asyncio.gather(*(one(number) for number in range(streams)))
@@ -111,19 +115,21 @@ async def replica_load(client: httpx.AsyncClient) -> list[int]:
 
 
 async def redeploy(client: httpx.AsyncClient) -> dict[str, Any]:
-    """Replace all replicas while 8 streams are open."""
+    """Replace all replicas one by one while clients stream."""
     before, began = {each.pid for each in replicas()}, time.perf_counter()
-    ends = await under_load(client, 8, asyncio.to_thread(cluster.deploy, SETTINGS, (3, 3), revision="2"))
+    count = running()
+    ends = await under_load(client, 4, asyncio.to_thread(cluster.deploy, SETTINGS, (count, count), revision="2"))
     kept = before & {each.pid for each in replicas()}
     return {"streams": ends, "seconds": round(time.perf_counter() - began), "old replicas left": len(kept)}
 
 
 async def scale(client: httpx.AsyncClient) -> dict[str, Any]:
-    """From one replica to three by 24 streams, and back to one by one stream."""
-    await asyncio.to_thread(cluster.deploy, SETTINGS, (1, 3), revision="2", downscale_seconds=5.0)
+    """From one replica with two slots to three by 6 streams, and back to one by one stream."""
+    small = replace(SETTINGS, slots=2)
+    await asyncio.to_thread(cluster.deploy, small, (1, 3), revision="2", downscale_seconds=5.0)
     await wait_for(1)
     began = time.perf_counter()
-    up = await under_load(client, STREAMS, wait_for(3))
+    up = await under_load(client, 6, wait_for(3))
     top, middle = running(), time.perf_counter()
     down = await under_load(client, 1, wait_for(1))
     return {
@@ -140,8 +146,8 @@ async def wait_for(count: int) -> None:
 
 
 async def conversations(client: httpx.AsyncClient) -> dict[str, Any]:
-    """Errors and cached share of conversations over three replicas."""
-    result = Result("ray3")
+    """Errors and cached share of conversations."""
+    result = Result("ray")
     await all_conversations(client, result)
     return {"requests": result.requests, "errors": result.errors, "cached_share": result.cached_share}
 
@@ -164,15 +170,16 @@ STEPS = {"conversations": conversations, "kill": kill, "redeploy": redeploy, "sc
 
 
 def main() -> None:
-    """Start three replicas, run the steps, and stop."""
+    """Start the replicas, run the steps, and stop."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", default="conversations,overhead,kill,redeploy,scale", help="comma-separated")
+    parser.add_argument("--replicas", type=int, default=3, metavar="N", help="of all steps but scale")
     parser.add_argument("--direct", metavar="URL", help="a server to compare the overhead with")
     parser.add_argument("--out", type=Path, metavar="FILE")
     args = parser.parse_args()
-    cluster.start(SETTINGS, 4)
+    cluster.start(SETTINGS, args.replicas + 1)
     try:
-        cluster.deploy(SETTINGS, (3, 3), revision="1")
+        cluster.deploy(SETTINGS, (args.replicas, args.replicas), revision="1")
         outcome = asyncio.run(run(args.steps.split(","), args.direct))
     finally:
         cluster.stop()

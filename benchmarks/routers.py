@@ -118,7 +118,7 @@ async def read_stream(client: httpx.AsyncClient, content: str, tokens: int) -> t
     }
     began, first, chunks, end = time.perf_counter(), 0.0, 0, "cut"
     try:
-        async with client.stream("POST", CHAT, json=body) as answer:
+        async with client.stream("POST", CHAT, json=body, headers={"x-session-id": content}) as answer:
             if answer.status_code != 200:
                 return "refused", 0.0, 0
             async for line in answer.aiter_lines():

@@ -1,0 +1,132 @@
+"""`cellar ray` with two replicas of the bundled model: affinity, equal text, a killed replica. `make test-ray` runs it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from benchmarks.routers import Result, all_conversations, read_stream
+from tests.e2e.serving import ROOT
+
+pytestmark = pytest.mark.ray
+pytest.importorskip("ray", reason="needs Ray Serve: pip install 'kvcellar[ray]'")
+
+START_SECONDS = 900
+FLAGS = ("--replicas", "2", "--threads", "1", "--context", "2048", "--slots", "8", "--store", "memory")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[tuple[str, psutil.Process]]:
+    """The address of the proxy, and the process of the command."""
+    port = free_port()
+    # Ray's sockets need a short path.
+    with tempfile.TemporaryDirectory(prefix="ray-") as folder:
+        command = [sys.executable, "-c", "from server.cli import main; main()", "ray", "--port", str(port), *FLAGS]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_TMPDIR": folder}
+        with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as process:
+            try:
+                yield wait_for_address(process), psutil.Process(process.pid)
+            finally:
+                process.send_signal(signal.SIGTERM)
+                assert 0 == process.wait(120)
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        return int(listening.getsockname()[1])
+
+
+def wait_for_address(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    stuck = threading.Timer(START_SECONDS, process.kill)
+    stuck.start()
+    try:
+        for line in process.stdout:
+            if found := re.search(r"API +(http://\S+)/v1", line):
+                # Ray's processes write to the same pipe.
+                threading.Thread(target=process.stdout.read, daemon=True).start()
+                return found.group(1)
+    finally:
+        stuck.cancel()
+    raise AssertionError("the replicas did not start")
+
+
+def client(address: str) -> httpx.AsyncClient:
+    return httpx.AsyncClient(base_url=address, timeout=300, trust_env=False)
+
+
+def test_conversations_meet_their_prefix(cluster: tuple[str, psutil.Process]) -> None:
+    """0.776 of the prompt tokens are cached on one server, 0.53 with random routing over three."""
+    result = Result("ray")
+
+    async def converse() -> None:
+        async with client(cluster[0]) as connection:
+            await all_conversations(connection, result)
+
+    asyncio.run(converse())
+    assert [] == result.errors
+    assert 64 == result.requests
+    assert result.cached_share >= 0.95 * 0.776
+
+
+def test_a_seed_gives_one_text_on_all_replicas(cluster: tuple[str, psutil.Process]) -> None:
+    """And each replica has its own metrics."""
+    body = {"messages": [{"role": "user", "content": "hi"}], "seed": 7, "temperature": 1.0, "max_tokens": 32}
+    texts: dict[str, str] = {}
+
+    async def ask() -> None:
+        async with client(cluster[0]) as connection:
+            for number in range(40):
+                answer = await connection.post(
+                    "/v1/chat/completions", json=body, headers={"x-session-id": f"session {number}"}
+                )
+                texts[answer.headers["x-cellar-replica"]] = answer.json()["choices"][0]["message"]["content"]
+            for name in texts:
+                metrics = await connection.get("/metrics", headers={"x-cellar-replica": name})
+                assert name == metrics.headers["x-cellar-replica"]
+
+    asyncio.run(ask())
+    assert 2 == len(texts)
+    assert 1 == len(set(texts.values()))
+
+
+def test_a_killed_replica_loses_only_what_it_had_answered(cluster: tuple[str, psutil.Process]) -> None:
+    """Its streams end with an error event, waiting requests are repeated on the other one."""
+
+    async def scene() -> Counter[str]:
+        async with client(cluster[0]) as connection:
+            streams = [asyncio.create_task(read_stream(connection, f"{number} kill", 1500)) for number in range(24)]
+            await asyncio.sleep(3)
+            replica_processes(cluster[1])[0].kill()
+            return Counter([end for end, _, _ in await asyncio.gather(*streams)])
+
+    ends = asyncio.run(scene())
+    assert {"ok", "error event"} == ends.keys()
+    # No more than the slots of one replica had begun.
+    assert ends["error event"] <= 8
+
+
+def replica_processes(command: psutil.Process) -> list[psutil.Process]:
+    found: list[Any] = []
+    for each in command.children(recursive=True):
+        try:
+            if " ".join(each.cmdline()).startswith("ray::ServeReplica"):
+                found.append(each)
+        except psutil.Error:
+            continue
+    return found
