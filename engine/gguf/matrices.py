@@ -12,13 +12,15 @@ import torch
 from gguf.constants import GGMLQuantizationType
 from torch import Tensor, nn
 
+from engine.gguf.deferred import DeferredWeights
 from engine.gguf.weights import PLAIN_TYPES, FileMatrix, Matrices, ParameterSource
-from engine.kernels.blocks import EXACT_FORMATS, PackBlocks, pack_blocks
+from engine.kernels.blocks import EXACT_FORMATS, BlockReader
 from engine.kernels.formats import WeightFormat
 from engine.kernels.packing import PackedMatrix, PackedStorage
 from engine.kernels.rounding import pack_floats
 from engine.quantize.plan import QuantizationPlan
 from engine.quantize.quantizer import PlannedEmbedding, PlannedMatrix, matrix_name, planned_matrices
+from engine.quantize.stacks import experts_of
 
 log = logging.getLogger("cellar.engine")
 
@@ -29,18 +31,19 @@ _WIDER: WeightFormat = "int8"
 class FileMatrices:
     """The matrices of a model by name, repacked from the blocks of its files.
 
-    formats  by name, of the matrices of the last plan
-    label    name of the mix of types in the files, such as Q4_K_M
-    pack     repacks blocks, by default in torch
+    formats   by name, of the matrices of the last plan
+    label     name of the mix of types in the files, such as Q4_K_M
+    deferred  the parameters that are dequantised at each call of their module; None: there are none
     """
 
-    pack: PackBlocks = staticmethod(pack_blocks)
-
-    def __init__(self, sources: Mapping[str, ParameterSource], skeleton: nn.Module, label: str) -> None:
+    def __init__(
+        self, sources: Mapping[str, ParameterSource], skeleton: nn.Module, label: str, reader: BlockReader
+    ) -> None:
         """`sources` are those of the parameters of `skeleton`, the model of transformers."""
-        self.label, self._sources = label, sources
+        self.label, self._sources, self._reader = label, sources, reader
         self._tied: Mapping[str, str] = getattr(skeleton, "all_tied_weights_keys", {})
         self.formats: dict[str, WeightFormat] = {}
+        self.deferred: DeferredWeights | None = None
         self._widened = Counter[str]()
         self._squared_error, self._squared_weights = 0.0, 0.0
 
@@ -96,6 +99,23 @@ class FileMatrices:
         own = {name for name, own in (stacks | layers).items() if exact.issuperset(own) and name not in self._tied}
         return frozenset(own if embedding is None else own | {f"{embedding.name}.weight"})
 
+    def deferrable(self, skeleton: nn.Module) -> dict[str, Matrices]:
+        """The sources of parameters that a model reads in calls of their module only, if every matrix has an exact
+        format.
+        """
+        names = set[str]()
+        for name, module in skeleton.named_modules():
+            experts = experts_of(module)
+            if experts is not None:
+                names |= {f"{name}.{stack.parameter}" for stack in (experts.up, experts.down)}
+            elif type(module) is nn.Linear or isinstance(module, nn.Embedding):
+                names.add(f"{name}.weight")
+        return {
+            name: source
+            for name, source in self._sources.items()
+            if name in names and isinstance(source, Matrices) and _is_deferrable(name, source)
+        }
+
     def quantize(self, name: str, weight: Tensor, storage: PackedStorage) -> PackedMatrix:
         """The matrix in its format: exact, or with one of int8 from its dequantised `weight`.
 
@@ -104,7 +124,7 @@ class FileMatrices:
         matrix = self._matrix(name)
         if matrix is not None and self._is_exact(matrix, weight):
             assert matrix.type is not None
-            packed = self.pack(torch.from_numpy(matrix.blocks), matrix.type, storage)
+            packed = self._reader.pack_blocks(torch.from_numpy(matrix.blocks), matrix.type, storage)
             assert packed is not None
             return packed
         packed = pack_floats(weight, 8, storage)
@@ -145,6 +165,12 @@ class FileMatrices:
 
     def _is_exact(self, matrix: FileMatrix, weight: Tensor) -> bool:
         return matrix.type in EXACT_FORMATS and matrix.shape == tuple(weight.shape)
+
+
+def _is_deferrable(name: str, source: Matrices) -> bool:
+    # The expansion of latent keys is read when its hooks are installed (engine/model/hooks.py).
+    is_read_early = name.endswith("kv_b_proj.weight")
+    return not is_read_early and not source.shift and all(own.type in EXACT_FORMATS for own in source.matrices)
 
 
 def _type_name(matrix: FileMatrix | None) -> str:

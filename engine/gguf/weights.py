@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from engine.gguf.container import Bytes, GgufError, GgufModel, GgufTensor
+from engine.kernels.blocks import BlockReader
 
 # Weights that one call of the gguf package dequantises: its temporaries take about 20 bytes each.
 _CHUNK_WEIGHTS = 2**22
@@ -85,12 +86,12 @@ class FileMatrix:
         rows = own[0] if len(own) == 1 else np.concatenate(own)
         return rows if self.order is None else rows[self.order]
 
-    def read(self, dtype: torch.dtype) -> Tensor:
+    def read(self, dtype: torch.dtype, reader: BlockReader) -> Tensor:
         """The weights [outputs, columns]; a view of the file if it has this dtype. Raises GgufError."""
         if len(self.ranges) == 1:
-            weights = _read_rows(self.ranges[0], dtype)
+            weights = _read_rows(self.ranges[0], dtype, reader)
         else:
-            weights = torch.cat([_read_rows(each, dtype) for each in self.ranges])
+            weights = torch.cat([_read_rows(each, dtype, reader) for each in self.ranges])
         return weights if self.order is None else weights[torch.from_numpy(self.order)]
 
 
@@ -107,7 +108,7 @@ class ParameterSource(Protocol):
         """The shape that `read` returns."""
         ...
 
-    def read(self, dtype: torch.dtype) -> Tensor:
+    def read(self, dtype: torch.dtype, reader: BlockReader) -> Tensor:
         """The values. Raises GgufError."""
         ...
 
@@ -131,14 +132,14 @@ class Matrices:
         """See ParameterSource."""
         return tuple({each.tensor.name: each.tensor for own in self.matrices for each in own.ranges}.values())
 
-    def read(self, dtype: torch.dtype) -> Tensor:
+    def read(self, dtype: torch.dtype, reader: BlockReader) -> Tensor:
         """See ParameterSource."""
         if len(self.matrices) == 1:
-            values = self.matrices[0].read(dtype)
+            values = self.matrices[0].read(dtype, reader)
         else:
             values = torch.empty(len(self.matrices), *self.matrices[0].shape, dtype=dtype)
             for own, matrix in zip(values, self.matrices, strict=True):
-                own.copy_(matrix.read(dtype))
+                own.copy_(matrix.read(dtype, reader))
         values = values.mT if self.transposed else values
         values = values.reshape(self.shape)
         return values + self.shift if self.shift else values
@@ -166,9 +167,9 @@ class LatentExpansion:
         heads, latent, width = self.keys.shape
         return heads * (width + self.values.shape[1]), latent
 
-    def read(self, dtype: torch.dtype) -> Tensor:
+    def read(self, dtype: torch.dtype, reader: BlockReader) -> Tensor:
         """See ParameterSource."""
-        keys, values = (_read_rows(_whole(each), dtype).view(each.shape) for each in (self.keys, self.values))
+        keys, values = (_read_rows(_whole(each), dtype, reader).view(each.shape) for each in (self.keys, self.values))
         return torch.cat([keys.mT, values], dim=1).reshape(self.shape)
 
 
@@ -189,10 +190,16 @@ def parameter_sources(model: GgufModel, skeleton: nn.Module, config: Any) -> dic
     return sources
 
 
-def read_parameters(sources: Mapping[str, ParameterSource], dtype: torch.dtype, *, threads: int) -> dict[str, Tensor]:
+def read_parameters(
+    sources: Mapping[str, ParameterSource], dtype: torch.dtype, reader: BlockReader, *, threads: int
+) -> dict[str, Tensor]:
     """The values of all parameters: vectors in float32, others in `dtype`. Raises GgufError."""
+
+    def read(source: ParameterSource) -> Tensor:
+        return source.read(torch.float32 if len(source.shape) < 2 else dtype, reader)
+
     with ThreadPoolExecutor(threads) as pool:
-        values = pool.map(lambda each: each.read(torch.float32 if len(each.shape) < 2 else dtype), sources.values())
+        values = pool.map(read, sources.values())
         return dict(zip(sources, values, strict=True))
 
 
@@ -324,22 +331,17 @@ def _whole(tensor: GgufTensor) -> RowRange:
     return RowRange(tensor, 0, math.prod(tensor.shape) // probe.columns)
 
 
-def _read_rows(rows: RowRange, dtype: torch.dtype) -> Tensor:
+def _read_rows(rows: RowRange, dtype: torch.dtype, reader: BlockReader) -> Tensor:
     """[rows, columns]"""
-    kind, blocks = rows.tensor.type, rows.blocks
+    kind, blocks = rows.tensor.type, torch.from_numpy(rows.blocks)
     plain = PLAIN_TYPES.get(kind)
     if plain is not None:
-        return torch.from_numpy(blocks).view(plain).to(dtype)
+        return blocks.view(plain).to(dtype)
     weights = torch.empty(len(blocks), rows.columns, dtype=dtype)
-    step = max(_CHUNK_WEIGHTS // rows.columns, 1)
-    for at in range(0, len(blocks), step):
-        weights[at : at + step] = torch.from_numpy(_dequantize(rows.tensor, blocks[at : at + step]))
+    size = max(_CHUNK_WEIGHTS // rows.columns, 1)
+    for own, part in zip(torch.split(weights, size), torch.split(blocks, size), strict=True):
+        values = reader.dequantize(part, kind)
+        if values is None:
+            raise GgufError(f"the tensor {rows.tensor.name} has the type {kind.name}, which is not supported")
+        own.copy_(values)
     return weights
-
-
-def _dequantize(tensor: GgufTensor, blocks: Bytes) -> NDArray[np.float32]:
-    try:
-        values: NDArray[np.float32] = gguf.dequantize(blocks, tensor.type)
-    except NotImplementedError as error:
-        raise GgufError(f"the tensor {tensor.name} has the type {tensor.type.name}, which is not supported") from error
-    return values

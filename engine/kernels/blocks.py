@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+import gguf
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
@@ -43,13 +44,20 @@ def unpack_blocks(blocks: Tensor, type: GGMLQuantizationType) -> RowMajorWeights
     return _UNPACK[type](split_dim(blocks, 1, (-1, GGML_QUANT_SIZES[type][1])))
 
 
-class PackBlocks(Protocol):
-    """A function as `pack_blocks`."""
+class BlockReader(Protocol):
+    """Reads the raw blocks of matrices (uint8 [outputs, bytes of a row])."""
 
-    def __call__(
+    def pack_blocks(
         self, blocks: Tensor, type: GGMLQuantizationType, storage: PackedStorage | None = None
     ) -> PackedMatrix | None:
-        """See `pack_blocks`."""
+        """The matrix; None for a type without an exact format. Raises InfiniteScale.
+
+        storage  memory for the result; None: its own
+        """
+        ...
+
+    def dequantize(self, blocks: Tensor, type: GGMLQuantizationType) -> Tensor | None:
+        """The weights, float32 [outputs, columns]; None for a type that it cannot read."""
         ...
 
 
@@ -63,10 +71,7 @@ class InfiniteScale(ValueError):
 def pack_blocks(
     blocks: Tensor, type: GGMLQuantizationType, storage: PackedStorage | None = None
 ) -> PackedMatrix | None:
-    """The matrix of raw blocks; None for a type without an exact format. Raises InfiniteScale.
-
-    storage  memory for the result; None: its own
-    """
+    """See BlockReader."""
     packed = allocate_packed(blocks, type, storage)
     if packed is None:
         return None
@@ -78,6 +83,21 @@ def pack_blocks(
             raise InfiniteScale(type)
         packed.write(first, rows)
     return packed
+
+
+def dequantize(blocks: Tensor, type: GGMLQuantizationType) -> Tensor | None:
+    """See BlockReader."""
+    try:
+        return torch.from_numpy(gguf.dequantize(blocks.numpy(), type))
+    except NotImplementedError:
+        return None
+
+
+class TorchBlocks:
+    """The functions of this module; implements BlockReader."""
+
+    pack_blocks = staticmethod(pack_blocks)
+    dequantize = staticmethod(dequantize)
 
 
 def allocate_packed(

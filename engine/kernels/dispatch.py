@@ -7,8 +7,8 @@ from functools import cache
 
 import torch
 
-from engine.kernels import blocks, linear, reference
-from engine.kernels.blocks import PackBlocks
+from engine.kernels import linear, reference
+from engine.kernels.blocks import BlockReader, TorchBlocks
 from engine.kernels.cpu import build
 from engine.kernels.cpu.attention import FORMATS, NativeAttention
 from engine.kernels.cpu.linear import NativeLinear
@@ -64,12 +64,12 @@ def best_linear() -> PrepareMatrices:
 
 
 @cache
-def best_packing() -> PackBlocks:
-    """Repacks the blocks of GGUF files in C++, or in torch."""
+def best_blocks() -> BlockReader:
+    """Reads the blocks of GGUF files in C++, or in torch."""
     try:
-        return _linear_library().pack_blocks
+        return _linear_library()
     except build.LibraryUnavailable:
-        return blocks.pack_blocks
+        return TorchBlocks()
 
 
 def native_linear() -> PrepareMatrices:

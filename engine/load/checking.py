@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 from engine.config import BUNDLED_NAME, EngineConfig
+from engine.errors import ModelUnsupported
+from engine.gguf.deferred import DeferredWeights
 from engine.kernels import dispatch, reference
 from engine.kernels.products import TiledProduct
 from engine.kernels.reference import AttentionFunction
@@ -65,11 +67,21 @@ class ModelChecks:
     earlier  the outcome of an earlier start; None: everything is checked
     """
 
-    def __init__(self, config: EngineConfig, model: Any, checks: EarlierChecks, *, quantises: bool) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: Any,
+        checks: EarlierChecks,
+        *,
+        quantises: bool,
+        deferred: DeferredWeights | None = None,
+    ) -> None:
         """Without an earlier outcome, start the survey of layers to quantise.
 
         quantises  whether layers are quantised or repacked
+        deferred   weights that have values inside calls of their modules only
         """
+        self._deferred = deferred
         self._config, self._model = config, model
         self._dtype, self._kv_dtype, self._attend = checks.dtype, checks.kv_dtype, checks.attend
         self._file, self.earlier = checks.file, checks.outcome
@@ -98,10 +110,20 @@ class ModelChecks:
         """Find the torch runner of the model. Raises ModelUnsupported."""
         self._torch_runner: ModelRunner
         if self.earlier is None:
-            self._torch_runner = find_runner(name, self._model, self._traits)
+            self._torch_runner = self._find_runner(name)
         else:
             layers, has_hidden_states = self.earlier.layers, self.earlier.has_hidden_states
             self._torch_runner = restore_runner(self._model, self._traits, layers, has_hidden_states=has_hidden_states)
+
+    def _find_runner(self, name: str) -> ModelRunner:
+        try:
+            return find_runner(name, self._model, self._traits)
+        except ModelUnsupported:
+            if self._deferred is None:
+                raise
+        # The model may read weights outside of calls.
+        self._deferred.close()
+        return find_runner(name, self._model, self._traits)
 
     def quantization_plan(self) -> QuantizationPlan | None:
         """The layers to quantise; None: the settings exclude quantisation."""

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from engine.gguf.config import file_type, read_config, stored_dtype
 from engine.gguf.container import GgufError, GgufModel, read_model
+from engine.gguf.deferred import DeferredWeights, placeholder
 from engine.gguf.matrices import FileMatrices
 from engine.gguf.weights import parameter_sources, read_parameters
+from engine.kernels.blocks import BlockReader, TorchBlocks
 from engine.load.construction import construct
 from engine.load.resources import processor_count
 from engine.model.rope import original_length
@@ -42,24 +42,35 @@ def read_gguf_model(file: Path, config: Any, dtype: torch.dtype) -> tuple[Any, d
 
 
 def gguf_model(
-    content: GgufModel, config: Any, dtype: torch.dtype, repacked: QuantizationPlanNames | None = None
+    content: GgufModel,
+    config: Any,
+    dtype: torch.dtype,
+    repacked: QuantizationPlanNames | None = None,
+    *,
+    reader: BlockReader | None = None,
+    defers: bool = False,
 ) -> tuple[Any, dict[str, Any], FileMatrices]:
     """See `read_gguf_model`. Raises GgufError.
 
     repacked  a plan of matrices to replace before the model runs: the ones with an exact format are not dequantised
+    defers    without such a plan, matrices with an exact format are dequantised at each call: `FileMatrices.deferred`
     """
+    reader = reader or TorchBlocks()
     skeleton = construct(partial(_make_skeleton, config))
     sources = parameter_sources(content, skeleton, config)
-    matrices = FileMatrices(sources, skeleton, file_type(content.metadata) or "GGUF")
+    matrices = FileMatrices(sources, skeleton, file_type(content.metadata) or "GGUF", reader)
     # Long rotary factors are calibrated by running the model at each start (engine/load/selftest.py).
     has_long_factors = original_length(skeleton) is not None
     plan = None if repacked is None or has_long_factors else plan_from_names(skeleton, repacked)
     unread = frozenset[str]() if plan is None else matrices.exact_parameters(skeleton, plan)
+    deferred = matrices.deferrable(skeleton) if plan is None and defers else {}
+    skipped = unread | deferred.keys()
     try:
-        read = {name: source for name, source in sources.items() if name not in unread}
-        parameters = read_parameters(read, dtype, threads=processor_count()) | _placeholders(skeleton, unread, dtype)
+        read = {name: source for name, source in sources.items() if name not in skipped}
+        parameters = read_parameters(read, dtype, reader, threads=processor_count())
     except MemoryError as error:
         raise GgufError("its dequantised weights exceed the memory") from error
+    parameters |= {name: placeholder(sources[name].shape, dtype) for name in skipped}
     make = partial(
         type(skeleton).from_pretrained,
         None,
@@ -70,6 +81,8 @@ def gguf_model(
         output_loading_info=True,
     )
     model, report = construct(make)
+    if deferred:
+        matrices.deferred = DeferredWeights(model, deferred, dtype, reader)
     return model, report, matrices
 
 
@@ -77,9 +90,3 @@ def _make_skeleton(config: Any) -> Any:
     """The model on the meta device."""
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config)
-
-
-def _placeholders(skeleton: Any, names: Collection[str], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Parameters of one number each, expanded to their shapes."""
-    number, shapes = torch.zeros((), dtype=dtype), skeleton.state_dict()
-    return {name: number.expand(shapes[name].shape) for name in names}

@@ -12,6 +12,7 @@ from engine.gguf.matrices import FileMatrices
 from engine.kernels import dispatch, linear
 from engine.kernels.linear import PrepareMatrices
 from engine.kernels.rounding import Bits
+from engine.load.resources import release_freed_memory
 from engine.load.selftest import default_attention
 from engine.quantize.calibration import CalibrationText, calibrate, read_text
 from engine.quantize.plan import QuantizationPlan
@@ -59,8 +60,6 @@ def quantize_layers(
     prepare = linear.prepare if config.kernels == "torch" else dispatch.best_linear()
     try:
         if layers.matrices is not None:
-            if config.kernels != "torch":
-                layers.matrices.pack = dispatch.best_packing()
             quantised = _repack(layers.model, layers.plan, layers.matrices, prepare)
         else:
             assert bits is not None
@@ -72,6 +71,9 @@ def quantize_layers(
 
 
 def _repack(model: Any, plan: QuantizationPlan, matrices: FileMatrices, prepare: PrepareMatrices) -> QuantizedLayers:
+    if matrices.deferred is not None:
+        matrices.deferred.close(matrices.exact_parameters(model, plan))
+        release_freed_memory()
     plan = matrices.limit(plan)
     repack(model, plan, matrices.embedding(model, plan), matrices, prepare, label=matrices.label)
     matrices.log_loss()

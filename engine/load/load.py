@@ -28,6 +28,8 @@ from engine.config import BUNDLED_NAME, EngineConfig
 from engine.errors import ModelUnsupported
 from engine.gguf.matrices import FileMatrices
 from engine.grammar.compiler import GrammarCompiler
+from engine.kernels import dispatch
+from engine.kernels.blocks import TorchBlocks
 from engine.load.checking import EarlierChecks, ModelChecks, log_margins, read_earlier_checks
 from engine.load.checkpoint import (
     READ_ERRORS,
@@ -143,7 +145,8 @@ def _load(config: EngineConfig, on_phase: Callable[[str], None], reserved_bytes:
     on_phase("calibrate")
     switch = install_rope(name, model)
     quantises = config.device == "cpu" and (config.quantize != "none" or matrices is not None)
-    checks = ModelChecks(config, model, earlier, quantises=quantises)
+    deferred = None if matrices is None else matrices.deferred
+    checks = ModelChecks(config, model, earlier, quantises=quantises, deferred=deferred)
     recurrent = install_hooks(model)
     on_phase("kernels")
     encoder = _encoder(name, model, budget_bytes=available // _ENCODER_MEMORY_DIVISOR)
@@ -287,7 +290,9 @@ def _read_model(
             model, report = _read_weights(name, checkpoint.path, config, dtype, settings.tensor_parallel)
             matrices = None
         else:
-            model, report, matrices = gguf_model(checkpoint.gguf, config, dtype, repacked)
+            uses_kernels = settings.kernels != "torch" and settings.device == "cpu"
+            reader = dispatch.best_blocks() if uses_kernels else TorchBlocks()
+            model, report, matrices = gguf_model(checkpoint.gguf, config, dtype, repacked, reader=reader, defers=keeps)
     except READ_ERRORS as error:
         raise ModelUnsupported(name, broken_weights_reason(checkpoint.path) or error_line(error)) from error
     if (reason := incomplete_weights_reason(report)) is not None:

@@ -21,6 +21,7 @@ from engine.errors import ModelUnsupported, PlanTooLarge
 from engine.gguf.config import file_type
 from engine.gguf.matrices import FileMatrices
 from engine.gguf.weights import parameter_sources
+from engine.kernels.blocks import TorchBlocks
 from engine.kernels.formats import WeightFormat
 from engine.kernels.packing import packed_bytes
 from engine.load.cache import state_budget
@@ -212,7 +213,7 @@ def _weights(
     model, plan, label = skeleton.model, skeleton.quantization, str(dtype).removeprefix("torch.")
     if (content := checkpoint.gguf) is not None and keeps_formats(config):
         sources = parameter_sources(content, model, model_config)
-        matrices = FileMatrices(sources, model, file_type(content.metadata) or "GGUF")
+        matrices = FileMatrices(sources, model, file_type(content.metadata) or "GGUF", TorchBlocks())
         if matrices.quantised:
             limited = matrices.limit(plan)
             embedding = matrices.embedding(model, limited)

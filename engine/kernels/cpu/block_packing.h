@@ -1,5 +1,5 @@
-// Quantised weights of GGUF files, repacked without loss: rows of blocks to the layout of linear.h. The same bits as
-// engine/kernels/blocks.py, which describes the types, with packing.py.
+// Quantised weights of GGUF files, repacked without loss to the layout of linear.h, or as float32 numbers. The same bits as
+// engine/kernels/blocks.py, which describes the types, with packing.py and row_major.py.
 #pragma once
 
 #include <cstring>
@@ -224,6 +224,55 @@ bool pack_outputs(const BlockCall &call, int64_t first) {
         store_codes<layout.bits>(unpacked, codes + group * layout.group_bytes());
     }
     return finite;
+}
+
+inline float float_of(uint32_t bits) {
+    float number;
+    std::memcpy(&number, &bits, sizeof(number));
+    return number;
+}
+
+// A float16 number.
+inline float float_of_half(uint16_t half) {
+    const uint32_t sign = (uint32_t)(half & 0x8000) << 16, exponent = half >> 10 & 31, mantissa = half & 1023;
+    if (!exponent) return (sign ? -1.0f : 1.0f) * (float)mantissa * 0x1p-24f;
+    return float_of(sign | (exponent == 31 ? 255 : exponent + 112) << 23 | mantissa << 13);
+}
+
+// The scale and the minimum of a half group of the first output of a record.
+template <WeightFormat format>
+inline void read_scale(const uint8_t *record, int64_t half, float &scale, float &minimum) {
+    constexpr ScaleKind kind = layout_of(format).scales;
+    const uint16_t *halves = (const uint16_t *)record;
+    scale = kind == BFLOAT16_SCALES ? float_of((uint32_t)halves[0] << 16) : float_of_half(halves[0]);
+    minimum = layout_of(format).has_minimums() ? float_of_half(halves[OUTPUTS]) : 0;
+    if constexpr (kind == SUPERBLOCK_MINIMUMS) {
+        const uint8_t *own = record + 4 * OUTPUTS + half / 2 * 2 * OUTPUTS;
+        scale *= own[0], minimum *= own[OUTPUTS];
+    }
+    if constexpr (kind == SUPERBLOCK_HALVES) scale *= (int8_t)record[2 * OUTPUTS + half * OUTPUTS];
+}
+
+// The weights of a row of blocks. Only adding a minimum rounds.
+template <BlockType type>
+void unpack_row(const uint8_t *blocks, float *numbers, int64_t columns) {
+    constexpr BlockLayout layout = layout_of(type);
+    constexpr WeightLayout weights = layout_of(layout.format);
+    uint8_t record[weights.record_bytes()], codes[GROUP];
+    for (int64_t first = 0; first < columns; first += layout.groups * GROUP, blocks += layout.bytes) {
+        store_scales<type>(blocks, 0, record);
+        for (int64_t half = 0; half < 2 * layout.groups; ++half) {
+            if (half % 2 == 0) unpack_codes<type>(blocks, half / 2, codes);
+            float scale, minimum, *to = numbers + first + half * (GROUP / 2);
+            read_scale<layout.format>(record, half, scale, minimum);
+            for (int at = 0; at < GROUP / 2; ++at) {
+                const uint8_t code = codes[half % 2 * (GROUP / 2) + at];
+                const int value = weights.lookup ? LOOKUP_VALUES[weights.lookup][code & 15] - 128 : code - weights.zero;
+                to[at] = scale * (float)value;
+                if constexpr (weights.has_minimums()) to[at] += minimum;
+            }
+        }
+    }
 }
 
 }  // namespace

@@ -62,6 +62,18 @@ extern "C" __attribute__((visibility("default"))) int64_t cellar_pack_blocks(con
     return infinite ? BAD_SCALE : DONE;
 }
 
+extern "C" __attribute__((visibility("default"))) int64_t cellar_unpack_blocks(const UnpackCall *call) {
+    with_type((BlockType)call->type, [&](auto type) {
+        constexpr BlockLayout layout = layout_of(decltype(type)::value);
+        const int64_t row_bytes = call->columns / (layout.groups * GROUP) * layout.bytes;
+#pragma omp parallel for schedule(static) num_threads((int)call->threads)
+        for (int64_t row = 0; row < call->outputs; ++row)
+            unpack_row<decltype(type)::value>(call->blocks + row * row_bytes, call->numbers + row * call->columns,
+                                              call->columns);
+    });
+    return DONE;
+}
+
 #if !defined(GENERIC)
 
 namespace {
@@ -95,5 +107,6 @@ EXPORT_LAYOUT(
     LAYOUT(QuantisedMatrix, codes, scales, format, outputs, output)
     LAYOUT(LinearCall, input, format, stride, rows, columns, matrices, count, threads)
     LAYOUT(BlockCall, blocks, codes, scales, type, outputs, columns, threads)
+    LAYOUT(UnpackCall, blocks, numbers, type, outputs, columns, threads)
     LAYOUT(PlainLinearCall, rows, weights, output, format, batch, count, outputs, columns, row_stride,
            row_batch_stride, weight_stride, weight_batch_stride, threads))

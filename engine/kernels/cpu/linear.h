@@ -79,5 +79,14 @@ struct BlockCall {
 // DONE, or BAD_SCALE for scales that are infinite or NaN.
 extern "C" int64_t cellar_pack_blocks(const BlockCall *call);
 
+// The weights of blocks as float32 numbers [outputs][columns].
+struct UnpackCall {
+    const uint8_t *blocks;
+    float *numbers;
+    int64_t type, outputs, columns, threads;
+};
+
+extern "C" int64_t cellar_unpack_blocks(const UnpackCall *call);
+
 // Not in the generic variant.
 extern "C" int64_t cellar_multiply_plain(const PlainLinearCall *product);

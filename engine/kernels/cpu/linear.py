@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gguf import GGMLQuantizationType
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
-from engine.kernels.blocks import InfiniteScale, allocate_packed
+from engine.kernels.blocks import EXACT_FORMATS, InfiniteScale, allocate_packed, dequantize
 from engine.kernels.cpu.layout import Mirrors, check_layout
 from engine.kernels.formats import LAYOUTS, WeightFormat
 from engine.kernels.linear import MultiplyRows
@@ -64,11 +64,19 @@ class _BlockFields(Structure):
     ]
 
 
+class _UnpackFields(Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("blocks", "numbers")),
+        *((name, c_int64) for name in ("type", "outputs", "columns", "threads")),
+    ]
+
+
 # By the names in linear.h.
 _MIRRORS: Mirrors = {
     "QuantisedMatrix": _MatrixFields,
     "LinearCall": _CallFields,
     "BlockCall": _BlockFields,
+    "UnpackCall": _UnpackFields,
     "PlainLinearCall": PlainCallFields,
 }
 
@@ -89,6 +97,8 @@ class NativeLinear:
         self._call, self._pack = library.cellar_multiply, library.cellar_pack_blocks
         self._call.argtypes, self._call.restype = [POINTER(_CallFields)], c_int64
         self._pack.argtypes, self._pack.restype = [POINTER(_BlockFields)], c_int64
+        self._unpack = library.cellar_unpack_blocks
+        self._unpack.argtypes, self._unpack.restype = [POINTER(_UnpackFields)], c_int64
 
     def prepare(self, matrices: Sequence[PackedMatrix]) -> MultiplyRows:
         """A function as of engine.kernels.linear.prepare, with float32 sums. Not thread-safe."""
@@ -118,6 +128,17 @@ class NativeLinear:
         if self._pack(byref(fields)):
             raise InfiniteScale(type)
         return packed
+
+    def dequantize(self, blocks: Tensor, type: GGMLQuantizationType) -> Tensor | None:
+        """See engine.kernels.blocks.dequantize."""
+        if type not in EXACT_FORMATS:
+            return dequantize(blocks, type)
+        columns, size = GGML_QUANT_SIZES[type]
+        rows = blocks.contiguous()
+        numbers = torch.empty(len(rows), rows.shape[1] // size * columns)
+        fields = _UnpackFields(rows.data_ptr(), numbers.data_ptr(), int(type), *numbers.shape, torch.get_num_threads())
+        self._unpack(byref(fields))
+        return numbers
 
 
 class _PreparedMatrices:

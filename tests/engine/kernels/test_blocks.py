@@ -9,7 +9,7 @@ import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
-from engine.kernels.blocks import EXACT_FORMATS, InfiniteScale, pack_blocks, unpack_blocks
+from engine.kernels.blocks import EXACT_FORMATS, InfiniteScale, dequantize, pack_blocks, unpack_blocks
 from engine.kernels.cpu import build
 from engine.kernels.cpu.linear import NativeLinear
 from tests.libraries import built
@@ -48,6 +48,20 @@ def random_blocks(kind: GGMLQuantizationType, outputs: int, blocks: int, seed: i
 def bits_of(weights: Tensor) -> Tensor:
     """The bits of float32 numbers."""
     return weights.contiguous().view(torch.int32)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered")
+@pytest.mark.parametrize("kind", EXACT_FORMATS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("outputs", [1, 40])
+def test_native_weights_equal_the_package(native: NativeLinear, kind: GGMLQuantizationType, outputs: int) -> None:
+    blocks = random_blocks(kind, outputs, 1 + outputs % 5, seed=outputs)
+    expected = dequantize(blocks, kind)
+
+    weights = native.dequantize(blocks, kind)
+
+    assert expected is not None
+    assert weights is not None
+    assert torch.equal(bits_of(expected), bits_of(weights))
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered")

@@ -9,9 +9,11 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
 from torch import Tensor
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from engine.gguf import matrices
 from engine.gguf.container import read_model
+from engine.gguf.matrices import FileMatrices
 from engine.load import checking, gguf_model, outcomes
 from engine.load.load import LoadedModel
 from tests.engine.gguf.files import empty_cache, feed, load_file, prompt, write_types, write_wide
@@ -48,7 +50,10 @@ def test_a_later_start_reads_fewer_weights(name: str, tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(gguf_model, "read_parameters", spy)
 
-    first, second = load_file(file), load_file(file)
+    with monkeypatch.context() as eager:
+        eager.setattr(FileMatrices, "deferrable", lambda *_: {})
+        first = load_file(file)
+    second = load_file(file)
 
     assert torch.equal(logits(first), logits(second))
     repacked = {name for name in read[0] if "proj" in name and not name.endswith("bias")}
@@ -63,3 +68,38 @@ def test_a_later_start_dequantises_types_without_a_format(tmp_path: Path, monkey
     file = write("llama", Type.Q4_K, tmp_path)
 
     assert torch.equal(logits(load_file(file)), logits(load_file(file)))
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "mixtral", "phi3", "qwen2"])
+def test_the_first_start_dequantises_in_calls(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checks, the replaced layers and the logits are those of a start that dequantises all matrices first."""
+    file = write(name, Type.Q4_K, tmp_path)
+    deferred = load_file(file)
+    [outcome] = (tmp_path / "checks").glob("*.json")
+    expected = outcome.read_text()
+    outcome.unlink()
+    monkeypatch.setattr(FileMatrices, "deferrable", lambda *_: {})
+
+    eager = load_file(file)
+
+    assert expected == outcome.read_text()
+    assert torch.equal(logits(eager), logits(deferred))
+
+
+def test_weights_that_a_model_reads_outside_of_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are read before the model is checked again."""
+    file = write("llama", Type.Q4_K, tmp_path)
+    expected = logits(load_file(file))
+    forward = LlamaMLP.forward
+
+    def read_directly(self: LlamaMLP, rows: Tensor) -> Tensor:
+        output: Tensor = forward(self, rows)
+        return output + 0 * self.down_proj.weight.sum()
+
+    monkeypatch.setattr(LlamaMLP, "forward", read_directly)
+    for outcome in (tmp_path / "checks").iterdir():
+        outcome.unlink()
+
+    loaded = load_file(file)
+
+    assert torch.allclose(expected, logits(loaded), atol=0.2)
