@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -26,7 +28,7 @@ TEXTS = {
     "store": "memory",
     "key_file": "{folder}/keys",
     "calibration": "{folder}/keys",
-    "drafter": "none",
+    "drafter": "model",
 }
 
 
@@ -90,26 +92,31 @@ def misspelt(name: str) -> str:
     return name[:middle] + name[middle + 1 :]
 
 
-def needs(option: Option) -> str:
-    """Other keys without which the option is refused."""
-    return 'draft-model = "small"\n' if option.field == "draft_quantize" else ""
+def in_text(option: Option, value: Any) -> str:
+    """A value in a variable."""
+    separator = "," if option.field == "keys" else " "
+    return separator.join(value) if isinstance(value, list) else str(value)
 
 
-@pytest.mark.parametrize("option", IN_FILE, ids=lambda option: option.flag)
-def test_every_option_has_one_meaning_in_all_places(run: Run, option: Option) -> None:
-    """The same value on the command line, in the environment and in the file, under every name of the option."""
-    value = value_of(option, run.folder)
-    text = " ".join(value) if isinstance(value, list) else str(value)
-    if option.field == "keys":
-        text = ",".join(value)
-    found = [run.from_file(needs(option), *flags(option, value))]
-    found += [run.from_file(needs(option), **{variable: text}) for variable in option.variables]
-    found += [run.from_file(f"{needs(option)}{key} = {toml(value)}\n") for key in option.keys]
-    found += [run.from_file(f"{needs(option)}{option.keys[0].replace('-', '_')} = {toml(value)}\n")]
+def names_at(names: Callable[[Option], Sequence[str]]) -> Iterator[list[tuple[Option, str]]]:
+    """Lists with one name of each option, until each name is in a list; options without names are left out."""
+    for at in range(max(len(names(option)) for option in IN_FILE)):
+        yield [(option, names(option)[min(at, len(names(option)) - 1)]) for option in IN_FILE if names(option)]
 
-    values = [getattr(settings, option.field) for settings in found]
-    assert values == [values[0]] * len(values)
-    assert values[0] != option.default
+
+def test_every_option_has_one_meaning_in_all_places(run: Run) -> None:
+    """The same values on the command line, in the environment and in the file, under every name of the options."""
+    values = {option: value_of(option, run.folder) for option in IN_FILE}
+    found = [run.from_file("", *itertools.chain(*(flags(option, value) for option, value in values.items())))]
+    for names in names_at(lambda option: option.variables):
+        found.append(run.from_file("", **{name: in_text(option, values[option]) for option, name in names}))
+    for names in names_at(lambda option: (*option.keys, option.keys[0].replace("-", "_"))):
+        found.append(run.from_file("".join(f"{name} = {toml(values[option])}\n" for option, name in names)))
+
+    for option in IN_FILE:
+        read = [getattr(settings, option.field) for settings in found]
+        assert read == [read[0]] * len(read), option.flag
+        assert read[0] != option.default, option.flag
 
 
 @pytest.mark.parametrize("option", IN_FILE, ids=lambda option: option.flag)
@@ -131,13 +138,18 @@ def test_a_misspelt_option_is_refused_in_all_places(
         assert f"--{key}" in " ".join(capsys.readouterr().err.replace("│", "").split())
 
 
-@pytest.mark.parametrize("option", IN_FILE, ids=lambda option: option.flag)
-def test_a_value_of_another_type_is_refused(run: Run, option: Option, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("option", "wrong"),
+    [*zip(IN_FILE, itertools.cycle(("{ x = 1 }", "1979-05-27", "[[1]]")), strict=False)],
+    ids=lambda value: getattr(value, "flag", value),
+)
+def test_a_value_of_another_type_is_refused(
+    run: Run, option: Option, wrong: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """File, key and the accepted type are named."""
-    for wrong in ("{ x = 1 }", "1979-05-27", "[[1]]"):
-        run.file.write_text(f"{option.keys[0]} = {wrong}\n")
-        assert 2 == run.code("--config", str(run.file))
-        assert f"{run.file}: {option.keys[0]} must be " in capsys.readouterr().err
+    run.file.write_text(f"{option.keys[0]} = {wrong}\n")
+    assert 2 == run.code("--config", str(run.file))
+    assert f"{run.file}: {option.keys[0]} must be " in capsys.readouterr().err
 
 
 def test_flags_win_over_the_environment_and_that_over_the_file(run: Run) -> None:
