@@ -30,7 +30,7 @@ SERVICE = SERVICES["cellar"]
         ("pids_limit", 512),
         ("mem_limit", "${CELLAR_MEMORY:-8g}"),
         ("ulimits", {"nofile": 4096, "core": 0}),
-        ("tmpfs", ["/tmp:size=64m,mode=1777,noexec,nosuid,nodev"]),
+        ("tmpfs", ["/tmp:size=256m,mode=1777,noexec,nosuid,nodev"]),
         ("volumes", ["models:/models", "shelf:/shelf"]),
         ("stop_grace_period", "45s"),
         ("restart", "unless-stopped"),

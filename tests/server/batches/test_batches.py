@@ -303,6 +303,14 @@ def test_wrong_uploads() -> None:
             missing = http.post(url, files={"other": b"{}"}, data={"purpose": "batch"})
             assert (400, "file") == (missing.status_code, missing.json()["error"]["param"])
             assert 200 == http.post(url, **form).status_code  # type: ignore[arg-type]
+            for kind, body in (
+                ("multipart/form-data", b"x"),
+                ("multipart/form-data; boundary=b", b"x"),
+                ("multipart/form-data; boundary=b", b"--b\r\nbroken\r\n\r\n"),
+                ("multipart/form-data; boundary=b", b"--b\r\nContent-Disposition: form-data; name=file\r\n\r\nx"),
+            ):
+                broken = http.post(url, content=body, headers={"content-type": kind})
+                assert (400, "invalid_value") == (broken.status_code, broken.json()["error"]["code"]), body
 
 
 def test_wrong_batches() -> None:
