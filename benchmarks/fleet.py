@@ -44,8 +44,9 @@ def main(arguments: list[str] | None = None) -> int:
             row = simulated(costs, given, name, found, replicas)
             rows.append(row)
             print(line(row), flush=True)
-    if given.json:
-        measured("fleet", [{"costs": asdict(costs)}, *rows]).write(given.json)
+        if given.json:
+            # Sizes take minutes each: an interrupted run has those that are complete.
+            measured("fleet", [{"costs": asdict(costs)}, *rows]).write(given.json)
     print(markdown(rows))
     if given.plot:
         draw(rows, given.plot)

@@ -50,7 +50,8 @@ def read_costs(path: Path) -> ServerCosts:
     content = json.loads(path.read_text(encoding="utf-8"))
     if "cells" in content:
         return costs_of_cells(content["cells"])
-    return ServerCosts(**next(row["costs"] for row in content["rows"] if "costs" in row))
+    rows = [row for document in (content if isinstance(content, list) else [content]) for row in document["rows"]]
+    return ServerCosts(**next(row["costs"] for row in rows if "costs" in row))
 
 
 def costs_of_cells(cells: Sequence[dict[str, Any]]) -> ServerCosts:

@@ -58,7 +58,7 @@ def test_costs_are_fitted_to_the_json_of_bench(tmp_path: Path) -> None:
     """Exact measurements give the costs that they were computed with; a result of the simulator repeats them."""
     bench, result = tmp_path / "bench.json", tmp_path / "fleet.json"
     bench.write_text(json.dumps({"cells": bench_cells(COSTS)}))
-    result.write_text(json.dumps({"rows": [{"costs": asdict(COSTS)}, {"replicas": 1}]}))
+    result.write_text(json.dumps([{"rows": [{"replicas": 1}]}, {"rows": [{"costs": asdict(COSTS)}]}]))
 
     assert asdict(COSTS) == pytest.approx(asdict(read_costs(bench)), rel=1e-6)
     assert COSTS == read_costs(result)
