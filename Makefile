@@ -12,7 +12,7 @@ KERNELS := build/kernels
 CLIENTS := current older evaluation fuzz openresponses
 FAST := not slow and not gpu and not container and not arm64 and not browser and not ray
 
-.PHONY: help serve test test-all test-container test-arm64 test-clients test-browser test-ray page mutants check bench train wheel clean
+.PHONY: help serve test test-all test-container test-arm64 test-clients test-browser test-ray page mutants check bench train wheel sbom clean
 .DEFAULT_GOAL := help
 
 help:  ## show this list
@@ -72,6 +72,10 @@ wheel: .venv/serve  ## build two wheels in dist: with the C++ kernels of this pl
 	KERNELS= $(WHEEL)
 	KERNELS=$(KERNELS) $(WHEEL)
 
+sbom: .venv/serve .venv/sbom/done  ## list the packages of the environment with versions and licences: out/sbom.json (CycloneDX)
+	@mkdir -p out
+	.venv/sbom/bin/cyclonedx-py environment $(BIN)/python --pyproject pyproject.toml --output-reproducible -o out/sbom.json
+
 clean:  ## remove the environment and all that was built
 	rm -rf .venv out dist build mutants .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
@@ -98,6 +102,11 @@ step = @echo "cellar: install $(1)"; started=$$(date +%s); { $(2); } && echo "ce
 	@touch $@
 .venv/ray: .venv/test
 	$(PIP) -e ".[test,ray]"
+	@touch $@
+# Apart, so that it does not list itself.
+.venv/sbom/done: .venv/bin/python
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip --disable-pip-version-check install --quiet "cyclonedx-bom>=7,<8"
 	@touch $@
 server/page/node_modules: server/page/package-lock.json
 	cd server/page && npm ci --no-audit --no-fund
