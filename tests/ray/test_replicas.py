@@ -1,4 +1,4 @@
-"""`cellar ray` with two replicas of the bundled model: affinity, equal text, a killed replica; see `make test-ray`."""
+"""`cellar ray` with two replicas of the bundled model: affinity, equal text, a killed replica."""
 
 from __future__ import annotations
 
