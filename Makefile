@@ -10,6 +10,8 @@ CPU_TORCH = $(BIN)/python -m pip --disable-pip-version-check install --quiet "uv
 WHEEL = $(BIN)/python -m pip --disable-pip-version-check wheel --quiet --no-deps --wheel-dir dist .
 KERNELS := build/kernels
 CLIENTS := current older evaluation fuzz openresponses
+# Kernels for other processors without optimisations; bytecode is kept for the processes that the tests start.
+QUICK := QUICK_KERNELS=1 PYTHONDONTWRITEBYTECODE=
 FAST := not slow and not gpu and not container and not arm64 and not browser and not ray
 
 .PHONY: help serve test test-all test-container test-arm64 test-clients test-browser test-ray page mutants check bench train wheel sbom clean
@@ -21,9 +23,9 @@ help:  ## show this list
 serve: .venv/serve  ## install, then serve the bundled model on http://127.0.0.1:8000 (ARGS="MODEL --port N ...")
 	@exec $(BIN)/cellar serve $(ARGS)
 
-test: .venv/test  ## install, then run the tests (minutes, no network, no GPU)
-	QUICK_KERNELS=1 $(BIN)/python -m tests.libraries
-	QUICK_KERNELS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal -m "$(FAST)" $(ARGS)
+test: .venv/test  ## install, then run the tests and list the slowest 20 (minutes, no network, no GPU)
+	$(QUICK) $(BIN)/python -m tests.libraries
+	$(QUICK) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal -m "$(FAST)" --durations 20 $(ARGS)
 
 test-all: .venv/test  ## all tests, the slow ones too (images, arm64 and the page have their own)
 	$(BIN)/python -m pytest -q -m "not container and not arm64 and not browser and not ray" $(ARGS)
