@@ -11,7 +11,6 @@ from datetime import timedelta
 import psutil
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
 
 LOOPBACK = "127.0.0.1"
 # Integers of the first tensor of a message: a decode step of eight sequences has fewer, and is one broadcast.
@@ -60,6 +59,9 @@ class Channel:
         os.environ["LOCAL_RANK"] = str(rank)
         if device != "cpu":
             torch.accelerator.set_device_index(rank)
+        # Builds of torch for some systems lack it.
+        from torch._C._distributed_c10d import TCPStore
+
         timeout = _RANK_0_TIMEOUT if rank == 0 else _WORKER_TIMEOUT
         store = TCPStore(
             LOOPBACK,

@@ -55,6 +55,8 @@ def worker_config(config: EngineConfig, folder: Path) -> EngineConfig:
 def check_divisible(name: str, folder: Path, config: EngineConfig) -> None:
     """Raise ModelUnsupported for a model, or a machine, that --tensor-parallel does not support."""
     ranks = config.tensor_parallel
+    if not torch.distributed.is_available():
+        raise _unsupported(name, "needs torch.distributed, which this build of torch lacks", config)
     if is_gguf(folder):
         raise _unsupported(name, "is a GGUF file", config)
     model_config = read_headers(name, folder, config)[1]
@@ -65,7 +67,7 @@ def check_divisible(name: str, folder: Path, config: EngineConfig) -> None:
         raise _unsupported(name, f"is a {text.model_type}, for which transformers has no plan of the division", config)
     for kind, heads in _heads(text).items():
         if heads % ranks:
-            raise _unsupported(name, f"has {heads} {kind}, which {ranks} does not divide", config)
+            raise _unsupported(name, f"has {heads} {kind}, not divisible by {ranks}", config)
     devices = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
     if config.device == "cpu" and devices:
         # transformers divides over the accelerator of the machine, if there is one.
@@ -82,4 +84,4 @@ def _heads(text: Any) -> dict[str, int]:
 
 
 def _unsupported(name: str, reason: str, config: EngineConfig) -> ModelUnsupported:
-    return ModelUnsupported(name, f"it {reason}, which --tensor-parallel {config.tensor_parallel} does not support")
+    return ModelUnsupported(name, f"--tensor-parallel {config.tensor_parallel} does not support it: it {reason}")

@@ -65,7 +65,7 @@ def _worker(service: Service) -> WorkerInfo:
         model_path=name,
         served_model_name=name,
         status=service.engine.phase,
-        tp_size=1,
+        tp_size=info.tensor_parallel,
         dp_size=1,
         max_total_num_tokens=cells,
         max_running_requests=info.slots,

@@ -23,7 +23,7 @@ from tests.engine.models import save_model
 SERVE = [sys.executable, "-c", "from server.cli import main; main()", "serve", "--port", "0", "--store", "none"]
 # The promise is 10 seconds; a busy machine is slow to start the exit, not to notice.
 EXIT_SECONDS = 10
-WORKER_SECONDS = 60
+WORKER_SECONDS = 200
 
 
 @pytest.fixture(scope="module")
@@ -131,5 +131,5 @@ def test_refusals_are_shown(folder: Path) -> None:
     ]
 
     assert [78, 2] == [each.returncode for each in shown]
-    assert "it has 2 KV heads, which 4 does not divide" in shown[0].stdout
+    assert "it has 2 KV heads, not divisible by 4" in shown[0].stdout
     assert "--quantize int8 is not supported with --tensor-parallel 2" in shown[1].stdout

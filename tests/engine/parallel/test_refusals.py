@@ -47,9 +47,9 @@ def test_heads_must_be_divisible(folder: Folder, tmp_path: Path) -> None:
     """The number is named."""
     few = changed(folder("llama"), tmp_path / "few", num_key_value_heads=1)
 
-    assert "it has 2 KV heads, which 4 does not divide" in refusal(folder("llama"), 4)
-    assert "it has 4 attention heads, which 3 does not divide" in refusal(folder("llama"), 3)
-    assert "it has 1 KV heads, which 2 does not divide" in refusal(few)
+    assert "it has 2 KV heads, not divisible by 4" in refusal(folder("llama"), 4)
+    assert "it has 4 attention heads, not divisible by 3" in refusal(folder("llama"), 3)
+    assert "it has 1 KV heads, not divisible by 2" in refusal(few)
 
 
 def test_models_without_a_plan_are_refused(folder: Folder) -> None:
@@ -60,7 +60,7 @@ def test_gguf_files_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     file.write_bytes(b"GGUF")
 
-    assert "it is a GGUF file, which --tensor-parallel 2 does not support" in refusal(file)
+    assert "--tensor-parallel 2 does not support it: it is a GGUF file" in refusal(file)
 
 
 def test_a_gpu_for_each_rank(folder: Folder) -> None:
