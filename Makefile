@@ -9,7 +9,7 @@ CPU_TORCH = $(BIN)/python -m pip --disable-pip-version-check install --quiet "uv
 	$(BIN)/uv pip install --python $(BIN)/python --torch-backend cpu --no-deps -c constraints.txt torch
 WHEEL = $(BIN)/python -m pip --disable-pip-version-check wheel --quiet --no-deps --wheel-dir dist .
 KERNELS := build/kernels
-CLIENTS := current older evaluation fuzz openresponses
+CLIENTS := current older evaluation fuzz openresponses ollama_examples
 # Kernels for other processors without optimisations; bytecode is kept for the processes that the tests start.
 QUICK := QUICK_KERNELS=1 PYTHONDONTWRITEBYTECODE=
 FAST := not slow and not gpu and not container and not arm64 and not browser and not ray
@@ -117,6 +117,13 @@ server/page/node_modules: server/page/package-lock.json
 .venv/clients-%/done: tests/clients/%.txt .venv/bin/python
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip --disable-pip-version-check install --quiet -r $<
+	@touch $@
+# With the examples of the source archive, and the JavaScript client.
+.venv/clients-ollama_examples/done: tests/clients/ollama_examples.txt .venv/bin/python
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip --disable-pip-version-check install --quiet -r $<
+	$(@D)/bin/python -m pip --disable-pip-version-check download --quiet --no-deps --no-binary ollama -d $(@D)/source $(firstword $(shell cat $<))
+	if command -v npm > /dev/null; then npm install --prefix $(@D) --no-audit --no-fund --silent ollama@0.6.4; fi
 	@touch $@
 .venv/mutants: .venv/test
 	$(PIP) -e ".[mutants]"

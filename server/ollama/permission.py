@@ -1,4 +1,4 @@
-"""Who may change the models of this server: download, delete, create and copy."""
+"""Permission to change the models of this server: download, delete, create and copy."""
 
 from __future__ import annotations
 

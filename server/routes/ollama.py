@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from typing import Any
 
 import anyio.to_thread
@@ -220,11 +220,10 @@ def _unload_warnings(body: OllamaGenerationFields) -> Iterator[str]:
         yield "'keep_alive' has no effect: the model stays loaded until the server stops."
 
 
-async def _renamed(preparing: Any) -> ChatTurn:
+async def _renamed(preparing: Awaitable[ChatTurn]) -> ChatTurn:
     """The prepared turn; errors have Ollama's field names."""
     try:
-        turn: ChatTurn = await preparing
-        return turn
+        return await preparing
     except (ApiError, EngineError) as error:
         raise with_ollama_field_names(error) from error
 

@@ -139,7 +139,7 @@ class GenerateRequest(OllamaGenerationFields):
 
     @property
     def without_template(self) -> bool:
-        """Whether the prompt is continued as it is."""
+        """Whether the prompt is continued without the chat template."""
         return bool(self.raw or self.suffix)
 
 

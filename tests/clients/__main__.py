@@ -3,22 +3,27 @@
 The page is written only where all environments are named: it would lose the rows of the others.
 
 python -m tests.clients current=.venv/clients-current older=.venv/clients-older evaluation=.venv/clients-evaluation \
-    fuzz=.venv/clients-fuzz openresponses=.venv/clients-openresponses
+    fuzz=.venv/clients-fuzz openresponses=.venv/clients-openresponses ollama_examples=.venv/clients-ollama_examples
 """
 
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import xml.etree.ElementTree as xml
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import uvicorn
+
 from tests.e2e.serving import serving
+from tests.engine.load.test_hub import Hub
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
@@ -34,6 +39,7 @@ PACKAGES = {
     "test_litellm": "litellm",
     "test_lm_eval": "lm-eval",
     "test_ollama": "ollama",
+    "test_ollama_examples": "ollama",
     "test_openai": "openai",
     "test_openresponses": "openresponses-types",
     "test_pydantic_ai": "pydantic-ai-slim",
@@ -43,6 +49,12 @@ PACKAGES = {
 ENVIRONMENTS = frozenset(path.name for path in HERE.iterdir() if path.with_suffix(".txt").exists() and path.is_dir())
 # What else a server is started with, by the name of an environment: ten thousand answers had better be short.
 FLAGS = {"fuzz": ("--context", "256")}
+# Names of the models in Ollama's examples, which have no key.
+OLLAMA_EXAMPLES = "ollama_examples"
+OLLAMA_MODELS = (
+    *(MODEL, "gemma4", "llama3.2", "llama3.1", "llama3.1:8b", "qwen3", "deepseek-r1", "codellama:7b-code"),
+    "gpt-oss:20b",
+)
 HEAD = """# Clients
 
 Other people's clients against a server with the bundled model. `make test-clients` runs them and writes this page; each
@@ -57,10 +69,10 @@ def main(environments: Mapping[str, Path]) -> int:
     """Run all; the number of tests that failed."""
     rows: dict[tuple[str, str], dict[str, list[bool]]] = {}
     for name, folder in environments.items():
-        with _server(FLAGS.get(name, ())) as url:
+        with _server_of(name) as url:
             for file, features in _results(url, name, folder).items():
                 package = PACKAGES[file]
-                rows[package, _version(folder, package)] = features
+                rows.setdefault((package, _version(folder, package)), {}).update(features)
     if ENVIRONMENTS <= environments.keys():
         PAGE.write_text(_page(rows))
     else:
@@ -69,12 +81,43 @@ def main(environments: Mapping[str, Path]) -> int:
 
 
 @contextmanager
-def _server(more: Sequence[str]) -> Iterator[str]:
+def _server_of(name: str) -> Iterator[str]:
+    """The address of the server for an environment."""
+    if name != OLLAMA_EXAMPLES:
+        flags = ("--api-key", KEY, "--served-model-name", MODEL, *FLAGS.get(name, ()))
+        with _server(flags, {}) as url:
+            yield url
+        return
+    names = [word for each in OLLAMA_MODELS for word in ("--served-model-name", each)]
+    with _hub() as hub, tempfile.TemporaryDirectory() as cache, _server(names, _hub_variables(hub, cache)) as url:
+        yield url
+
+
+def _hub_variables(hub: str, cache: str) -> dict[str, str]:
+    return {"HF_ENDPOINT": hub, "HF_HOME": cache}
+
+
+@contextmanager
+def _server(flags: Sequence[str], variables: Mapping[str, str]) -> Iterator[str]:
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
-        flags = ["--api-key", KEY, "--served-model-name", MODEL, "--store", "memory", "--disk-cache", "none", *more]
-        with log.open("w") as errors, serving(flags, errors) as url:
+        flags = ["--store", "memory", "--disk-cache", "none", *flags]
+        with log.open("w") as errors, serving(flags, errors, variables) as url:
             yield url
+
+
+@contextmanager
+def _hub() -> Iterator[str]:
+    """The address of a hub with the bundled model."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(Hub(ROOT / "models" / "target").app, log_level="critical", lifespan="off"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
 
 
 def _results(url: str, name: str, folder: Path) -> dict[str, dict[str, list[bool]]]:

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 URL = os.environ.get("CELLAR_CLIENTS_URL")
-collect_ignore_glob = [] if URL else ["current/*", "older/*", "evaluation/*", "fuzz/*", "openresponses/*"]
+collect_ignore_glob = (
+    [] if URL else ["current/*", "older/*", "evaluation/*", "fuzz/*", "openresponses/*", "ollama_examples/*"]
+)
 
 
 @pytest.fixture(scope="session")

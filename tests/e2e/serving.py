@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
@@ -17,11 +18,16 @@ START_SECONDS = 900
 
 
 @contextmanager
-def serving(flags: Sequence[str], errors: IO[str]) -> Iterator[str]:
-    """The address of a server with these flags, once it is ready. It must exit with 0 after SIGTERM."""
+def serving(flags: Sequence[str], errors: IO[str], variables: Mapping[str, str] | None = None) -> Iterator[str]:
+    """The address of a server with these flags and environment variables, once it is ready. It must exit with 0 after
+    SIGTERM.
+    """
     port = [] if "--port" in flags else ["--port", "0"]
     command = [sys.executable, "-c", "from server.cli import main; main()", "serve", *port, *flags]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, text=True) as server:
+    environment = {**os.environ, **(variables or {})}
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True
+    ) as server:
         try:
             yield read_address(server)
         finally:
