@@ -60,6 +60,11 @@ class _Names:
         served = (*self.service.settings.model_names, self.service.settings.embedding_name)
         return name in served or name.removesuffix(LATEST_TAG) in served
 
+    def needs_no_download(self, request: Request, name: str) -> bool:
+        """Whether requests may use a name already: with --served-model-name '*', any name without an organisation."""
+        any_name = self.service.settings.serves_any_name and "/" not in name
+        return any_name or self.is_served(name) or self.presets.get(owner(request), name) is not None
+
     def preset_of(self, request: Request, name: str, field: str) -> Preset:
         """The preset of a name, or a new one of a served model; ApiError for others."""
         preset = self.presets.get(owner(request), name)
@@ -94,7 +99,7 @@ def _add_downloads(
         """Download a model of the hub into its cache. It is served after a restart."""
         permission.check(request)
         name = _required(body.named)
-        if names.is_served(name) or names.presets.get(owner(request), name):
+        if names.needs_no_download(request, name):
             return await _status_response(request, served_lines(name), body.stream)
         model = hub_name(name)
         downloads.check_capacity()

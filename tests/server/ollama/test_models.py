@@ -281,6 +281,17 @@ def test_a_served_model_is_not_downloaded(hub: SlowHub) -> None:
     assert [] == cached_models()
 
 
+def test_any_served_name_needs_no_download() -> None:
+    """With --served-model-name '*', but names on the hub are downloaded."""
+    app, _ = served(served_names=("fake", "*"))
+    created = post(app, "create", **{**CREATE, "from": "llama3.2"})
+
+    assert "success" == lines(post(app, "pull", model="llama3.2"))[-1]["status"]
+    assert 404 == post(app, "pull", model="a/b/c").status
+    assert 200 == created.status
+    assert 200 == post(app, "chat", model="mario", messages=[{"role": "user", "content": "hi"}]).status
+
+
 def test_a_disconnect_ends_the_download(hub: SlowHub, tmp_path: Path) -> None:
     """Its unfinished file is removed; two downloads run at once."""
     hub.slow = True
