@@ -88,7 +88,7 @@ async def _answer_lifespan(receive: Receive, send: Send) -> None:
         await send({"type": f"lifespan.{event}.complete"})
 
 
-def wanted_replicas(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
+def target_replicas(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
     """The number of replicas at which their mean utilisation is TARGET_UTILIZATION; Ray applies the bounds."""
     found: Mapping[object, float] = context.aggregated_metrics.get("utilization", {})
     if not found:
@@ -108,7 +108,7 @@ def application(
     low, high = bounds
     scale: dict[str, Any] = {"num_replicas": low}
     if low < high:
-        policy = AutoscalingPolicy(policy_function="server.replicas.deployment:wanted_replicas")
+        policy = AutoscalingPolicy(policy_function="server.replicas.deployment:target_replicas")
         scale = {
             "autoscaling_config": AutoscalingConfig(
                 min_replicas=low,
