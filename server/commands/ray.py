@@ -10,13 +10,15 @@ import threading
 from server.configuration.settings import Settings
 from server.replicas.options import RayOptions
 
-EXIT_MISSING, EXIT_FAILED = 2, 1
+EXIT_USAGE, EXIT_FAILED = 2, 1
 
 
 def run_ray(options: RayOptions, settings: Settings) -> int:
     """Serve until SIGTERM or Ctrl-C; the exit code."""
     if importlib.util.find_spec("ray") is None:
-        return _fail("cellar ray needs Ray Serve: pip install 'kvcellar[ray]'", EXIT_MISSING)
+        return _fail("cellar ray needs Ray Serve: pip install 'kvcellar[ray]'", EXIT_USAGE)
+    if settings.port == 0:
+        return _fail("--port 0 selects a free port for one process; cellar ray needs a number", EXIT_USAGE)
     from server.replicas import cluster
 
     low, high = options.bounds

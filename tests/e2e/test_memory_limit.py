@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import random
+import tempfile
 from contextlib import ExitStack
 
 import httpx
@@ -21,8 +21,8 @@ def test_two_servers_stay_within_their_shares() -> None:
     """With prompts that fill the cache of each, which is planned for the share."""
     flags = ["--memory", f"{SHARE:.0%}", "--threads", "1", "--store", "memory", "--drafter", "none"]
     before = {each.pid for each in psutil.Process().children()}
-    with ExitStack() as stack:
-        addresses = [stack.enter_context(serving(flags, io.StringIO())) for _ in range(2)]
+    with tempfile.TemporaryFile("w") as errors, ExitStack() as stack:
+        addresses = [stack.enter_context(serving(flags, errors)) for _ in range(2)]
         servers = [each for each in psutil.Process().children() if each.pid not in before]
         for address in addresses:
             fill(address)

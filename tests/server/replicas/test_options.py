@@ -27,5 +27,13 @@ def test_the_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, capsys: p
     """With the command that installs it."""
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
 
-    assert ray.EXIT_MISSING == ray.run_ray(RayOptions(), Settings())
+    assert ray.EXIT_USAGE == ray.run_ray(RayOptions(), Settings())
     assert "pip install 'kvcellar[ray]'" in capsys.readouterr().err
+
+
+def test_a_free_port_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Ray's proxies on several machines have the same port."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+
+    assert ray.EXIT_USAGE == ray.run_ray(RayOptions(), Settings(port=0))
+    assert "--port 0" in capsys.readouterr().err
