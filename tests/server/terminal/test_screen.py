@@ -113,7 +113,7 @@ def answering() -> Callable[[bytes, int], object]:
     def serve(body: bytes, status: int = 200) -> Iterator[ChatClient]:
         handler = type("OneAnswer", (Answer,), {"body": body, "status": status})
         server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         with ChatClient(f"http://127.0.0.1:{server.server_port}/v1/", "secret") as client:
             yield client
