@@ -25,9 +25,10 @@ def run_ray(options: RayOptions, settings: Settings) -> int:
     if options.cluster is None:
         settings = cluster.shared(settings, high)
     ending = threading.Event()
+    cluster.start(settings, high, options.cluster)
+    # After Ray, which installs handlers of its own.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ending.set())
-    cluster.start(settings, high, options.cluster)
     try:
         cluster.deploy(settings, (low, high))
         print_line(f"Cellar serves {', '.join(settings.model_names)} with {options.replicas} replicas")
