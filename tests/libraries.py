@@ -53,7 +53,7 @@ def quick_variants(kernel: str) -> list[str]:
 
 
 def compile_quick_variants() -> None:
-    """Compile two at a time, those first that take long. Raises LibraryUnavailable."""
+    """Compile two at a time, the slowest first. Raises LibraryUnavailable."""
     chosen = [(kernel, name) for kernel in ("step", "linear", "attention") for name in quick_variants(kernel)]
     with ThreadPoolExecutor(2) as pool:
         [*pool.map(lambda one: compiled(*one), chosen)]

@@ -225,8 +225,8 @@ def test_two_shifts_in_one_step_with_too_few_cells(loaded: Models, cells: int) -
 
 def test_shifts_with_few_cells_finish(loaded: Models) -> None:
     """Shared prompts, shifts and preemptions: all requests finish, and no cell is lost."""
-    for seed in range(24):
-        settings = {"cells": CONTEXT + 3 + seed, "chunk": (3, 64)[seed % 2], "overflow": "shift"}
+    for seed in range(12):
+        settings = {"cells": CONTEXT + 3 + 2 * seed, "chunk": (3, 64)[seed % 2], "overflow": "shift"}
         engine = core(loaded("llama"), slots=3, context=CONTEXT, **settings)
         prompts = [range(10 + seed % 6), range(11 + seed % 6), range(8)]
         jobs = [Job(ask(str(at), prompt, 50, ignore_eos=True, keep=seed % 5), at) for at, prompt in enumerate(prompts)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 
@@ -11,6 +12,7 @@ from engine.load.load import LoadedModel
 from engine.types.request import Request
 from tests.engine.models import END, Reference, core
 from tests.engine.play import GREEDY, Job, play
+from tests.selection import quick
 
 FAMILIES = ["qwen3_next", "olmo_hybrid", "mamba", "mamba2", "jamba", "bamba", "lfm2"]
 
@@ -25,8 +27,11 @@ def text(answer: tuple[int, ...]) -> tuple[int, ...]:
     return answer[: answer.index(END)] if END in answer else answer
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("chunk", [1, 5, 64])
+# Other chunks with a delta rule and with a state space.
+QUICK = {*itertools.product(FAMILIES, (5,)), *itertools.product(("qwen3_next", "mamba2"), (1, 64))}
+
+
+@pytest.mark.parametrize(("family", "chunk"), quick(QUICK, itertools.product(FAMILIES, (1, 5, 64))))
 def test_any_batch_equals_separate_runs(
     family: str, chunk: int, loaded: Callable[..., LoadedModel], reference: Callable[..., Reference]
 ) -> None:
@@ -42,9 +47,10 @@ def test_any_batch_equals_separate_runs(
     assert expected == {name: tuple(answer.tokens) for name, answer in answers.items()}
 
 
+@pytest.mark.parametrize("step", quick((3,), (1, 3)))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_conversation_resumes_at_any_length(
-    family: str, loaded: Callable[..., LoadedModel], reference: Callable[..., Reference]
+    family: str, step: int, loaded: Callable[..., LoadedModel], reference: Callable[..., Reference]
 ) -> None:
     """A prompt that diverges from a long conversation at any position gets the answer of an empty cache."""
     draw = random.Random(3)
@@ -52,7 +58,7 @@ def test_a_conversation_resumes_at_any_length(
     engine = core(loaded(family), slots=2, chunk=16)
     play(engine, [Job(request("first", tuple(base), 5))])
 
-    for at in range(1, 48):
+    for at in range(1, 48, step):
         prompt = (*base[:at], 251)
         answers = play(engine, [Job(request(f"{at}", prompt, 3))])
 

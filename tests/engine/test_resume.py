@@ -15,6 +15,7 @@ import pytest
 from kvcache.offload import OffloadConfig
 from kvcache.prefix import MIN_LOAD_TOKENS
 from tests.engine.resumed import COMPARED_AFTER, KINDS, LENGTH, MESSAGE_ENDS, Conversation, build, ends, text
+from tests.selection import quick
 
 # The last positions of chunks and messages, their neighbours and some others; and all positions.
 SOME = sorted(
@@ -124,9 +125,12 @@ def test_resume_from_host_memory(conversations: Conversations, kind: str, positi
         assert conversation.matches(memory, 1, position), position
 
 
-@pytest.mark.parametrize("reset", [False, True], ids=["", "after a reset"])
+# A reset is the same for all kinds.
+QUICK = {*((kind, False) for kind in KINDS), *((kind, True) for kind in [*KINDS][::4])}
+
+
+@pytest.mark.parametrize(("kind", "reset"), quick(QUICK, [(kind, reset) for kind in KINDS for reset in (False, True)]))
 @positions
-@every_kind
 def test_resume_in_another_process(
     conversations: Conversations, kind: str, positions: list[int], reset: bool, tmp_path: Path
 ) -> None:

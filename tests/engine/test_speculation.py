@@ -8,6 +8,7 @@ import pytest
 
 from engine.load.load import LoadedModel
 from tests.engine.speculated import KINDS, Case, covering, differences, every, played
+from tests.selection import quick
 
 Models = Callable[..., LoadedModel]
 CASES = ("none", "right", "itself", "wrong")
@@ -23,7 +24,7 @@ def test_drafts_do_not_change_the_text(loaded: Models, case: Case) -> None:
     assert [] == differences(case, loaded)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", quick(("full", "chunk", "hybrid"), KINDS))
 def test_the_cases_are_not_empty(loaded: Models, kind: str) -> None:
     """Right drafts are nearly all accepted, the model's own mostly, wrong ones never."""
     drafts = {name: played(Case(name, kind, 3, 64, "nothing"), loaded).drafts for name in CASES}

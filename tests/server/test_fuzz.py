@@ -24,7 +24,7 @@ values = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYS), inner, max_size=3),
     max_leaves=6,
 )
-quick = settings(deadline=None, max_examples=300, suppress_health_check=list(HealthCheck))
+quick = settings(deadline=None, max_examples=150, suppress_health_check=list(HealthCheck))
 
 
 @pytest.fixture(scope="module")

@@ -17,10 +17,11 @@ from kvcache.cache import Cache
 from kvcache.spec import Span
 from tests.engine import tiny
 from tests.engine.families import CHECKS, VOCABULARY, build
+from tests.selection import quick
 
 
 @pytest.mark.filterwarnings("ignore")  # transformers warns of settings that only tiny models have
-@pytest.mark.parametrize("name", ["glm_moe_dsa", "deepseek_v32", "doge"])
+@pytest.mark.parametrize("name", quick(("glm_moe_dsa", "doge"), ("glm_moe_dsa", "deepseek_v32", "doge")))
 def test_sparse_selection_among_ties_is_independent_of_chunks(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Where many positions score the same, chunks and resumed prompts change nothing.
 

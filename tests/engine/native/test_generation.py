@@ -18,6 +18,7 @@ from tests.engine.models import Reference, load_model
 from tests.engine.speculated import Case, differences
 from tests.engine.test_oracle import run
 from tests.libraries import built
+from tests.selection import quick
 
 built("step")
 
@@ -43,7 +44,10 @@ def load_native(folder: Folder) -> Callable[..., LoadedModel]:
     return load
 
 
-@pytest.mark.parametrize("family", ["qwen3", "mistral", "gemma3", "qwen3_next", "olmo_hybrid", "lfm2", "bamba"])
+MIXED = ("qwen3", "mistral", "gemma3", "qwen3_next", "olmo_hybrid", "lfm2", "bamba")
+
+
+@pytest.mark.parametrize("family", quick(("qwen3", "gemma3", "qwen3_next", "lfm2", "bamba"), MIXED))
 def test_mixed_batches_equal_generate(load_native: Callable[..., LoadedModel], folder: Folder, family: str) -> None:
     """Chunks, prefix copies and single rows of many sequences: tokens differ at ties only."""
     references = cache(lambda name, dtype: Reference(folder(name), getattr(torch, dtype)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -18,6 +20,7 @@ from kvcache.spec import Span
 from tests.engine.native.decoders import CONTEXT, Steps, TinyModel, Weights, model_of_config, native, tiny_model, token
 from tests.engine.tiny import VOCABULARY, settings
 from tests.libraries import built
+from tests.selection import quick
 
 built("step")
 
@@ -121,11 +124,13 @@ def test_sizes_that_are_no_multiples_of_vectors(family: str, weights: Weights) -
     assert float(sizes.max()) < (1e-5 if weights == 32 else 0.3 if weights == 4 else 5e-2)
 
 
-@pytest.mark.parametrize("weights", [32, 16, 8, 4])
-@pytest.mark.parametrize(
-    "family",
-    ["llama", "gpt_neox", "mistral", "qwen2_moe", "gpt_oss", "qwen3_next", "qwen3_5_text", "lfm2", "bamba"],
-)
+BATCHED = ["llama", "gpt_neox", "mistral", "qwen2_moe", "gpt_oss", "qwen3_next", "qwen3_5_text", "lfm2", "bamba"]
+WEIGHTS: tuple[Weights, ...] = (32, 16, 8, 4)
+# All weights with attention and with a recurrence, all families with floats and with codes in turns.
+QUICK = {*itertools.product(("llama", "qwen3_next"), WEIGHTS), *zip(BATCHED, itertools.cycle((32, 8)), strict=False)}
+
+
+@pytest.mark.parametrize(("family", "weights"), quick(QUICK, itertools.product(BATCHED, WEIGHTS)))
 def test_bits_do_not_depend_on_batch_or_chunks(family: str, weights: Weights) -> None:
     model, length = native(family, weights), 21
     alone = [((slot, 1),) for slot in range(8) for _ in range(length)]

@@ -68,7 +68,7 @@ def stream(tokens: Sequence[int], stops: Sequence[str]) -> tuple[list[Delta], st
 
 
 @given(text=LETTERS, stops=STOPS, cuts=st.lists(st.integers(0, 24), max_size=8))
-@settings(max_examples=1500, deadline=None, database=None, derandomize=True)
+@settings(max_examples=600, deadline=None, database=None, derandomize=True)
 def test_stops_do_not_depend_on_the_deltas(text: str, stops: list[str], cuts: list[int]) -> None:
     matcher, released, found = StopStringMatcher(stops), "", None
     edges = [0, *sorted(min(edge, len(text)) for edge in cuts), len(text)]
@@ -84,7 +84,7 @@ def test_stops_do_not_depend_on_the_deltas(text: str, stops: list[str], cuts: li
 
 
 @given(text=LETTERS, stops=STOPS)
-@settings(max_examples=500, deadline=None, database=None, derandomize=True)
+@settings(max_examples=250, deadline=None, database=None, derandomize=True)
 def test_only_a_possible_stop_is_held_back(text: str, stops: list[str]) -> None:
     matcher, released = StopStringMatcher(stops), ""
     for at, letter in enumerate(text, start=1):
@@ -97,7 +97,7 @@ def test_only_a_possible_stop_is_held_back(text: str, stops: list[str]) -> None:
 
 
 @given(text=LETTERS, stops=STOPS)
-@settings(max_examples=500, deadline=None, database=None, derandomize=True)
+@settings(max_examples=250, deadline=None, database=None, derandomize=True)
 def test_text_is_released_in_whole_characters(text: str, stops: list[str]) -> None:
     deltas, found = stream(text.encode(), stops)
 
@@ -106,7 +106,7 @@ def test_text_is_released_in_whole_characters(text: str, stops: list[str]) -> No
 
 
 @given(text=LETTERS)
-@settings(max_examples=300, deadline=None, database=None, derandomize=True)
+@settings(max_examples=150, deadline=None, database=None, derandomize=True)
 def test_every_token_is_released_once_and_in_order(text: str) -> None:
     tokens = list(text.encode())
     deltas, _ = stream(tokens, ["<|zz"])
@@ -115,7 +115,7 @@ def test_every_token_is_released_once_and_in_order(text: str) -> None:
 
 
 @given(text=LETTERS, stops=STOPS, min_tokens=st.integers(0, 12))
-@settings(max_examples=500, deadline=None, database=None, derandomize=True)
+@settings(max_examples=250, deadline=None, database=None, derandomize=True)
 def test_no_stop_counts_before_min_tokens(text: str, stops: list[str], min_tokens: int) -> None:
     early = len(text.encode()[: max(min_tokens - 1, 0)].decode(errors="ignore"))
     whole = TextStream(ByteDetokenizer(), stops, min_tokens=min_tokens)
@@ -189,7 +189,7 @@ def tokenizer(folder: Callable[[str], Path]) -> Tokenizer:
 
 
 @given(text=st.text(max_size=30), prompt=st.text(max_size=10))
-@settings(max_examples=300, deadline=None, database=None, derandomize=True)
+@settings(max_examples=150, deadline=None, database=None, derandomize=True)
 def test_decoding_token_by_token_gives_the_text(tokenizer: Tokenizer, text: str, prompt: str) -> None:
     detokenizer = tokenizer.detokenizer(tokenizer.encode(prompt))
     pieces = [detokenizer.push(token) for token in tokenizer.encode(text)]
@@ -198,7 +198,7 @@ def test_decoding_token_by_token_gives_the_text(tokenizer: Tokenizer, text: str,
 
 
 @given(tokens=st.lists(st.integers(0, 255), max_size=30))
-@settings(max_examples=300, deadline=None, database=None, derandomize=True)
+@settings(max_examples=150, deadline=None, database=None, derandomize=True)
 def test_any_tokens_decode_as_all_at_once(tokenizer: Tokenizer, tokens: list[int]) -> None:
     detokenizer = tokenizer.detokenizer([])
     pieces = [detokenizer.push(token) for token in tokens]

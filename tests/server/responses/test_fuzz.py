@@ -35,7 +35,7 @@ values = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYS), inner, max_size=5),
     max_leaves=10,
 )
-quick = settings(deadline=None, max_examples=100, suppress_health_check=list(HealthCheck))
+quick = settings(deadline=None, max_examples=50, suppress_health_check=list(HealthCheck))
 
 
 @pytest.fixture(scope="module")
