@@ -13,7 +13,8 @@ from engine.kernels.cpu.build import prebuild
 from tests.arm64.machine import MACHINE, MISSING, NEEDED
 
 ROOT = Path(__file__).resolve().parents[2]
-# The command of an arm64 Python with the packages of the tests, natively or under qemu-user.
+# The command of an arm64 Python with the packages of the tests, natively or under qemu-user: with `-cpu max,sve=off` or
+# QEMU_CPU=max,sve=off, because torch crashes in its SVE operations under QEMU 7.2.
 PYTHON = os.environ.get("ARM64_PYTHON", "")
 TESTS = (
     "tests/engine/kernels/test_attention.py",
