@@ -71,7 +71,7 @@ def container(image: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     if "CELLAR_IMAGES" in os.environ:
         environment["CELLAR_IMAGES"] = os.environ["CELLAR_IMAGES"]
     with log.open("wb") as out:
-        command = [sys.executable, ROOT / "docker/run-without-docker.py"]
+        command = [sys.executable, str(ROOT / "docker/run-without-docker.py")]
         runner = subprocess.Popen(command, env=environment, stdout=out, stderr=subprocess.STDOUT)
     try:
         wait_until_ready(runner, port, log)
