@@ -29,7 +29,7 @@ def compile_program(source: Path, program: Path) -> None:
 def compile_library(kernel: str, variant: str, folder: Path) -> Path:
     """Build a variant of a kernel for arm64."""
     library = folder / f"{kernel}-{variant}.so"
-    build._build([COMPILER], kernel, variant, library)
+    build._build([COMPILER], kernel, build.KERNELS[kernel][variant], library)
     return library
 
 
