@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(line(row), flush=True)
         if given.json:
             # Sizes take minutes each: an interrupted run has those that are complete.
-            measured("fleet", [{"costs": asdict(costs)}, *rows]).write(given.json)
+            measured("fleet", [{**row, "costs": asdict(costs)} for row in rows]).write(given.json)
     print(markdown(rows))
     if given.plot:
         draw(rows, given.plot)

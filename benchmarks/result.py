@@ -39,6 +39,7 @@ KEYS = {
     "quality": ("model", "outliers", "weights", "server"),
     "memory": ("model", "weights", "slots", "context"),
     "gguf": ("model", "weights", "cell", "figure"),
+    "fleet": ("replicas", "policy", "load"),
 }
 # Names of models on the page, by size.
 MODELS = ("SmolLM2-135M", "Gemma 3 270M", "Qwen3-0.6B", "Llama-3.2-1B")

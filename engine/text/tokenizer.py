@@ -235,7 +235,11 @@ class Tokenizer:
 
     def _token_id(self, text: str) -> int | None:
         """The single token that the vocabulary spells as `text`."""
-        token = self._tokenizer.convert_tokens_to_ids(text)
+        try:
+            token = self._tokenizer.convert_tokens_to_ids(text)
+        except (ValueError, KeyError):
+            # Of tokenizers in Python without an unknown token.
+            return None
         known = isinstance(token, int) and self._tokenizer.convert_ids_to_tokens(token) == text
         return token if known else None
 

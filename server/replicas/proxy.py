@@ -14,7 +14,7 @@ from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.affinity.keys import SESSION_HEADER, RequestKeys, keys_of_bytes
-from server.http.errors import ENGINE_DEAD, ApiError, error_body, error_response
+from server.http.errors import ENGINE_DEAD, INTERNAL_ERROR, ApiError, error_body, error_response
 from server.http.middleware import UPLOAD_PATHS
 from server.http.sse import frame, named_frame
 from server.http.stream_encoder import json_line
@@ -23,6 +23,8 @@ logger = logging.getLogger("cellar.proxy")
 
 # Of every response of a replica: its id. In a request: the id of the replica that has to answer, for its /metrics.
 REPLICA_HEADER = "x-cellar-replica"
+# Statuses of Ray's proxy for a request that no replica has answered.
+UNANSWERED = (INTERNAL_ERROR.status, ENGINE_DEAD.status)
 # Attempts of a request, each on another replica unless only one is left.
 ATTEMPTS = 4
 RETRY_SECONDS = 0.25
@@ -97,7 +99,7 @@ class _Attempt:
     async def send(self, message: Message) -> None:
         """Hold the head back until the first byte of the body."""
         if message["type"] == "http.response.start":
-            unanswered = message["status"] in (500, 503) and REPLICA_HEADER not in Headers(raw=message["headers"])
+            unanswered = message["status"] in UNANSWERED and REPLICA_HEADER not in Headers(raw=message["headers"])
             self._head, self._dropped = message, unanswered
             return
         if self._dropped or self._head is None:

@@ -212,7 +212,7 @@ def test_ollama_lists_the_embedding_model() -> None:
     for path in ("/api/tags", "/api/ps"):
         assert ["fake", "org/alias", NAME] == [one["name"] for one in ask(APP, "GET", path).json["models"]]
     card = ask(APP, "POST", "/api/show", json_body={"model": NAME}).json
-    assert (["embedding"], 3) == (card["capabilities"], card["model_info"]["FakeModel.embedding_length"])
+    assert (["embedding"], 3) == (card["capabilities"], card["model_info"]["fake.embedding_length"])
     assert "embedding" not in ask(APP, "POST", "/api/show", json_body={"model": "fake"}).json["capabilities"]
 
 

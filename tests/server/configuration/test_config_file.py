@@ -20,6 +20,8 @@ from server.configuration.settings import Settings
 
 ROOT = Path(__file__).parents[3]
 IN_FILE = [option for option in options() if option.field != "config"]
+# Options that exclude others.
+ALONE = {"tensor_parallel"}
 # Options with texts of a certain form.
 TEXTS = {
     "memory": "9GiB",
@@ -98,22 +100,27 @@ def in_text(option: Option, value: Any) -> str:
     return separator.join(value) if isinstance(value, list) else str(value)
 
 
-def names_at(names: Callable[[Option], Sequence[str]]) -> Iterator[list[tuple[Option, str]]]:
+def names_at(some: Sequence[Option], names: Callable[[Option], Sequence[str]]) -> Iterator[list[tuple[Option, str]]]:
     """Lists with one name of each option, until each name is in a list; options without names are left out."""
-    for at in range(max(len(names(option)) for option in IN_FILE)):
-        yield [(option, names(option)[min(at, len(names(option)) - 1)]) for option in IN_FILE if names(option)]
+    for at in range(max(len(names(option)) for option in some)):
+        yield [(option, names(option)[min(at, len(names(option)) - 1)]) for option in some if names(option)]
 
 
 def test_every_option_has_one_meaning_in_all_places(run: Run) -> None:
     """The same values on the command line, in the environment and in the file, under every name of the options."""
-    values = {option: value_of(option, run.folder) for option in IN_FILE}
+    check_meanings(run, [option for option in IN_FILE if option.field not in ALONE])
+    check_meanings(run, [option for option in IN_FILE if option.field in ALONE])
+
+
+def check_meanings(run: Run, some: Sequence[Option]) -> None:
+    values = {option: value_of(option, run.folder) for option in some}
     found = [run.from_file("", *itertools.chain(*(flags(option, value) for option, value in values.items())))]
-    for names in names_at(lambda option: option.variables):
+    for names in names_at(some, lambda option: option.variables):
         found.append(run.from_file("", **{name: in_text(option, values[option]) for option, name in names}))
-    for names in names_at(lambda option: (*option.keys, option.keys[0].replace("-", "_"))):
+    for names in names_at(some, lambda option: (*option.keys, option.keys[0].replace("-", "_"))):
         found.append(run.from_file("".join(f"{name} = {toml(values[option])}\n" for option, name in names)))
 
-    for option in IN_FILE:
+    for option in some:
         read = [getattr(settings, option.field) for settings in found]
         assert read == [read[0]] * len(read), option.flag
         assert read[0] != option.default, option.flag
