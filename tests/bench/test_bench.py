@@ -121,6 +121,7 @@ def test_two_counts_give_the_length_of_a_prompt() -> None:
     assert TokenRatio(template_tokens=7.0, word=2.0) == fit_ratio((40, 87), (160, 327))
 
 
+@pytest.mark.slow
 def test_all_scenarios_are_measured(peer: Peer, tmp_path: Path) -> None:
     """Every cell has its figures of all rounds, every request its sample, every scenario its plot."""
     peer.context = 800

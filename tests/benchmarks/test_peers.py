@@ -99,6 +99,7 @@ def test_the_table_has_a_row_a_figure() -> None:
     assert ["1,234", "50.0", "24.7", "24.7", "24.7", "3", "PASS"] == [part.strip() for part in row.split("│")[2:-1]]
 
 
+@pytest.mark.slow
 def test_all_cells_are_measured_in_pairs(peer: Peer, tmp_path: Path) -> None:
     """Every figure has as many pairs as asked for, and all times and rates are above zero."""
     content = compete(peer, tmp_path, "--pairs", "2", "--streams", "2,4")

@@ -91,6 +91,7 @@ def test_outliers_are_ignored() -> None:
     assert 2.0 == trimmed_mean([1.0, 3.0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("null", [False, True])
 def test_comparisons_are_written(tmp_path: Path, null: bool) -> None:
     """One comparison for each drafter and batch size, with the tokens of every mode, and a plot."""

@@ -16,6 +16,7 @@ SHARE = 0.06
 WORDS = ("cellar", "cache", "prefix", "slot", "token", "batch", "draft", "model")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not 2**34 <= psutil.virtual_memory().total <= 2**36, reason="a share of 6 % would be another plan")
 def test_two_servers_stay_within_their_shares() -> None:
     """With prompts that fill the cache of each, which is planned for the share."""

@@ -73,6 +73,7 @@ def listening_addresses(process: psutil.Process) -> set[str]:
     return {each.laddr.ip for each in process.net_connections("inet") if each.status == psutil.CONN_LISTEN}
 
 
+@pytest.mark.slow
 def test_a_dead_rank_ends_the_server(folder: Path) -> None:
     """Under a stream, which ends with an error event; with exit code 70, soon."""
     with two_ranks(folder) as server:

@@ -223,6 +223,7 @@ def test_two_shifts_in_one_step_with_too_few_cells(loaded: Models, cells: int) -
         assert [40, 40] == [finished(answer).usage.completion_tokens for answer in answers.values()]
 
 
+@pytest.mark.slow
 def test_shifts_with_few_cells_finish(loaded: Models) -> None:
     """Shared prompts, shifts and preemptions: all requests finish, and no cell is lost."""
     for seed in range(12):

@@ -37,6 +37,7 @@ def use(folder: Path, draw: random.Random, disk_bytes: int) -> None:
             flush_all(cache)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("disk_bytes", [10**7, 30_000], ids=["large", "full"])
 def test_two_processes_share_a_folder(disk_bytes: int, tmp_path: Path) -> None:
     """With a budget that makes both delete files that the other one uses, too."""

@@ -106,6 +106,7 @@ def test_a_second_signal_shortens_the_drain(flag: Path) -> None:
     assert b"[DONE]" not in rest
 
 
+@pytest.mark.slow
 def test_a_blocked_send_does_not_delay_the_exit(flag: Path) -> None:
     """Its answer can never be delivered; the process ends all the same."""
     with process("flood", flag) as (server, port), connected(port) as frozen:

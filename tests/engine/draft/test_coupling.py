@@ -156,6 +156,7 @@ def z_score(found: Tensor, probabilities: Tensor) -> float:
 TABLE = [(2.5, 1.0, 0.674, 0.623), (5.0, 1.0, 0.751, 0.727), (5.0, 2.0, 0.559, 0.530), (10.0, 2.0, 0.717, 0.707)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("sharpness", "drift", "best", "shared"), quick(TABLE[1:3], TABLE))
 def test_the_acceptance_rate_of_drafts_with_shared_noise(
     sharpness: float, drift: float, best: float, shared: float

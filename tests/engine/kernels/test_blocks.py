@@ -10,9 +10,8 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
 from engine.kernels.blocks import EXACT_FORMATS, InfiniteScale, dequantize, pack_blocks, unpack_blocks
-from engine.kernels.cpu import build
 from engine.kernels.cpu.linear import NativeLinear
-from tests.libraries import built
+from tests.libraries import built, every_variant
 
 Type = GGMLQuantizationType
 # Bytes of the float16 numbers in a block.
@@ -27,7 +26,7 @@ HALVES = {
 EXTREMES = (0x0000, 0x8000, 0x0001, 0x8001, 0x7BFF, 0xFBFF)
 
 
-@pytest.fixture(scope="module", params=build.variants("linear"))
+@pytest.fixture(scope="module", params=every_variant("linear"))
 def native(request: pytest.FixtureRequest) -> NativeLinear:
     """The kernel of each variant."""
     return NativeLinear(built("linear", request.param))

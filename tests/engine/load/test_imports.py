@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import transformers
 from transformers.utils.import_utils import define_import_structure
 
@@ -53,6 +54,7 @@ def test_model_generates_without_the_compiler() -> None:
     assert plain[2] == lean[2]
 
 
+@pytest.mark.slow
 def test_compiler_is_imported_at_its_first_use() -> None:
     """A graph is captured, and the decorators are the compiler's own."""
     assert ["[2.0, 2.0]", "1", "False"] == run(COMPILE)

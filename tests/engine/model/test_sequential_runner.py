@@ -20,6 +20,7 @@ from tests.engine.families import CHECKS, VOCABULARY, build
 from tests.selection import quick
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # transformers warns of settings that only tiny models have
 @pytest.mark.parametrize("name", quick(("glm_moe_dsa", "doge"), ("glm_moe_dsa", "deepseek_v32", "doge")))
 def test_sparse_selection_among_ties_is_independent_of_chunks(monkeypatch: pytest.MonkeyPatch, name: str) -> None:

@@ -153,6 +153,7 @@ def test_bits_do_not_depend_on_the_number_of_rows(weights: Weights) -> None:
     assert torch.equal(alone, model.states(model.runner, [((0, count),) for count in counts])[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", [32, 16, 8, 4])
 def test_rows_larger_than_the_cache_keep_their_bits(weights: Weights) -> None:
     model = model_of_config(

@@ -389,6 +389,7 @@ def perplexity(loaded: LoadedModel, texts: list[list[int]]) -> float:
     return math.exp(loss / count)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
 def test_perplexity_of_the_quantised_bundled_model(quantize: str) -> None:
     """Over 50 held-out conversations it rises by at most 0.5 % with 8 bits, 2 % with 4."""

@@ -216,6 +216,7 @@ def test_a_preempted_sequence_finds_its_shifted_cells(
     assert calm.stats().batch_tokens_total == engine.stats().batch_tokens_total
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "states"), JUDGED)
 def test_shifted_text_survives_preemption(loaded: Callable[..., LoadedModel], family: str, states: str) -> None:
     """With too few cells, sequences are preempted between their shifts."""

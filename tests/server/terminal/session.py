@@ -18,11 +18,18 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
 ROWS, COLUMNS = 40, 100
-WAIT_SECONDS, AGAIN_SECONDS = 90.0, 3.0
+WAIT_SECONDS, AGAIN_SECONDS = 90.0, 1.0
 PROMPT = ">>> "
-CTRL_C, CTRL_D = "\x03", "\x04"
-# The terminal becomes that of the process, so its Ctrl-C is a signal.
-_START = "import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); from server.cli import main; main()"
+CTRL_C, CTRL_D, ENTER = "\x03", "\x04", "\r"
+# The terminal becomes that of the process, so its Ctrl-C is a signal; a shell that runs the tests in the background
+# would have it ignored.
+_START = """
+import fcntl, signal, termios
+signal.signal(signal.SIGINT, signal.default_int_handler)
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+from server.cli import main
+main()
+"""
 _escape = re.compile(r"\x1b(\[[0-9;?]*[a-zA-Z]|\][^\x07]*\x07|[=>])")
 
 
@@ -48,10 +55,9 @@ class TerminalSession:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
         try:
-            self.process.wait(WAIT_SECONDS)
+            if self.process.poll() is None:
+                self.end_by(signal.SIGTERM)
         finally:
             self.process.kill()
             os.close(self._terminal)
@@ -90,14 +96,14 @@ class TerminalSession:
         return self.wait(end)
 
     def end_by(self, number: signal.Signals) -> int:
-        """The exit code after a signal, with keys until the process ends: a key wakes up Python's readline, too."""
+        """The exit code after a signal. If it comes just before Python's readline waits, it takes effect with Enter."""
         give_up = time.monotonic() + WAIT_SECONDS
         self.process.send_signal(number)
         sent = time.monotonic()
         while self._read():
             assert time.monotonic() < give_up, self.text[-1000:]
             if time.monotonic() > sent + AGAIN_SECONDS:
-                self.type(" ")
+                self.type(ENTER)
                 sent = time.monotonic()
         return self.process.wait(WAIT_SECONDS)
 

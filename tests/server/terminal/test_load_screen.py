@@ -83,6 +83,7 @@ def test_progress_reaches_the_listener_of_its_block() -> None:
     assert "step 33 %" == seen[0].text
 
 
+@pytest.mark.slow
 def test_a_start_in_a_pipe_is_plain_lines(home: Home) -> None:
     """The phases, then the start-up screen, without escape sequences."""
     command = [sys.executable, "-c", "from server.cli import main; main()", "serve", "--port", "0", "--store", "none"]
