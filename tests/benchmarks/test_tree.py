@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from benchmarks.tree import EDGE, OPERATIONS, TURNS, conversation, grow, main
 
 
@@ -23,6 +25,7 @@ def test_a_tree_of_a_given_size_contains_its_conversations() -> None:
     assert [3 * EDGE] * count == [tree.match(conversation(number), b"").length for number in range(count)]
 
 
+@pytest.mark.slow
 def test_times_are_written(tmp_path: Path) -> None:
     """A row for each size, every kind of operation timed, and a plot."""
     assert 0 == main(["--nodes", "40", "80", "--operations", "5", "--rounds", "2", "--out", str(tmp_path)])

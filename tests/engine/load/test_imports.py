@@ -45,6 +45,7 @@ print(torch.compiler.disable(increment) is increment)
 """
 
 
+@pytest.mark.slow
 def test_model_generates_without_the_compiler() -> None:
     """The tokens are the same as with a plain import; neither the compiler nor distributed tensors are loaded."""
     lean, plain = run(GENERATE), run(GENERATE.replace("import_transformers()", "", 1))
