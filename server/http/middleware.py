@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import re
 import uuid
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
@@ -149,7 +149,7 @@ class BodyLimitMiddleware:
         body = await self._read(receive)
         # None: the client disconnected during the body.
         if body is not None:
-            await self.app(scope, _replay(body, receive), send)
+            await self.app(scope, replay(body, receive), send)
 
     async def _read(self, receive: Receive) -> list[Message] | None:
         pieces: list[Message] = []
@@ -245,7 +245,8 @@ def _limited(receive: Receive, limit: int) -> Receive:
     return limited
 
 
-def _replay(pieces: list[Message], receive: Receive) -> Receive:
+def replay(pieces: Iterable[Message], receive: Receive) -> Receive:
+    """Messages that were read already, then those of `receive`."""
     remaining = iter(pieces)
 
     async def replayed() -> Message:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware import Middleware
@@ -15,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.affinity.keys import SESSION_HEADER, RequestKeys, keys_of_bytes
 from server.http.errors import ENGINE_DEAD, INTERNAL_ERROR, ApiError, error_body, error_response
-from server.http.middleware import UPLOAD_PATHS
+from server.http.middleware import UPLOAD_PATHS, replay
 from server.http.sse import frame, named_frame
 from server.http.stream_encoder import json_line
 
@@ -72,7 +71,7 @@ class ReplicaMiddleware:
         routed = _with_keys(scope, b"".join(piece.get("body", b"") for piece in pieces))
         for number in range(1, (ATTEMPTS if whole else 1) + 1):
             attempt = _Attempt(scope, send)
-            await self.app({**routed, "headers": [*routed["headers"]]}, _replay(pieces, receive), attempt.send)
+            await self.app({**routed, "headers": [*routed["headers"]]}, replay(pieces, receive), attempt.send)
             if attempt.complete:
                 return
             if attempt.started:
@@ -147,15 +146,6 @@ async def _read_body(receive: Receive) -> tuple[list[Message], bool]:
             return pieces, False
         pieces.append(await receive())
     return pieces, True
-
-
-def _replay(pieces: Sequence[Message], receive: Receive) -> Receive:
-    waiting = list(pieces)
-
-    async def replayed() -> Message:
-        return waiting.pop(0) if waiting else await receive()
-
-    return replayed
 
 
 def _with_keys(scope: Scope, body: bytes) -> Scope:
