@@ -8,9 +8,8 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import TypeVar
 
 import httpx
 from starlette.types import ASGIApp
@@ -20,6 +19,7 @@ from server.batches.run import BatchRun, LeaseLostError
 from server.batches.slots import SlotShare
 from server.http.encoding import dumps
 from server.http.errors import BATCH_NOT_FOUND, FILE_NOT_FOUND, INVALID_VALUE, STORAGE_FULL, ApiError, invalid_value
+from server.http.paging import Page, page
 from server.schemas.batches import BatchBody, BatchRequest, FileBody, RequestCounts
 from server.service import Service
 from server.store.batches import LEASE_SECONDS, BatchStore, StoredBatch
@@ -38,7 +38,6 @@ MAX_BYTES, MAX_MEMORY_BYTES = 10 * 2**30, 64 * 2**20
 MAX_NAME = 255
 
 logger = logging.getLogger("cellar.batches")
-Item = TypeVar("Item", FileBody, BatchBody)
 
 
 class BatchService:
@@ -97,10 +96,14 @@ class BatchService:
         """The chunks of a file; ApiError if there is none."""
         return self._files.chunks((await self._stored_file(id, owner)).id)
 
-    async def all_files(self, owner: str) -> list[FileBody]:
-        """All files of an owner, oldest first."""
+    async def list_files(
+        self, owner: str, purpose: str | None, limit: int, after: str | None, *, ascending: bool
+    ) -> Page[FileBody]:
+        """A page of the files of an owner, by time."""
         self._check_stored()
-        return [_file_body(file) for file in await self._files.all(owner)]
+        files = [_file_body(file) for file in await self._files.all(owner) if purpose in (None, file.purpose)]
+        files = files if ascending else files[::-1]
+        return page(files, [file["id"] for file in files], limit, after)
 
     async def delete_file(self, id: str, owner: str) -> None:
         """Delete a file; ApiError if there is none."""
@@ -129,10 +132,12 @@ class BatchService:
             raise _no_batch(id)
         return await self._body(stored)
 
-    async def all_batches(self, owner: str) -> list[BatchBody]:
-        """All batches of an owner, latest first."""
+    async def list_batches(self, owner: str, limit: int, after: str | None) -> Page[BatchBody]:
+        """A page of the batches of an owner, latest first."""
         self._check_stored()
-        return [await self._body(stored) for stored in await self._batches.all(owner)]
+        batches = await self._batches.all(owner)
+        found = page(batches, [stored.id for stored in batches], limit, after)
+        return {**found, "data": [await self._body(stored) for stored in found["data"]]}
 
     async def cancel(self, id: str, owner: str) -> BatchBody:
         """End a batch; requests that run are cancelled, results are kept."""
@@ -225,15 +230,6 @@ class BatchService:
 def _log_failure(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
         logger.error("a batch ended with an unexpected exception; it is continued later", exc_info=error)
-
-
-def page(items: Sequence[Item], limit: int, after: str | None) -> tuple[list[Item], bool]:
-    """The items behind the one with the id `after`, and whether there are more."""
-    ids = [item["id"] for item in items]
-    if after is not None and after not in ids:
-        raise invalid_value("after", "there is no object with this id")
-    start = 0 if after is None else ids.index(after) + 1
-    return list(items[start : start + limit]), start + limit < len(items)
 
 
 def _new_body(request: BatchRequest, now: int) -> BatchBody:

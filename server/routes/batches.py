@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from fastapi import FastAPI, File, Form, Query, Request, UploadFile
 from starlette.responses import Response, StreamingResponse
 
-from server.batches.service import PURPOSE, BatchService, page
+from server.batches.service import PURPOSE, BatchService
 from server.http.auth import owner
 from server.http.encoding import JsonResponse
 from server.http.errors import UNSUPPORTED_VALUE, ApiError
@@ -62,17 +62,8 @@ def _add_file_routes(app: FastAPI, batches: BatchService) -> None:
         after: str | None = None,
     ) -> Response:
         """List files."""
-        files = [file for file in await batches.all_files(owner(request)) if purpose in (None, file["purpose"])]
-        found, more = page(files if order == "asc" else files[::-1], limit, after)
-        return JsonResponse(
-            FileList(
-                object="list",
-                data=found,
-                first_id=found[0]["id"] if found else None,
-                last_id=found[-1]["id"] if found else None,
-                has_more=more,
-            )
-        )
+        found = await batches.list_files(owner(request), purpose, limit, after, ascending=order == "asc")
+        return JsonResponse(found)
 
     @app.get(f"{FILES}/{{file_id}}", responses={**ERROR_RESPONSES, 200: {"model": FileBody}})
     async def retrieve_file(file_id: str, request: Request) -> Response:
@@ -103,16 +94,7 @@ def _add_batch_routes(app: FastAPI, batches: BatchService) -> None:
         request: Request, limit: Annotated[int, Query(ge=1, le=100)] = 20, after: str | None = None
     ) -> Response:
         """List batches, latest first."""
-        found, more = page(await batches.all_batches(owner(request)), limit, after)
-        return JsonResponse(
-            BatchList(
-                object="list",
-                data=found,
-                first_id=found[0]["id"] if found else None,
-                last_id=found[-1]["id"] if found else None,
-                has_more=more,
-            )
-        )
+        return JsonResponse(await batches.list_batches(owner(request), limit, after))
 
     @app.get(f"{BATCHES}/{{batch_id}}", responses={**ERROR_RESPONSES, 200: {"model": BatchBody}})
     async def retrieve_batch(batch_id: str, request: Request) -> Response:

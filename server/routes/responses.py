@@ -13,10 +13,9 @@ from server.configuration.settings import ClientLimits
 from server.generation.answer import cancel_on_disconnect
 from server.http.auth import owner
 from server.http.encoding import JsonResponse
-from server.http.errors import invalid_value
 from server.http.lenient import warnings
+from server.http.paging import page
 from server.http.sse import send_event_stream
-from server.responses.archive import Item
 from server.responses.response_service import ResponseService
 from server.responses.task import ResponseTask
 from server.responses.websocket import WebSocketSession
@@ -121,7 +120,8 @@ def _add_read_routes(app: FastAPI, responses: ResponseService, limits: ClientLim
     ) -> Response:
         """List all items in front of a response's output, latest first."""
         items = await responses.for_owner(owner(request)).input_items(response_id)
-        return JsonResponse(_page(items if order == "asc" else items[::-1], limit, after))
+        items = items if order == "asc" else items[::-1]
+        return JsonResponse(page(items, [item["id"] for item in items], limit, after, kind="item"))
 
 
 class FrameStreamResponse(Response):
@@ -154,18 +154,3 @@ async def _finished_response(task: ResponseTask) -> Response:
 
 async def _joined_frames(frames: Sequence[bytes]) -> AsyncGenerator[bytes, None]:
     yield b"".join(frames)
-
-
-def _page(items: Sequence[Item], limit: int, after: str | None) -> InputItems:
-    names = [item["id"] for item in items]
-    if after is not None and after not in names:
-        raise invalid_value("after", "there is no item with this id")
-    start = 0 if after is None else names.index(after) + 1
-    page = items[start : start + limit]
-    return InputItems(
-        object="list",
-        data=list(page),
-        first_id=page[0]["id"] if page else None,
-        last_id=page[-1]["id"] if page else None,
-        has_more=start + limit < len(items),
-    )

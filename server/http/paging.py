@@ -1,0 +1,39 @@
+"""Pages of lists, in OpenAI's shape."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Generic, Literal, TypeVar
+
+from typing_extensions import TypedDict
+
+from server.http.errors import invalid_value
+
+Item = TypeVar("Item")
+
+
+class Page(TypedDict, Generic[Item]):
+    """A part of a list, with the ids of its ends."""
+
+    object: Literal["list"]
+    data: list[Item]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+def page(
+    items: Sequence[Item], ids: Sequence[str], limit: int, after: str | None, *, kind: str = "object"
+) -> Page[Item]:
+    """At most `limit` items behind the one with the id `after`; ApiError if no `kind` of the list has this id."""
+    if after is not None and after not in ids:
+        raise invalid_value("after", f"there is no {kind} with this id")
+    start = 0 if after is None else ids.index(after) + 1
+    found = ids[start : start + limit]
+    return Page(
+        object="list",
+        data=list(items[start : start + limit]),
+        first_id=found[0] if found else None,
+        last_id=found[-1] if found else None,
+        has_more=start + limit < len(items),
+    )
