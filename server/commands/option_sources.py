@@ -21,7 +21,7 @@ EXIT_USAGE = 2
 # Commands with options of their own, besides those of `cellar serve`.
 SECTIONS: dict[str, type] = {"bench": BenchOptions, "chat": ChatOptions, "run": RunOptions, "ray": RayOptions}
 # The argument of the commands, and variables of compose.yaml and the scripts in docker/.
-OTHER_VARIABLES = frozenset({"CELLAR_MODEL", "CELLAR_MEMORY", "CELLAR_IMAGES"})
+OTHER_VARIABLES = frozenset({"CELLAR_MODEL", "CELLAR_IMAGES"})
 _service_link = re.compile(r"_SERVICE_(HOST|PORT)|_PORT_\d+_(TCP|UDP)")
 
 

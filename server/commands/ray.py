@@ -7,10 +7,11 @@ import signal
 import sys
 import threading
 
+from server.commands.option_sources import EXIT_USAGE
 from server.configuration.settings import Settings
 from server.replicas.options import RayOptions
 
-EXIT_USAGE, EXIT_FAILED = 2, 1
+EXIT_FAILED = 1
 
 
 def run_ray(options: RayOptions, settings: Settings) -> int:
