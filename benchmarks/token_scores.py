@@ -6,12 +6,14 @@ import asyncio
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import httpx
 
 # The peer lists its LISTED most likely tokens, so only tokens among the LIKELY first in float32 are compared.
 LISTED, LIKELY = 256, 32
 AT_ONCE = 4
+TRIES = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +55,19 @@ async def ask_peer(
     """Return the log-probabilities of the places, one request for each; the lowest listed one for an unlisted token."""
     limit = asyncio.Semaphore(AT_ONCE)
 
+    async def listing(prompt: list[int]) -> dict[str, Any]:
+        # llama.cpp lists nothing when it samples a token that is part of a character: another seed, another token.
+        for seed in range(TRIES):
+            body = {"prompt": prompt, "n_predict": 1, "n_probs": LISTED, "seed": seed}
+            async with limit:
+                answer = await http.post(url.removesuffix("/v1") + "/completion", json=body)
+            if listed := answer.raise_for_status().json().get("completion_probabilities"):
+                return dict(listed[0])
+        raise RuntimeError(f"no log-probabilities for {TRIES} seeds")
+
     async def ask(place: Place) -> float:
         text = texts[place.text]
-        body = {"prompt": text[: place.position], "n_predict": 1, "n_probs": LISTED}
-        async with limit:
-            answer = await http.post(url.removesuffix("/v1") + "/completion", json=body)
-        (token,) = answer.raise_for_status().json()["completion_probabilities"]
+        token = await listing(text[: place.position])
         listed = {entry["id"]: float(entry["logprob"]) for entry in token["top_logprobs"]}
         return listed.get(text[place.position], min(listed.values()))
 
