@@ -20,7 +20,7 @@ from engine.load.selection import RunnerSelection, select
 from engine.load.selftest import ModelTraits, find_runner, is_batch_invariant, restore_runner
 from engine.model.encoder import Encoder
 from engine.model.margins import Margin, Margins
-from engine.model.model_runner import ModelRunner
+from engine.model.model_runner import LocalRunner
 from engine.model.rope import RopeSwitch
 from engine.model.runner import PackedRunner
 from engine.native.runner import NativeRunner
@@ -108,14 +108,14 @@ class ModelChecks:
 
     def find_runner(self, name: str) -> None:
         """Find the torch runner of the model. Raises ModelUnsupported."""
-        self._torch_runner: ModelRunner
+        self._torch_runner: LocalRunner
         if self.earlier is None:
             self._torch_runner = self._find_runner(name)
         else:
             layers, has_hidden_states = self.earlier.layers, self.earlier.has_hidden_states
             self._torch_runner = restore_runner(self._model, self._traits, layers, has_hidden_states=has_hidden_states)
 
-    def _find_runner(self, name: str) -> ModelRunner:
+    def _find_runner(self, name: str) -> LocalRunner:
         try:
             return find_runner(name, self._model, self._traits)
         except ModelUnsupported:
@@ -156,7 +156,7 @@ class ModelChecks:
         file = None if self._file is None else self._file.decoder_file
         return select(self._model, runner, self._traits, context=context, checked=checked, file=file)
 
-    def _is_batch_invariant(self, runner: ModelRunner, format: str | None, passed: Outcome | None) -> bool:
+    def _is_batch_invariant(self, runner: LocalRunner, format: str | None, passed: Outcome | None) -> bool:
         """See ModelInfo. Quantised models are made batch invariant, as they amplify rounding; the result is checked."""
         native = isinstance(runner, NativeRunner)
         if format is None or self._dtype == torch.float64:

@@ -19,7 +19,7 @@ from engine.load.decoder_file import DecoderFile, Decoders
 from engine.load.selftest import ModelTraits, logit_difference
 from engine.model import rope
 from engine.model.margins import within
-from engine.model.model_runner import ModelRunner
+from engine.model.model_runner import LocalRunner
 from engine.model.runner import PackedRunner
 from engine.native.decoder import DecoderSpec, UnsupportedArchitecture
 from engine.native.detection import find_decoder, linears
@@ -41,13 +41,13 @@ _WEIGHT_DTYPES = (torch.float32, torch.bfloat16)
 class RunnerSelection:
     """The fastest runner of a model, and the reason why it is not the native step; None: it is."""
 
-    runner: ModelRunner
+    runner: LocalRunner
     reason: str | None = None
 
 
 def select(
     model: Any,
-    runner: ModelRunner,
+    runner: LocalRunner,
     traits: ModelTraits,
     *,
     context: int,
@@ -105,7 +105,7 @@ def _difference(
     return None
 
 
-def _require_packed(runner: ModelRunner, traits: ModelTraits) -> PackedRunner:
+def _require_packed(runner: LocalRunner, traits: ModelTraits) -> PackedRunner:
     """The runner, if the native step can replace it. Raises UnsupportedArchitecture."""
     kv_dtype = traits.kv_dtype or traits.dtype
     if traits.dtype not in _WEIGHT_DTYPES:

@@ -29,7 +29,7 @@ from engine.model.encoder_mask import EncoderMask
 from engine.model.invariant import StableTopK
 from engine.model.layers import CachedLayer, find_cached_layers
 from engine.model.margins import within
-from engine.model.model_runner import ModelRunner
+from engine.model.model_runner import LocalRunner, ModelRunner
 from engine.model.rope import RopeSwitch
 from engine.model.runner import PackedRunner
 from engine.model.sequential_runner import SequentialRunner
@@ -85,7 +85,7 @@ class _TestSequence:
 _StepPlan: TypeAlias = tuple[tuple[tuple[int, int], ...], ...]
 
 
-def find_runner(name: str, model: Any, traits: ModelTraits) -> ModelRunner:
+def find_runner(name: str, model: Any, traits: ModelTraits) -> LocalRunner:
     """The fastest runner with the logits of the unmodified model. Raises ModelUnsupported.
 
     The model's hooks (hooks.py, recurrence.py) must be installed; the attention implementation of the model is set for
@@ -162,7 +162,7 @@ class LogitsDiffer(Exception):
     """Logits of a batch differ from the logits of the model alone."""
 
 
-_MakeRunner: TypeAlias = Callable[[Any], ModelRunner]
+_MakeRunner: TypeAlias = Callable[[Any], LocalRunner]
 
 
 def _candidates(traits: ModelTraits) -> Iterator[tuple[str, _MakeRunner]]:

@@ -1,4 +1,8 @@
-"""The interface of the runners: PackedRunner, SequentialRunner, and NativeRunner (engine/native/runner.py)."""
+"""The interfaces of the runners.
+
+Local ones are PackedRunner, SequentialRunner, and NativeRunner (engine/native/runner.py); TensorParallelRunner
+(engine/parallel/runner.py) runs a local one on every rank.
+"""
 
 from __future__ import annotations
 
@@ -62,11 +66,6 @@ class ModelRunner(Protocol):
         """As `run`, and the hidden states [hidden_rows, width] before the output layer; all rows ascending."""
         ...
 
-    @abstractmethod
-    def make_invariant(self, product: RowInvariantProduct) -> None:
-        """Give each row the same bits in any batch and for any chunks, from now on; see engine/model/invariant.py."""
-        ...
-
     def run_and_sample(
         self,
         forward: Forward,
@@ -77,3 +76,12 @@ class ModelRunner(Protocol):
     ) -> list[int | None]:
         """The token that `sampler` samples from the logits of each row; None where these are not finite."""
         return self.sampler.sample(self.run(forward, tokens, logit_rows, encoder_masks), contexts)
+
+
+class LocalRunner(ModelRunner, Protocol):
+    """A runner that computes in this process alone."""
+
+    @abstractmethod
+    def make_invariant(self, product: RowInvariantProduct) -> None:
+        """Give each row the same bits in any batch and for any chunks, from now on; see engine/model/invariant.py."""
+        ...

@@ -16,14 +16,14 @@ from engine.model import hooks, rope
 from engine.model.encoder_mask import EncoderMask
 from engine.model.invariant import RowInvariant
 from engine.model.layers import CachedLayer
-from engine.model.model_runner import ModelRunner
+from engine.model.model_runner import LocalRunner
 from engine.model.rope import RopeSwitch
 from engine.sample.sampler import Sampler, TorchSampler
 from engine.types.request import MlaMode
 from kvcache.forward import Forward
 
 
-class PackedRunner(ModelRunner):
+class PackedRunner(LocalRunner):
     """Runs packed batches of a transformers model over the shared cache. Belongs to the engine thread.
 
     model  transformers' model, with the hooks of engine/model/hooks.py
@@ -56,7 +56,7 @@ class PackedRunner(ModelRunner):
         self.has_hidden_states = False
 
     def make_invariant(self, product: RowInvariantProduct) -> None:
-        """See ModelRunner. Absorbs all latents and runs recurrences token by token: other forms depend on the chunk."""
+        """See LocalRunner. Absorbs all latents and runs recurrences token by token: other forms depend on the chunk."""
         self._invariant = RowInvariant(product)
         self._mla = "absorb" if self._mla == "auto" else self._mla
         if self._attend is reference.attend:

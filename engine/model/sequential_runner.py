@@ -23,7 +23,7 @@ from engine.model import hooks, rope
 from engine.model.encoder_mask import EncoderMask
 from engine.model.invariant import RowInvariant, StableTopK
 from engine.model.layers import CachedLayer
-from engine.model.model_runner import ModelRunner
+from engine.model.model_runner import LocalRunner
 from engine.model.rope import RopeSwitch
 from engine.sample.sampler import Sampler, TorchSampler
 from kvcache.forward import Forward
@@ -52,7 +52,7 @@ class _LayerFormat:
     value_width: int
 
 
-class SequentialRunner(ModelRunner):
+class SequentialRunner(LocalRunner):
     """Runs a model one sequence at a time over the shared cache. Belongs to the engine thread.
 
     model  transformers' model; running two tokens shows the layers that store cells
@@ -79,7 +79,7 @@ class SequentialRunner(ModelRunner):
             raise UnsupportedCache("its cache is empty")
 
     def make_invariant(self, product: RowInvariantProduct) -> None:
-        """See ModelRunner."""
+        """See LocalRunner."""
         self._invariant = RowInvariant(product)
 
     def run(

@@ -21,7 +21,7 @@ from engine.kernels.cpu.attention import (
 )
 from engine.kernels.products import RowInvariantProduct
 from engine.model.encoder_mask import EncoderMask
-from engine.model.model_runner import ModelRunner
+from engine.model.model_runner import LocalRunner
 from engine.model.runner import PackedRunner
 from engine.native.attention import rotary_angles, switched_rotary_angles
 from engine.native.decoder import AttentionSpec, DecoderSpec, RotarySpec
@@ -60,7 +60,7 @@ class _OutputBuffers:
         return cls(logit_rows, logits, hidden_states, logits.data_ptr(), hidden_states.data_ptr())
 
 
-class NativeRunner(ModelRunner):
+class NativeRunner(LocalRunner):
     """Runs forwards in the native step, and those that it does not support with the packed runner of the same model.
 
     The logits of both differ by rounding. Belongs to the engine thread.
@@ -184,7 +184,7 @@ class NativeRunner(ModelRunner):
         return self._sampling.tokens
 
     def make_invariant(self, product: RowInvariantProduct) -> None:
-        """The native step is row-invariant; this makes the fallback so, see ModelRunner."""
+        """The native step is row-invariant; this makes the fallback so, see LocalRunner."""
         self.fallback.make_invariant(product)
 
     def supports_draft_loop(self, forward: Forward) -> bool:

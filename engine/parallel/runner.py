@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from engine.kernels.products import RowInvariantProduct
 from engine.model.encoder_mask import EncoderMask
 from engine.model.model_runner import ModelRunner
 from engine.parallel.messages import MoveKeys, forward_message
@@ -31,10 +30,6 @@ class TensorParallelRunner(ModelRunner):
         self.layers, self.long_factor_layers = runner.layers, runner.long_factor_layers
         self.switch, self.sampler = runner.switch, runner.sampler
         self.has_hidden_states = runner.has_hidden_states
-
-    def make_invariant(self, product: RowInvariantProduct) -> None:
-        """Quantised models alone are made invariant, and --quantize is refused."""
-        raise NotImplementedError
 
     def run(
         self,

@@ -7,6 +7,7 @@ It ends when its standard input does: the end of rank 0's process, however it en
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
 import os
@@ -29,7 +30,8 @@ from kvcache.forward import RepeatedForward
 
 log = logging.getLogger("cellar.engine")
 
-# Rank 0 usually has the same error, reports it and ends this process; the time until this process ends by itself.
+# Rank 0 usually has ended, or has the same error, reports it and ends this process; the time until this process reports
+# it and ends.
 _ERROR_SECONDS = 3.0
 
 
@@ -53,6 +55,8 @@ class JobDescription:
 
 def main() -> None:
     """Run one worker until rank 0 ends."""
+    # The end of an error, before the destructors of the group, which may wait for rank 0.
+    atexit.register(os._exit, 1)
     for number in (signal.SIGINT, signal.SIGTERM):
         # Rank 0 drains first.
         signal.signal(number, signal.SIG_IGN)
@@ -62,15 +66,15 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     config = EngineConfig(**job.settings)
-    channel = Channel(job.rank, config.tensor_parallel, job.port, config.device)
     try:
-        loaded = load(config, lambda phase: None)
-    except ModelError as error:
-        log.error("%s", error)
+        channel = Channel(job.rank, config.tensor_parallel, job.port, config.device)
+        _repeat(channel, config, load(config, lambda phase: None))
+        channel.close()
+    except (ModelError, RuntimeError) as error:
         threading.Event().wait(_ERROR_SECONDS)
+        log.error("%s", error, exc_info=not isinstance(error, ModelError))
         sys.exit(1)
-    _repeat(channel, config, loaded)
-    channel.close()
+    os._exit(0)
 
 
 def _end_with_rank_0() -> None:
