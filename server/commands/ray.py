@@ -4,42 +4,75 @@ from __future__ import annotations
 
 import importlib.util
 import signal
+import socket
 import sys
 import threading
 
+from engine.errors import ModelError
 from server.commands.option_sources import EXIT_USAGE
 from server.configuration.settings import Settings
 from server.replicas.options import RayOptions
 
-EXIT_FAILED = 1
+EXIT_FAILED, EXIT_MODEL = 1, 78
 
 
 def run_ray(options: RayOptions, settings: Settings) -> int:
-    """Serve until SIGTERM or Ctrl-C; the exit code."""
+    """Serve until SIGTERM or Ctrl-C; the exit code. A second signal ends the drain of running requests."""
     if importlib.util.find_spec("ray") is None:
         return _fail("cellar ray needs Ray Serve: pip install 'kvcellar[ray]'", EXIT_USAGE)
     if settings.port == 0:
         return _fail("--port 0 selects a free port for one process; cellar ray needs a number", EXIT_USAGE)
+    if options.cluster is None and (code := _check_here(settings)):
+        return code
+    from server.replicas import cluster
+
+    _interrupt_by_signals()
+    try:
+        _serve(options, cluster.shared(settings, options.bounds[1]) if options.cluster is None else settings)
+    except cluster.ClusterError as error:
+        return _fail(str(error), EXIT_FAILED)
+    except (KeyboardInterrupt, SystemExit):
+        # While Ray starts, its own handler of SIGTERM raises SystemExit.
+        pass
+    finally:
+        cluster.stop(settings.grace_seconds)
+    return 0
+
+
+def _check_here(settings: Settings) -> int:
+    """The exit code for an address or a model that replicas on this machine cannot use; 0: they can."""
+    from engine.load.checkpoint import resolve
+
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    try:
+        socket.create_server((settings.host, settings.port), family=family).close()
+    except OSError as error:
+        return _fail(f"cannot listen on {settings.host}:{settings.port}: {error}", EXIT_FAILED)
+    try:
+        # Downloaded once, before several replicas load it.
+        resolve(settings.model)
+    except ModelError as error:
+        return _fail(str(error), EXIT_MODEL)
+    return 0
+
+
+def _serve(options: RayOptions, settings: Settings) -> None:
     from server.replicas import cluster
 
     low, high = options.bounds
-    if options.cluster is None:
-        settings = cluster.shared(settings, high)
-    ending = threading.Event()
     cluster.start(settings, high, options.cluster)
-    # After Ray, which installs handlers of its own.
+    _interrupt_by_signals()
+    cluster.open_port(settings)
+    cluster.deploy(settings, (low, high))
+    print_line(f"Cellar serves {', '.join(settings.model_names)} with {options.replicas} replicas")
+    print_line(f"  API        http://{settings.host}:{settings.port}/v1")
+    threading.Event().wait()
+
+
+def _interrupt_by_signals() -> None:
+    """SIGTERM and SIGINT raise KeyboardInterrupt in the main thread. Ray replaces their handlers when it starts."""
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: ending.set())
-    try:
-        cluster.deploy(settings, (low, high))
-        print_line(f"Cellar serves {', '.join(settings.model_names)} with {options.replicas} replicas")
-        print_line(f"  API        http://{settings.host}:{settings.port}/v1")
-        ending.wait()
-        return 0
-    except RuntimeError as error:
-        return _fail(str(error), EXIT_FAILED)
-    finally:
-        cluster.stop()
+        signal.signal(number, signal.default_int_handler)
 
 
 def print_line(text: str) -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import time
+from contextlib import suppress
 from dataclasses import replace
 
 import ray
 from ray import serve
+from ray.serve import context
 
 from engine.load.resources import processor_count
 from server.configuration.settings import Settings
-from server.replicas.deployment import NAME, application
+from server.replicas.deployment import LOGGING, NAME, SHUTDOWN_MARGIN_SECONDS, application
 
 # Read by Ray's processes, so they are set before it starts.
 ENVIRONMENT = {
@@ -25,23 +29,49 @@ OBJECT_STORE_BYTES = 100 * 2**20
 OTHER_PROCESSORS = 2
 
 
+class ClusterError(Exception):
+    """Ray or the replicas cannot start; the text is for the user."""
+
+
 def start(settings: Settings, high: int, address: str | None = None) -> None:
     """Start Ray here, or connect to a cluster, and open the port. The proxy stays when replicas are replaced.
 
     high  most replicas
+
+    Raises ClusterError. Ray replaces the handlers of SIGTERM and SIGINT.
     """
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
     os.environ.update({name: value for name, value in ENVIRONMENT.items() if name not in os.environ})
-    if address is None:
-        ray.init(
-            num_cpus=high * (settings.threads or 1) + OTHER_PROCESSORS,
-            include_dashboard=False,
-            _node_ip_address="127.0.0.1",
-            object_store_memory=OBJECT_STORE_BYTES,
-            logging_level="warning",
+    try:
+        if address is None:
+            _start_here(settings, high)
+        else:
+            ray.init(address, logging_level="warning")
+    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+        raise ClusterError(f"Ray does not start: {error}") from error
+
+
+def _start_here(settings: Settings, high: int) -> None:
+    ray.init(
+        # Otherwise another cluster of this machine is used, if there is one.
+        "local",
+        num_cpus=high * (settings.threads or 1) + OTHER_PROCESSORS,
+        include_dashboard=False,
+        _node_ip_address="127.0.0.1",
+        object_store_memory=OBJECT_STORE_BYTES,
+        logging_level="warning",
+    )
+
+
+def open_port(settings: Settings) -> None:
+    """Start the proxies of Ray Serve. Raises ClusterError if those of a running Serve have another address."""
+    serve.start(http_options={"host": settings.host, "port": settings.port}, logging_config=LOGGING)
+    running = context._get_global_client().http_config
+    if (running.host, running.port) != (settings.host, settings.port):
+        raise ClusterError(
+            f"Ray Serve runs on {running.host}:{running.port} of this cluster already: use --host {running.host} "
+            f"--port {running.port}, or end it with `serve shutdown`"
         )
-    else:
-        ray.init(address, logging_level="warning")
-    serve.start(http_options={"host": settings.host, "port": settings.port})
 
 
 def shared(settings: Settings, high: int) -> Settings:
@@ -51,11 +81,26 @@ def shared(settings: Settings, high: int) -> Settings:
 
 
 def deploy(settings: Settings, bounds: tuple[int, int], **options: object) -> None:
-    """Run the application and wait until it answers; raises RuntimeError if a replica cannot start."""
-    serve.run(application(settings, bounds, **options), name=NAME, route_prefix="/")  # type: ignore[arg-type]
+    """Run the application and wait until it answers; raises ClusterError if a replica cannot start."""
+    try:
+        serve.run(application(settings, bounds, **options), name=NAME, route_prefix="/")  # type: ignore[arg-type]
+    except RuntimeError as error:
+        raise ClusterError(str(error)) from error
 
 
-def stop() -> None:
-    """Drain all replicas and end Ray, if it was started here."""
-    serve.shutdown()
+def stop(grace_seconds: float) -> None:
+    """Drain the replicas, then end Ray here or leave the cluster. KeyboardInterrupt ends the drain."""
+    if not ray.is_initialized():
+        return
+    with suppress(KeyboardInterrupt):
+        _drain(grace_seconds + SHUTDOWN_MARGIN_SECONDS)
     ray.shutdown()
+
+
+def _drain(seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    # A call waits for up to 60 seconds.
+    while time.monotonic() < deadline:
+        with suppress(TimeoutError):
+            serve.delete(NAME)
+            return

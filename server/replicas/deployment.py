@@ -15,9 +15,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.configuration.settings import Settings
 from server.hosting import hosted
-from server.replicas.proxy import REPLICA_HEADER
+from server.replicas.routing_header import REPLICA_HEADER
 
 NAME = "cellar"
+# Of Ray's processes; replicas write an access log of their own.
+LOGGING = {"log_level": "WARNING", "enable_access_log": False}
 # Seconds beyond --grace until Ray kills a replica that it stops.
 SHUTDOWN_MARGIN_SECONDS = 10.0
 HEALTH_CHECK_SECONDS = 2.0
@@ -128,6 +130,9 @@ def application(
         health_check_timeout_s=HEALTH_TIMEOUT_SECONDS,
         ray_actor_options={"num_cpus": settings.threads or 1},
         request_router_config=RequestRouterConfig(request_router_class=router),
+        logging_config=LOGGING,
+        # A model that does not load fails in every replica.
+        max_constructor_retry_count=low,
         **scale,
     )
     # Replicas write through their proxy, never to a socket of their own.

@@ -1,27 +1,24 @@
-"""ASGI middleware in Ray's HTTP proxy: routing keys from the body, retries, and error events of interrupted streams.
-
-A router sees the headers of a request only, so the keys of its body travel in the header of Ray's session id.
-"""
+"""ASGI middleware in Ray's HTTP proxy: routing keys from the body, retries, and error events of interrupted streams."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
+from functools import partial
 
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import Headers
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from server.affinity.keys import SESSION_HEADER, RequestKeys, keys_of_bytes
 from server.http.errors import ENGINE_DEAD, INTERNAL_ERROR, ApiError, error_body, error_response
 from server.http.middleware import UPLOAD_PATHS, replay
 from server.http.sse import frame, named_frame
 from server.http.stream_encoder import json_line
+from server.replicas.routing_header import REPLICA_HEADER, RequestRoutes
 
 logger = logging.getLogger("cellar.proxy")
 
-# Of every response of a replica: its id. In a request: the id of the replica that has to answer, for its /metrics.
-REPLICA_HEADER = "x-cellar-replica"
 # Statuses of Ray's proxy for a request that no replica has answered.
 UNANSWERED = (INTERNAL_ERROR.status, ENGINE_DEAD.status)
 # Attempts of a request, each on another replica unless only one is left.
@@ -29,8 +26,6 @@ ATTEMPTS = 4
 RETRY_SECONDS = 0.25
 # Longer bodies are passed on as they arrive, and not repeated.
 MAX_REPEATED_BYTES = 8 * 2**20
-# A request for a replica by its id, in place of routing keys.
-_TO_REPLICA = "replica:"
 
 
 def middlewares() -> list[Middleware]:
@@ -38,27 +33,12 @@ def middlewares() -> list[Middleware]:
     return [Middleware(ReplicaMiddleware)]
 
 
-def encode_keys(keys: RequestKeys) -> str:
-    """The keys as a header value."""
-    return ",".join((keys.conversation, *keys.prefixes))
-
-
-def decode_keys(value: str) -> RequestKeys:
-    """The keys of a header value."""
-    conversation, *prefixes = value.split(",")
-    return RequestKeys(conversation, tuple(prefixes))
-
-
-def requested_replica(value: str) -> str | None:
-    """The replica of a header value without keys."""
-    return value.removeprefix(_TO_REPLICA) if value.startswith(_TO_REPLICA) else None
-
-
 class ReplicaMiddleware:
     """Adds routing keys to requests, and repeats a request of which no byte was answered when its replica ended."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
+        self._routes = RequestRoutes()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request; WebSockets and uploads of files are passed on."""
@@ -68,10 +48,11 @@ class ReplicaMiddleware:
         pieces, whole = await _read_body(receive)
         if pieces and pieces[-1]["type"] == "http.disconnect":
             return
-        routed = _with_keys(scope, b"".join(piece.get("body", b"") for piece in pieces))
+        routed = self._routes.route(scope, b"".join(piece.get("body", b"") for piece in pieces))
         for number in range(1, (ATTEMPTS if whole else 1) + 1):
-            attempt = _Attempt(scope, send)
-            await self.app({**routed, "headers": [*routed["headers"]]}, replay(pieces, receive), attempt.send)
+            attempt = _Attempt(scope, send, partial(self._routes.record, routed))
+            routed_scope = {**routed.scope, "headers": [*routed.scope["headers"]]}
+            await self.app(routed_scope, replay(pieces, receive), attempt.send)
             if attempt.complete:
                 return
             if attempt.started:
@@ -85,12 +66,13 @@ class ReplicaMiddleware:
 class _Attempt:
     """One attempt to answer a request. Responses of Ray's proxy itself, which no replica sent, are dropped.
 
+    on_first  called with the first bytes of the body
     started   bytes were sent to the client
     complete  the response has ended
     """
 
-    def __init__(self, scope: Scope, send: Send) -> None:
-        self._scope, self._send = scope, send
+    def __init__(self, scope: Scope, send: Send, on_first: Callable[[bytes], None]) -> None:
+        self._scope, self._send, self._on_first = scope, send, on_first
         self.started = self.complete = False
         self._head: Message | None = None
         self._dropped = False
@@ -109,6 +91,7 @@ class _Attempt:
                 return
             await self._send(self._head)
             self.started = True
+            self._on_first(message.get("body", b""))
         await self._send(message)
         self.complete = not more
 
@@ -146,20 +129,3 @@ async def _read_body(receive: Receive) -> tuple[list[Message], bool]:
             return pieces, False
         pieces.append(await receive())
     return pieces, True
-
-
-def _with_keys(scope: Scope, body: bytes) -> Scope:
-    """The scope with routing keys in place of the client's session."""
-    headers = MutableHeaders(raw=[*scope["headers"]])
-    replica = headers.get(REPLICA_HEADER)
-    if replica:
-        value = f"{_TO_REPLICA}{replica}"
-    elif body:
-        owner = headers.get("authorization", "") or headers.get("x-api-key", "")
-        value = encode_keys(keys_of_bytes(body, session=headers.get(SESSION_HEADER, ""), owner=owner))
-    else:
-        value = ""
-    del headers[SESSION_HEADER]
-    if value:
-        headers[SESSION_HEADER] = value
-    return {**scope, "headers": headers.raw}

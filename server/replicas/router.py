@@ -5,7 +5,7 @@ from __future__ import annotations
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from server.affinity.chooser import ReplicaChooser
-from server.replicas.proxy import decode_keys, requested_replica
+from server.replicas.routing_header import decode_keys, requested_replica
 
 
 class AffinityRouter(RequestRouter):

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from server.affinity.keys import RequestKeys, keys_of_bytes
+from server.affinity.keys import RequestKeys, keys_of_bytes, session_key
 from server.replicas import proxy
-from server.replicas.proxy import REPLICA_HEADER, ReplicaMiddleware, decode_keys, encode_keys, requested_replica
+from server.replicas.proxy import ReplicaMiddleware
+from server.replicas.routing_header import REPLICA_HEADER, decode_keys, encode_keys, requested_replica
 from tests.server.fakes import Answer, call
 
 CHAT = "/v1/chat/completions"
@@ -81,6 +82,56 @@ def test_a_replica_can_be_named() -> None:
     asyncio.run(call(ReplicaMiddleware(fake), "GET", "/metrics", headers={REPLICA_HEADER: "r1"}))
 
     assert "r1" == requested_replica(fake.headers[0]["x-session-id"])
+
+
+def response(id: str, *, stream: bool = False) -> Messages:
+    """The answer that creates a response."""
+    if not stream:
+        return [head(), part(f'{{"id":"{id}","previous_response_id":"resp_0"}}'.encode())]
+    event = f'event: response.created\ndata: {{"type":"response.created","response":{{"id":"{id}"}}}}\n\n'
+    return [head(**SSE), part(event.encode(), more=True), part(b"data: end\n\n")]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_belongs_to_the_conversation_that_it_continues(stream: bool) -> None:
+    """As do requests for it by its ID; for another owner it is unknown."""
+    fake = FakeProxy(*(response(f"resp_{number}", stream=stream) for number in (1, 2, 3, 3, 3)))
+    middleware, mine = ReplicaMiddleware(fake), {"authorization": "Bearer mine"}
+
+    async def ask_all() -> None:
+        await call(middleware, "POST", "/v1/responses", json_body={"input": "hi"}, headers=mine)
+        for previous in ("resp_1", "resp_2"):
+            body = {"input": "go on", "previous_response_id": previous}
+            await call(middleware, "POST", "/v1/responses", json_body=body, headers=mine)
+        await call(middleware, "GET", "/v1/responses/resp_3", headers=mine)
+        await call(middleware, "GET", "/v1/responses/resp_3", headers={"authorization": "Bearer other"})
+
+    asyncio.run(ask_all())
+    first, *same, other = [decode_keys(sent["x-session-id"]).conversation for sent in fake.headers]
+
+    assert first
+    assert [first] * 3 == same
+    assert other != first
+
+
+def test_a_response_without_a_message_of_the_user_can_be_continued() -> None:
+    """Its conversation has a random key; that of an explicit session stays."""
+    fake = FakeProxy(*(response(f"resp_{number}") for number in range(4)))
+    middleware, path = ReplicaMiddleware(fake), "/v1/responses"
+
+    async def ask_all() -> None:
+        for _ in range(2):
+            await call(middleware, "POST", path, json_body={"input": []})
+        await call(middleware, "POST", path, json_body={"previous_response_id": "resp_1"})
+        await call(
+            middleware, "POST", path, json_body={"previous_response_id": "resp_1"}, headers={"x-session-id": "s"}
+        )
+
+    asyncio.run(ask_all())
+    first, second, next_one, named = [decode_keys(sent["x-session-id"]).conversation for sent in fake.headers]
+
+    assert "" != first != second == next_one
+    assert session_key("s") == named
 
 
 # What reaches the middleware when a replica ends before the first byte.
