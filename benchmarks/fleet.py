@@ -2,7 +2,7 @@
 
     cellar bench MODEL --threads 1 --drafter none --lengths 128,512,1024,2048 --streams 1,4,8 --out FOLDER
     python -m benchmarks.fleet --costs FOLDER/bench.json [--replicas 100 1000 10000] [--json FILE] [--plot FILE]
-    python -m benchmarks.fleet --validate [--replicas 2 3]
+    python -m benchmarks.fleet --validate [--replicas 2 3] [--json FILE] [--page]
 
 The router of the simulation has server.affinity, as shipped. Conversations have system prompts with Zipf's law and
 several turns; midway a share of the replicas fails. `--validate` runs one workload on real servers, too.
@@ -24,6 +24,7 @@ from benchmarks.fleet_policies import POLICIES
 from benchmarks.fleet_simulator import Fleet, FleetOptions
 from benchmarks.fleet_workload import Conversation, conversations, mean_prompt
 from benchmarks.result import add_json_option, measured
+from benchmarks.scale_page import add_page_option, write_page
 
 COSTS = Path(__file__).with_name("results") / "fleet.json"
 GROUPS_PER_REPLICA = 2
@@ -35,7 +36,10 @@ def main(arguments: list[str] | None = None) -> int:
     if given.validate:
         from benchmarks.fleet_validation import validate
 
-        return validate(given.replicas or [2, 3], rounds=given.rounds, json_path=given.json)
+        code = validate(given.replicas or [2, 3], rounds=given.rounds, json_path=given.json)
+        if given.page:
+            write_page()
+        return code
     costs, rows = read_costs(given.costs), []
     print(costs)
     for replicas in given.replicas or [100, 1000, 10_000]:
@@ -50,6 +54,8 @@ def main(arguments: list[str] | None = None) -> int:
     print(markdown(rows))
     if given.plot:
         draw(rows, given.plot)
+    if given.page:
+        write_page()
     return 0
 
 
@@ -79,8 +85,9 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--seed", type=int, default=0)
     result.add_argument("--plot", type=Path, metavar="FILE", help="write a plot of the table here")
     result.add_argument("--validate", action="store_true", help="compare with 2 and 3 real servers")
-    result.add_argument("--rounds", type=int, default=3, help="repetitions of the validation")
+    result.add_argument("--rounds", type=int, default=2, help="repetitions of the validation")
     add_json_option(result)
+    add_page_option(result)
     return result
 
 
@@ -97,7 +104,7 @@ def request_seconds(costs: ServerCosts, prompt: float, fresh: float, *, slots: i
     """Seconds of a replica for a mean request whose earlier turns are cached, with half of the slots in decode."""
     answer, streams = 120, slots / 2
     decode = costs.decode(1, 0) + (streams - 1) * costs.sequence + costs.cell * streams * prompt
-    return costs.request + costs.prefill(int(fresh), int(prompt - fresh)) + answer * decode / streams
+    return costs.first_token(int(prompt), int(prompt - fresh)) + answer * decode / streams
 
 
 def simulated(

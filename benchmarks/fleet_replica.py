@@ -75,7 +75,10 @@ class PrefixCache:
 
 @dataclass(slots=True)
 class SimulatedReplica:
-    """The state of one replica: between `since` and `until` it computes one step, or several without prefill."""
+    """The state of one replica: between `since` and `until` it computes one step, or several without prefill.
+
+    slowdown  duration of its steps relative to the costs, while other replicas share its processors
+    """
 
     costs: ServerCosts
     slots: int
@@ -83,6 +86,7 @@ class SimulatedReplica:
     waiting: deque[SimulatedRequest] = field(default_factory=deque)
     prefill: deque[SimulatedRequest] = field(default_factory=deque)
     decode: list[SimulatedRequest] = field(default_factory=list)
+    slowdown: float = 1.0
     since: float = 0.0
     until: float = math.inf
     version: int = 0
@@ -99,11 +103,25 @@ class SimulatedReplica:
         """All requests, running and waiting."""
         yield from (*self.waiting, *self.prefill, *self.decode)
 
+    @property
+    def busy(self) -> bool:
+        """Whether it computes."""
+        return not math.isinf(self.until)
+
+    def slow_down(self, slowdown: float, now: float) -> None:
+        """Change the duration of its steps from `now` on."""
+        ratio, self.slowdown = slowdown / self.slowdown, slowdown
+        if self.busy and ratio != 1:
+            # The same share of the steps is done.
+            self.since, self.until = now - (now - self.since) * ratio, now + (self.until - now) * ratio
+            self._seconds *= ratio
+            self.version += 1
+
     def add(self, request: SimulatedRequest, now: float) -> None:
         """Add a request; it joins at the end of the step that is computed now."""
         request.arrived = now
         self.waiting.append(request)
-        if math.isinf(self.until):
+        if not self.busy:
             self._start(now)
         elif not self._chunks and self._steps > 1:
             self._shorten(max(1, math.ceil((now - self.since) / self._seconds)))
@@ -142,9 +160,9 @@ class SimulatedReplica:
             self.prefill.append(self.waiting.popleft())
         self.since, self._chunks, self._steps = now, [], 1
         context = sum(request.prompt_tokens + request.answer_tokens - request.left for request in self.decode)
-        self._seconds = self.costs.decode(len(self.decode), context)
+        self._seconds = self.slowdown * self.costs.decode(len(self.decode), context)
         if self.prefill:
-            self._seconds += self._take_chunks()
+            self._seconds += self.slowdown * self._take_chunks()
         elif self.decode:
             self._steps = min(request.left for request in self.decode)
         else:
@@ -153,9 +171,9 @@ class SimulatedReplica:
         self.until = now + self._steps * self._seconds if self._steps else math.inf
 
     def _take_chunks(self) -> float:
-        """Give prefill tokens to the requests in their order; the seconds of all."""
+        """Give prefill tokens to the requests in their order; the seconds of all by the costs."""
         target = max(TARGET_SECONDS, TARGET_STEPS * self._seconds) if self.decode else ALONE_SECONDS
-        allowed, used = target - self._seconds, 0.0
+        allowed, used = (target - self._seconds) / self.slowdown, 0.0
         least = LEAST_TOKENS if self.decode else LEAST_TOKENS_ALONE
         for request in self.prefill:
             if request.left == 0:
@@ -163,7 +181,7 @@ class SimulatedReplica:
                 if any(request.path[0] == other.path[0] for other, _ in self._chunks):
                     continue
                 self._look_up(request)
-                used += self.costs.request
+                used += self.costs.reading(request.prompt_tokens)
             fitting = max(self.costs.fitting_tokens(allowed - used, request.position), 0)
             tokens = min(request.left, fitting if self._chunks else max(fitting, least))
             if tokens == 0:

@@ -16,13 +16,17 @@ from benchmarks.fleet_workload import Conversation
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetOptions:
-    """Size of a fleet: replicas, slots and cells (tokens in the cache) of each, and the share that fails midway."""
+    """Size of a fleet: replicas, slots and cells (tokens in the cache) of each, and the share that fails midway.
+
+    slowdowns  of steps while 1, 2, ... replicas compute, if all are on one machine; (): each has a machine of its own
+    """
 
     replicas: int
     slots: int
     cells: int
     failures: float = 0.0
     seed: int = 0
+    slowdowns: tuple[float, ...] = ()
 
 
 @dataclass(slots=True)
@@ -115,6 +119,7 @@ class Fleet:
         self._load(name, 1)
         if replica.version != before:
             self._push(replica.until, name, replica.version)
+            self._share_processors(now)
 
     def _finish(self, name: str, version: int) -> None:
         replica = self._replicas[name]
@@ -130,6 +135,18 @@ class Fleet:
                 self._ask(request.conversation, request.turn + 1, now + turns[request.turn + 1].pause)
         if replica.load:
             self._push(replica.until, name, replica.version)
+        self._share_processors(now)
+
+    def _share_processors(self, now: float) -> None:
+        """Change the duration of all running steps after a change in the number of computing replicas."""
+        if not self._options.slowdowns:
+            return
+        slowdown = self._options.slowdowns[max(sum(replica.busy for replica in self._replicas.values()), 1) - 1]
+        for name, replica in self._replicas.items():
+            before = replica.version
+            replica.slow_down(slowdown, now)
+            if replica.version != before:
+                self._push(replica.until, name, replica.version)
 
     def _load(self, name: str, change: int) -> None:
         self._loads[name] += change

@@ -1,7 +1,8 @@
 """Compares the simulator with real servers: one workload, the same policies, costs measured from one of the servers.
 
 Each replica is a `cellar serve` of the bundled model with one thread. A round sends conversations through a router with
-the policy, in this process; the simulator then gets the same arrivals, lengths and routing keys.
+the policy, in this process; the simulator then gets the same arrivals, lengths, routing keys and random numbers. The
+replicas share the processors of this machine, so the slowdown of one by others is measured, too.
 """
 
 from __future__ import annotations
@@ -15,22 +16,25 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
 from bench.client import Chat, RequestOptions, Server, send
 from bench.launch import cellar
+from bench.load_generator import LoadGenerator
 from bench.probe import ProbedServer, check_sample, probe
 from bench.prompts import WordPrompts, sentence
 from bench.samples import Sample, percentile
 from bench.target import find
 from benchmarks.fleet_costs import ServerCosts, costs_of_cells
 from benchmarks.fleet_policies import POLICIES
-from benchmarks.fleet_simulator import Fleet, FleetOptions
+from benchmarks.fleet_simulator import Fleet, FleetOptions, FleetResult
 from benchmarks.fleet_workload import Conversation, Turn
 from benchmarks.result import measured
+from benchmarks.scale_page import load_note
 from server.affinity.keys import RequestKeys, request_keys
 
 # Agreement: of the cached share in absolute terms, of the median time to the first token in relative ones.
@@ -41,7 +45,12 @@ SYSTEM_TOKENS, USER_TOKENS, ANSWER_TOKENS = 400, 48, 24
 # Mean seconds between the starts of conversations, and between an answer and the next turn: a light load.
 START_SECONDS, PAUSE_SECONDS = 0.5, 2.0
 SLOTS, CELLS = 8, 1 << 20
-BENCH = ("--only", "latency,throughput", "--lengths", "64,256,512,1024", "--streams", "1,4", "--requests", "8")
+LENGTHS = ("--lengths", "64,256,512,1024")
+BENCH = ("--only", "latency,throughput,reuse", *LENGTHS, "--streams", "1,4", "--requests", "6")
+# With pauses, like those of conversations.
+PACED = ("--only", "throughput", "--rate", "2", "--requests", "16", "--prompt-tokens", "64")
+# Requests of each replica for a slowdown.
+SLOWDOWN_REQUESTS, SLOWDOWN_PROMPT = 8, 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +98,51 @@ class LoopbackRouter:
         self._policy.changed(name)
 
 
+@dataclass(slots=True)
+class Measurements:
+    """Of all rounds so far: cells of `cellar bench`, and the seconds of a request by the number of busy replicas."""
+
+    cells: list[dict[str, Any]] = field(default_factory=list)
+    paced: list[dict[str, Any]] = field(default_factory=list)
+    seconds: list[tuple[float, ...]] = field(default_factory=list)
+
+    @property
+    def costs(self) -> ServerCosts:
+        """The costs of a server."""
+        return costs_of_cells(self.cells, self.paced)
+
+    @property
+    def slowdowns(self) -> tuple[float, ...]:
+        """Of 1, 2, ... busy replicas, relative to one."""
+        ratios = [[seconds / found[0] for seconds in found] for found in self.seconds]
+        return tuple(max(1.0, median(column)) for column in zip(*ratios, strict=True))
+
+    def add(self, found: ProbedServer, servers: Sequence[Server], folder: Path) -> None:
+        """Measure once more."""
+        self.cells += bench_cells(servers[0].url, folder, BENCH)
+        self.paced += bench_cells(servers[0].url, folder, PACED)
+        generators = [replace(found.generator, server=server, key=f"busy {time.time_ns()}") for server in servers]
+        self.seconds.append(
+            tuple(asyncio.run(busy_seconds(generators[:count])) for count in range(1, len(servers) + 1))
+        )
+
+
+async def busy_seconds(generators: Sequence[LoadGenerator]) -> float:
+    """Median seconds of a request while each server has a stream."""
+
+    async def load(generator: LoadGenerator) -> list[Sample]:
+        unshared = partial(generator.prompts.unshared, SLOWDOWN_PROMPT, generator.key, len(generators))
+        prompts = [unshared(number) for number in range(SLOWDOWN_REQUESTS)]
+        return (await generator.closed_loop(prompts, 2 * ANSWER_TOKENS, streams=1)).whole
+
+    return median(sample.finished for run in await asyncio.gather(*map(load, generators)) for sample in run)
+
+
 def validate(replicas: Sequence[int], *, rounds: int, json_path: Path | None) -> int:
     """Compare at each number of replicas; 0 if all figures agree within the goals."""
+    note = load_note()
     rows: list[dict[str, Any]] = []
-    cells: list[dict[str, Any]] = []
+    measurements = Measurements()
     with ExitStack() as stack, tempfile.TemporaryDirectory() as folder:
         logs = [Path(folder) / f"server-{number}.log" for number in range(max(replicas))]
         arguments = ("--threads", "1", "--drafter", "none", "--slots", str(SLOTS))
@@ -102,22 +152,30 @@ def validate(replicas: Sequence[int], *, rounds: int, json_path: Path | None) ->
             probe(servers[0], RequestOptions(timeout_seconds=600, extra={"ignore_eos": True}), "text", 0)
         )
         for number in range(rounds):
-            cells += bench_cells(urls[0], Path(folder))
+            measurements.add(found, servers, Path(folder))
+            print(measurements.costs, measurements.slowdowns, flush=True)
             for count in replicas:
                 for policy in CHECKED:
-                    rows.append(compared(found, servers[:count], policy, seed=len(rows), cells=cells))
-                    print(f"round {number + 1}: {rows[-1]}", flush=True)
+                    rows.append(compared(found, servers[:count], policy, len(rows), measurements))
+                    print(f"round {number + 1}: {shown(rows[-1])}", flush=True)
     summaries = [summary(rows, count, policy) for count in replicas for policy in CHECKED]
     for row in summaries:
         print(row)
     if json_path:
-        measured("fleet", [*summaries, *rows]).write(json_path)
+        known = {"costs": asdict(measurements.costs), "slowdowns": measurements.slowdowns}
+        result = measured("fleet", [{**row, **known} for row in summaries], note)
+        replace(result, benchmark="fleet_validation").write(json_path)
     return 0 if all(row["agrees"] for row in summaries) else 1
 
 
-def bench_cells(url: str, folder: Path) -> list[dict[str, Any]]:
+def shown(row: dict[str, Any]) -> dict[str, Any]:
+    """A row without the times of all requests."""
+    return {name: value for name, value in row.items() if not isinstance(value, list)}
+
+
+def bench_cells(url: str, folder: Path, options: Sequence[str]) -> list[dict[str, Any]]:
     """The cells of a run of `cellar bench` against a server."""
-    command = (sys.executable, "-c", "from server.cli import main; main()", "bench", "--base-url", url, *BENCH)
+    command = (sys.executable, "-c", "from server.cli import main; main()", "bench", "--base-url", url, *options)
     lengths = ("--max-tokens", str(2 * ANSWER_TOKENS), "--rounds", "1", "--out", str(folder))
     subprocess.run([*command, *lengths], check=True, capture_output=True)
     cells: list[dict[str, Any]] = json.loads((folder / "bench.json").read_text(encoding="utf-8"))["cells"]
@@ -125,9 +183,9 @@ def bench_cells(url: str, folder: Path) -> list[dict[str, Any]]:
 
 
 def compared(
-    found: ProbedServer, servers: Sequence[Server], policy: str, *, seed: int, cells: Sequence[dict[str, Any]]
+    found: ProbedServer, servers: Sequence[Server], policy: str, seed: int, measurements: Measurements
 ) -> dict[str, Any]:
-    """A row: one real run, and its simulation with the costs of all runs of bench so far."""
+    """A row: one real run, and its simulation with the costs measured so far."""
     plans = scripts(found, seed)
     router = LoopbackRouter(servers, policy, found.generator.options, seed)
     began = time.perf_counter()
@@ -135,27 +193,31 @@ def compared(
     seconds = time.perf_counter() - began
     real = [answer.sample for conversation in answers for answer in conversation]
     user_tokens = asyncio.run(own_tokens(found, seed))
-    simulated = simulate(plans, answers, costs_of_cells(cells), replicas=len(servers), policy=policy, own=user_tokens)
+    options = FleetOptions(replicas=len(servers), slots=SLOTS, cells=CELLS, seed=seed, slowdowns=measurements.slowdowns)
+    simulated = simulate(plans, answers, measurements.costs, options, policy=policy, own=user_tokens)
+    real_times = [one.first_token_seconds or 0.0 for one in real]
     return {
         "replicas": len(servers),
         "policy": policy,
         "seconds": round(seconds, 1),
         "real_hit_share": sum(one.cached_tokens or 0 for one in real) / sum(one.prompt_tokens or 0 for one in real),
-        "hit_share": simulated["hit_share"],
-        "real_ttft_p50": percentile([one.first_token_seconds or 0.0 for one in real], 0.5),
-        "ttft_p50": simulated["ttft_p50"],
+        "hit_share": simulated.hit_share,
+        "real_ttft_p50": percentile(real_times, 0.5),
+        "ttft_p50": simulated.first_token(0.5),
+        "real_times": real_times,
+        "times": [one.first - one.asked for one in simulated.finished if one.first is not None],
     }
 
 
 def summary(rows: Sequence[dict[str, Any]], replicas: int, policy: str) -> dict[str, Any]:
-    """The mean shares and the median times of all rounds, and whether they agree."""
+    """The mean shares and the median times of the requests of all rounds, and whether they agree."""
     own = [row for row in rows if (row["replicas"], row["policy"]) == (replicas, policy)]
     middle: dict[str, Any] = {name: mean(row[name] for row in own) for name in ("real_hit_share", "hit_share")}
-    middle |= {name: median(row[name] for row in own) for name in ("real_ttft_p50", "ttft_p50")}
+    for name, times in (("real_ttft_p50", "real_times"), ("ttft_p50", "times")):
+        middle[name] = median(time for row in own for time in row[times])
     share = abs(middle["hit_share"] - middle["real_hit_share"])
     ratio = middle["ttft_p50"] / middle["real_ttft_p50"]
     return {
-        "validation": True,
         "replicas": replicas,
         "policy": policy,
         **middle,
@@ -219,19 +281,17 @@ def simulate(
     plans: Sequence[Script],
     answers: Sequence[Sequence[Answered]],
     costs: ServerCosts,
+    options: FleetOptions,
     *,
-    replicas: int,
     policy: str,
     own: int,
-) -> dict[str, float]:
+) -> FleetResult:
     """The simulation of a real run."""
     found = [
         conversation(f"c{number}", plan, got, own)
         for number, (plan, got) in enumerate(zip(plans, answers, strict=True))
     ]
-    options = FleetOptions(replicas=replicas, slots=SLOTS, cells=CELLS)
-    result = Fleet(options, costs, POLICIES[policy], found).run()
-    return {"hit_share": result.hit_share, "ttft_p50": result.first_token(0.5)}
+    return Fleet(options, costs, POLICIES[policy], found).run()
 
 
 def conversation(name: str, plan: Script, answers: Sequence[Answered], own: int) -> Conversation:

@@ -12,6 +12,8 @@ Rows by benchmark:
     speculation  drafter, batch, plain (tokens/s without drafts), ratios by mode, best, auto_to_best
     quality      model, outliers, weights, server, perplexity (times float32's), divergence (nats)
     gguf         model, weights, cell, figure, cellar, other, ratio (above 1: Cellar is better) or limit or neither
+    routers      name, requests, errors, cached_share, equal_texts, unary_p50_ms, first_chunk_p50_ms, tokens_per_second
+    ray_faults   step, replicas, streams by their ends, seconds; or requests, errors, cached_share
     memory       model, weights, slots, context, weights_bytes, cache_bytes, idle_bytes, peak_bytes
 """
 
@@ -40,6 +42,12 @@ KEYS = {
     "memory": ("model", "weights", "slots", "context"),
     "gguf": ("model", "weights", "cell", "figure"),
     "fleet": ("replicas", "policy", "load"),
+}
+# The same, of results on docs/scale.md.
+SCALE_KEYS = {
+    "routers": ("name",),
+    "ray_faults": ("step", "replicas"),
+    "fleet_validation": ("replicas", "policy"),
 }
 # Names of models on the page, by size.
 MODELS = ("SmolLM2-135M", "Gemma 3 270M", "Qwen3-0.6B", "Llama-3.2-1B")

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.gguf import READ
 from benchmarks.page import PAGE, page
-from benchmarks.result import KEYS, RESULTS, BenchmarkResult, command_line, documents, load, measured
+from benchmarks.result import KEYS, RESULTS, SCALE_KEYS, BenchmarkResult, command_line, documents, load, measured
 
 
 def result(date: str, *rows: dict[str, Any], benchmark: str = "peers") -> BenchmarkResult:
@@ -42,7 +42,11 @@ def test_committed_results_name_their_rows(path: Path) -> None:
     """Rows of benchmarks on the page have all identifying fields, and no key twice."""
     found = documents(path)
     keys = [
-        (document.benchmark, document.cpu, *(row[name] for name in KEYS.get(document.benchmark, ("name", "path"))))
+        (
+            document.benchmark,
+            document.cpu,
+            *(row[name] for name in (KEYS | SCALE_KEYS).get(document.benchmark, ("name", "path"))),
+        )
         for document in found
         for row in document.rows
     ]
