@@ -1,8 +1,9 @@
 """Requests lost by replicas on Ray Serve when one is killed, when all are replaced, and when their number changes.
 
-    python -m benchmarks.ray_faults [--steps conversations,overhead,kill,redeploy,scale] [--out FILE]
+    python -m benchmarks.ray_faults [--steps conversations,kill,redeploy,scale] [--json FILE] [--page]
 
-Needs the extra `ray`. Each replica has the bundled model and one thread. A stream ends "ok", with an "error event"
+Needs the extra `ray`. Each replica has the bundled model and one thread. Conversations are held over two and three
+replicas, the other steps begin with three, `scale` with one. A stream ends "ok", with an "error event"
 behind its first bytes, "cut" without one, or "refused" before its first byte: "cut" and "refused" are lost unnoticed.
 """
 
@@ -10,33 +11,26 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import signal
 import time
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
 from ray import serve
 
-from benchmarks.routers import (
-    LONG_TOKENS,
-    STREAM_TOKENS,
-    STREAMS,
-    Result,
-    all_conversations,
-    measure,
-    read_stream,
-)
+from benchmarks.result import add_json_option, measured
+from benchmarks.routers import LONG_TOKENS, STREAM_TOKENS, STREAMS, Result, all_conversations, read_stream
+from benchmarks.scale_page import add_page_option, load_note, write_page
 from server.configuration.settings import Settings
 from server.replicas import cluster
 
 PORT = 18850
 URL = f"http://127.0.0.1:{PORT}"
-SETTINGS = Settings(port=PORT, threads=1, context=2048, slots=8, store="memory", grace_seconds=30)
+SETTINGS = Settings(port=PORT, threads=1, context=2048, slots=8, store="none", grace_seconds=30)
+MOST = 3
 REPLICA_TITLE = "ray::ServeReplica:cellar"
 SCALE_SECONDS = 420
 KILL_AFTER_SECONDS = 3.0
@@ -88,54 +82,60 @@ async def under_load(client: httpx.AsyncClient, streams: int, work: Any) -> dict
     return dict(ends)
 
 
-async def kill(client: httpx.AsyncClient) -> dict[str, Any]:
+async def kill(client: httpx.AsyncClient) -> list[dict[str, Any]]:
     """End one of three replicas by SIGKILL once all streams have begun."""
-    began: Counter[str] = Counter()
+    await deploy(MOST)
     streams = [
         asyncio.create_task(read_stream(client, f"{number} kill {time.time_ns()}", LONG_TOKENS))
         for number in range(STREAMS)
     ]
     await asyncio.sleep(KILL_AFTER_SECONDS)
-    on_victim = await replica_load(client)
-    victim = replicas()[0]
-    victim.send_signal(signal.SIGKILL)
-    for end, _, _ in await asyncio.gather(*streams):
-        began[end] += 1
-    return {"streams": dict(began), "running requests of the replicas before": on_victim}
+    before = await running_requests(client)
+    replicas()[0].send_signal(signal.SIGKILL)
+    ends = Counter([end for end, _, _ in await asyncio.gather(*streams)])
+    killed = before.keys() - (await running_requests(client)).keys()
+    computed = sum(before[name] for name in killed)
+    return [{"step": "kill -9 of one", "replicas": MOST, "streams": dict(ends), "computed by the killed one": computed}]
 
 
-async def replica_load(client: httpx.AsyncClient) -> list[int]:
-    """Running requests of each replica, by its own metrics."""
+async def running_requests(client: httpx.AsyncClient) -> dict[str, int]:
+    """Running requests of the replicas, by their ids."""
     seen: dict[str, int] = {}
-    for _ in range(12):
-        answer = await client.get("/v1/engine")
+    for number in range(16):
+        answer = await client.get("/v1/engine", headers={"x-session-id": f"{number}"})
         if answer.status_code == 200:
             seen[answer.headers["x-cellar-replica"]] = answer.json()["counts"]["running"]
-    return list(seen.values())
+    return seen
 
 
-async def redeploy(client: httpx.AsyncClient) -> dict[str, Any]:
+async def redeploy(client: httpx.AsyncClient) -> list[dict[str, Any]]:
     """Replace all replicas one by one while clients stream."""
+    await deploy(MOST)
     before, began = {each.pid for each in replicas()}, time.perf_counter()
-    count = running()
-    ends = await under_load(client, 4, asyncio.to_thread(cluster.deploy, SETTINGS, (count, count), revision="2"))
-    kept = before & {each.pid for each in replicas()}
-    return {"streams": ends, "seconds": round(time.perf_counter() - began), "old replicas left": len(kept)}
+    ends = await under_load(client, 4, deploy(MOST, revision="2"))
+    left = len(before & {each.pid for each in replicas()})
+    seconds = round(time.perf_counter() - began)
+    return [{"step": "rolling redeploy", "replicas": MOST, "streams": ends, "seconds": seconds, "old replicas": left}]
 
 
-async def scale(client: httpx.AsyncClient) -> dict[str, Any]:
+async def scale(client: httpx.AsyncClient) -> list[dict[str, Any]]:
     """From one replica with two slots to three by 6 streams, and back to one by one stream."""
     small = replace(SETTINGS, slots=2)
-    await asyncio.to_thread(cluster.deploy, small, (1, 3), revision="2", downscale_seconds=5.0)
+    await asyncio.to_thread(cluster.deploy, small, (1, MOST), revision="3", downscale_seconds=5.0)
     await wait_for(1)
-    began = time.perf_counter()
-    up = await under_load(client, 6, wait_for(3))
-    top, middle = running(), time.perf_counter()
-    down = await under_load(client, 1, wait_for(1))
-    return {
-        "up": {"streams": up, "replicas": top, "seconds": round(middle - began)},
-        "down": {"streams": down, "replicas": running(), "seconds": round(time.perf_counter() - middle)},
-    }
+    rows = []
+    for step, streams, count in (("1 to 3", 6, MOST), ("3 to 1", 1, 1)):
+        began = time.perf_counter()
+        ends = await under_load(client, streams, wait_for(count))
+        seconds = round(time.perf_counter() - began)
+        rows.append({"step": f"scale {step}", "replicas": running(), "streams": ends, "seconds": seconds})
+    return rows
+
+
+async def deploy(count: int, *, revision: str = "1") -> None:
+    """A number of replicas, all of which serve."""
+    await asyncio.to_thread(cluster.deploy, SETTINGS, (count, count), revision=revision)
+    await wait_for(count)
 
 
 async def wait_for(count: int) -> None:
@@ -145,25 +145,27 @@ async def wait_for(count: int) -> None:
         await asyncio.sleep(1)
 
 
-async def conversations(client: httpx.AsyncClient) -> dict[str, Any]:
-    """Errors and cached share of conversations."""
-    result = Result("ray")
-    await all_conversations(client, result)
-    return {"requests": result.requests, "errors": result.errors, "cached_share": result.cached_share}
+async def conversations(client: httpx.AsyncClient) -> list[dict[str, Any]]:
+    """Errors and cached share of conversations over two and three replicas."""
+    rows = []
+    for count in (2, MOST):
+        await deploy(count)
+        result = Result("ray")
+        await all_conversations(client, result)
+        found = {"requests": result.requests, "errors": len(result.errors), "cached_share": result.cached_share}
+        rows.append({"step": "conversations", "replicas": count, **found})
+    return rows
 
 
-async def run(steps: list[str], direct: str | None) -> dict[str, Any]:
-    """The outcome of each step."""
-    outcome: dict[str, Any] = {}
-    client = httpx.AsyncClient(base_url=URL, timeout=300, trust_env=False)
-    for step in steps:
-        if step == "overhead":
-            base = {"direct": direct} if direct else {}
-            outcome[step] = [vars(each) for each in await measure({**base, "ray": URL}, {"texts", "overhead"}, None)]
-        else:
-            outcome[step] = await STEPS[step](client)
-        print(step, json.dumps(outcome[step]), flush=True)
-    return outcome
+async def run(steps: list[str]) -> list[dict[str, Any]]:
+    """The rows of each step."""
+    rows: list[dict[str, Any]] = []
+    async with httpx.AsyncClient(base_url=URL, timeout=300, trust_env=False) as client:
+        for step in steps:
+            for row in await STEPS[step](client):
+                rows.append(row)
+                print(row, flush=True)
+    return rows
 
 
 STEPS = {"conversations": conversations, "kill": kill, "redeploy": redeploy, "scale": scale}
@@ -172,19 +174,21 @@ STEPS = {"conversations": conversations, "kill": kill, "redeploy": redeploy, "sc
 def main() -> None:
     """Start the replicas, run the steps, and stop."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", default="conversations,overhead,kill,redeploy,scale", help="comma-separated")
-    parser.add_argument("--replicas", type=int, default=3, metavar="N", help="of all steps but scale")
-    parser.add_argument("--direct", metavar="URL", help="a server to compare the overhead with")
-    parser.add_argument("--out", type=Path, metavar="FILE")
+    parser.add_argument("--steps", default=",".join(STEPS), help="comma-separated")
+    add_json_option(parser)
+    add_page_option(parser)
     args = parser.parse_args()
-    cluster.start(SETTINGS, args.replicas + 1)
+    note = load_note()
+    cluster.start(SETTINGS, MOST + 1)
     try:
-        cluster.deploy(SETTINGS, (args.replicas, args.replicas), revision="1")
-        outcome = asyncio.run(run(args.steps.split(","), args.direct))
+        cluster.open_port(SETTINGS)
+        rows = asyncio.run(run(args.steps.split(",")))
     finally:
-        cluster.stop()
-    if args.out:
-        args.out.write_text(json.dumps(outcome, indent=1) + "\n")
+        cluster.stop(SETTINGS.grace_seconds)
+    if args.json:
+        measured("ray_faults", rows, note).write(args.json)
+    if args.page:
+        write_page()
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
 """Replicas behind routers: cached share of conversations, equal text, overhead, and requests lost when one ends.
 
+    python -m benchmarks.routers --programs FOLDER --json FILE --page    starts servers and routers, measures all
     python -m benchmarks.routers NAME=URL ...                 measures servers and routers, the first is the base
     python -m benchmarks.routers NAME=URL --kill PID          also ends a process with SIGKILL under 24 streams
 
-A replica is `cellar serve --threads 1`; docs/scale.md has the commands of the routers.
+FOLDER has the programs sglang-router and vllm-router; with the extra `ray` Ray Serve is measured, too. A replica is
+`cellar serve --threads 1`; docs/scale.md has the commands of the routers, and with --page the figures.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import os
 import random
 import signal
 import statistics
+import tempfile
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -22,12 +25,16 @@ from typing import Any
 
 import httpx
 
+from benchmarks.result import add_json_option, measured
+from benchmarks.router_stack import router_stack
+from benchmarks.scale_page import add_page_option, load_note, write_page
+
 CONVERSATIONS, TURNS, ANSWER_TOKENS = 16, 4, 24
 CONCURRENCY = 8
 STREAMS, STREAM_TOKENS = 24, 200
 # Of the streams of a kill: long enough that all are open when it happens.
 LONG_TOKENS = 1800
-SAMPLES = 30
+SAMPLES, ROUNDS = 60, 3
 SUBJECTS = ["cache", "prefix", "slot", "token", "router", "replica", "prompt", "model", "context", "batch", "step"]
 CHAT = "/v1/chat/completions"
 
@@ -46,6 +53,7 @@ class Result:
     unary_p50_ms: float = 0.0
     first_chunk_p50_ms: float = 0.0
     tokens_per_second: float = 0.0
+    rates: list[float] = field(default_factory=list)
     streams: dict[str, int] = field(default_factory=dict)
 
 
@@ -108,15 +116,19 @@ async def seeded_texts(client: httpx.AsyncClient, result: Result) -> list[str | 
 
 
 async def read_stream(client: httpx.AsyncClient, content: str, tokens: int) -> tuple[str, float, int]:
-    """The end of a stream ("ok", "error event", "cut" or "refused"), the seconds to its first chunk, and its chunks."""
+    """The end of a stream ("ok", "error event", "cut" or "refused"), the seconds to its first chunk, and its tokens.
+
+    Of a stream that is not "ok", the chunks count as tokens.
+    """
     body = {
         "model": MODEL,
         "stream": True,
+        "stream_options": {"include_usage": True},
         "max_tokens": tokens,
         "ignore_eos": True,
         "messages": [{"role": "user", "content": content}],
     }
-    began, first, chunks, end = time.perf_counter(), 0.0, 0, "cut"
+    began, first, chunks, end, usage = time.perf_counter(), 0.0, 0, "cut", None
     try:
         async with client.stream("POST", CHAT, json=body, headers={"x-session-id": content}) as answer:
             if answer.status_code != 200:
@@ -128,10 +140,13 @@ async def read_stream(client: httpx.AsyncClient, content: str, tokens: int) -> t
                     end = "ok"
                 elif line.startswith("data: "):
                     first = first or time.perf_counter() - began
-                    chunks += bool(json.loads(line[6:])["choices"])
+                    event = json.loads(line[6:])
+                    chunks += bool(event["choices"])
+                    usage = event.get("usage") or usage
     except httpx.HTTPError:
         pass
-    return end if chunks or end != "cut" else "refused", first, chunks
+    count = usage["completion_tokens"] if usage else chunks
+    return end if chunks or end != "cut" else "refused", first, count
 
 
 async def overhead(client: httpx.AsyncClient, result: Result) -> None:
@@ -147,7 +162,8 @@ async def throughput(client: httpx.AsyncClient, result: Result) -> None:
     """Tokens per second of 8 streams."""
     began = time.perf_counter()
     ends = await asyncio.gather(*(read_stream(client, f"{number} cellar", STREAM_TOKENS) for number in range(8)))
-    result.tokens_per_second = round(sum(chunks for _, _, chunks in ends) / (time.perf_counter() - began), 1)
+    result.rates.append(sum(tokens for _, _, tokens in ends) / (time.perf_counter() - began))
+    result.tokens_per_second = round(statistics.median(result.rates), 1)
     result.errors += [end for end, _, _ in ends if end != "ok"]
 
 
@@ -180,8 +196,10 @@ async def measure(targets: dict[str, str], parts: set[str], pid: int | None) -> 
         for _ in range(SAMPLES):
             for client, result in pairs:
                 await overhead(client, result)
-        for client, result in pairs:
-            await throughput(client, result)
+        for _ in range(ROUNDS):
+            for client, result in pairs:
+                await throughput(client, result)
+        for _, result in pairs:
             unary, first = SAMPLED[result.name]
             result.unary_p50_ms = round(1e3 * statistics.median(unary), 1)
             result.first_chunk_p50_ms = round(1e3 * statistics.median(first), 1)
@@ -193,21 +211,35 @@ async def measure(targets: dict[str, str], parts: set[str], pid: int | None) -> 
 def main() -> None:
     """Measure, print a table, and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("targets", nargs="+", metavar="NAME=URL")
+    parser.add_argument("targets", nargs="*", metavar="NAME=URL")
+    parser.add_argument("--programs", type=Path, metavar="FOLDER", help="of sglang-router and vllm-router")
     parser.add_argument("--parts", default="conversations,texts,overhead", help="comma-separated")
     parser.add_argument("--kill", type=int, metavar="PID", help="of a replica behind the first target")
     parser.add_argument("--kill-after", type=float, default=3.0, metavar="SECONDS")
     parser.add_argument("--model", default="cellar-tiny")
-    parser.add_argument("--out", type=Path, metavar="FILE")
+    add_json_option(parser)
+    add_page_option(parser)
     args = parser.parse_args()
     global MODEL, KILL_AFTER
     MODEL, KILL_AFTER = args.model, args.kill_after
-    targets = dict(each.split("=", 1) for each in args.targets)
-    results = asyncio.run(measure(targets, set(args.parts.split(",")), args.kill))
-    text = json.dumps([asdict(result) for result in results], indent=1)
-    print(text)
-    if args.out:
-        args.out.write_text(text + "\n")
+    note = load_note()
+    targets, parts = dict(each.split("=", 1) for each in args.targets), set(args.parts.split(","))
+    if targets:
+        results = asyncio.run(measure(targets, parts, args.kill))
+    else:
+        with tempfile.TemporaryDirectory() as logs, router_stack(args.programs or Path(), Path(logs)) as found:
+            results = asyncio.run(measure(found, parts, args.kill))
+    rows = [row(result) for result in results]
+    print(json.dumps(rows, indent=1))
+    if args.json:
+        measured("routers", rows, note).write(args.json)
+    if args.page:
+        write_page()
+
+
+def row(result: Result) -> dict[str, Any]:
+    """The figures of a row of docs/scale.md."""
+    return {name: value for name, value in asdict(result).items() if name not in ("rates", "streams") or value}
 
 
 MODEL, KILL_AFTER = "cellar-tiny", 3.0
