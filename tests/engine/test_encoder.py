@@ -23,6 +23,7 @@ from kvcache.spec import Span
 from tests.engine.encoders import KINDS, START, Alone, array, media, prompt, save_encoder_model
 from tests.engine.models import CONTEXT, core, load_model
 from tests.engine.play import GREEDY, Answer, Job, play, take
+from tests.selection import quick
 
 Models = Callable[[str], LoadedModel]
 References = Callable[[str], Alone]
@@ -95,7 +96,7 @@ def entry_budget(loaded: LoadedModel, entries: float, one: Media) -> int:
 
 
 @every_kind
-@pytest.mark.parametrize("chunk", [1, 5, 64])
+@pytest.mark.parametrize("chunk", quick((5,), (1, 5, 64)))
 def test_any_batch_equals_separate_runs(kind: str, chunk: int, models: Models, references: References) -> None:
     """With different, equal and no media in one batch, and fewer slots than requests."""
     requests = [mixed(kind, number) for number in range(10)]

@@ -12,17 +12,13 @@ from tests.engine.families import CHECKS, FAMILIES, Family, build, rotated, shif
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 # One of each mechanism in every run; the others are slow only by their number.
 ALWAYS = {
-    "gpt2",
-    "cohere2",
     "gpt_oss",
     "llama4_text",
     "deepseek_v2",
     "qwen3_next",
-    "falcon_mamba",
     "nemotron_h",
     "gemma4_text",
     "mpt",
-    "doge",
 }
 
 family = cache(build)

@@ -16,6 +16,7 @@ from engine.types.events import Finished
 from tests.engine.mixes import LONGEST, Mix, mix, prompts
 from tests.engine.models import END, Reference
 from tests.engine.play import Answer, Job, play
+from tests.selection import quick
 
 JUDGED = ("llama", "qwen3", "gemma", "phi3", "gpt_neox", "olmo2")
 ALSO = ("gemma2", "gemma3", "mistral", "cohere", "smollm3", "gpt2")
@@ -81,10 +82,10 @@ def run(models: Models, references: References, family: str, seeds: range, dtype
     return judged
 
 
-@pytest.mark.parametrize("family", JUDGED + ALSO)
+@pytest.mark.parametrize("family", quick((*JUDGED, "gemma3", "cohere"), JUDGED + ALSO))
 def test_any_mix_equals_generate(loaded: Models, reference: References, family: str) -> None:
     """In float64, to the last token."""
-    judged = run(loaded, reference, family, range(7), "float64")
+    judged = run(loaded, reference, family, range(5), "float64")
 
     assert 100 < judged
 
@@ -92,15 +93,15 @@ def test_any_mix_equals_generate(loaded: Models, reference: References, family: 
 @pytest.mark.parametrize("family", JUDGED)
 def test_any_mix_is_equal_in_float32(loaded: Models, reference: References, family: str) -> None:
     """Except for ties."""
-    judged = run(loaded, reference, family, range(1000, 1006), "float32")
+    judged = run(loaded, reference, family, range(1000, 1004), "float32")
 
-    assert 200 < judged
+    assert 100 < judged
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
 def test_preemption_does_not_change_the_text(loaded: Models, reference: References, family: str) -> None:
     """With too few cells for the slots."""
-    judged = run(loaded, reference, family, range(2000, 2008), "float64", scarce=True)
+    judged = run(loaded, reference, family, range(2000, 2005), "float64", scarce=True)
 
     assert 100 < judged
 

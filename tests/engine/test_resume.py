@@ -25,7 +25,9 @@ ALL = range(1, LENGTH)
 
 Conversations = Callable[[str], Conversation]
 
-every_kind = pytest.mark.parametrize("kind", KINDS)
+# One kind of each mechanism; the others differ in its number.
+COMMON = ("full", "window and full", "chunk and full", "latent", "hybrid", "shared cells of two widths", "encoder")
+every_kind = pytest.mark.parametrize("kind", quick(COMMON, KINDS))
 positions = pytest.mark.parametrize(
     "positions",
     [pytest.param(SOME, id="some"), pytest.param(ALL, id="all", marks=[pytest.mark.slow, pytest.mark.timeout(1800)])],
@@ -126,7 +128,7 @@ def test_resume_from_host_memory(conversations: Conversations, kind: str, positi
 
 
 # A reset is the same for all kinds.
-QUICK = {*((kind, False) for kind in KINDS), *((kind, True) for kind in [*KINDS][::4])}
+QUICK = {*((kind, False) for kind in COMMON), *((kind, True) for kind in COMMON[::3])}
 
 
 @pytest.mark.parametrize(("kind", "reset"), quick(QUICK, [(kind, reset) for kind in KINDS for reset in (False, True)]))

@@ -20,6 +20,7 @@ from engine.errors import InvalidRequest
 from engine.types.status import Stats
 from server.hosting import IDLE_CHECKS
 from server.lifecycle import Lifecycle, listen
+from tests.selection import quick
 from tests.server.fakes import FakeEngine, settings
 from tests.server.wire import CHAT, connected, exchange, get, post, read_all, read_until, status
 
@@ -63,7 +64,7 @@ def flag(tmp_path: Path) -> Path:
     return tmp_path / "flag"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", quick((signal.SIGTERM,), (signal.SIGTERM, signal.SIGINT)))
 def test_a_signal_drains_and_exits_with_0(flag: Path, number: signal.Signals) -> None:
     """/ready turns 503 first, new requests get 503 with Retry-After, running streams finish whole, exit code 0."""
     with process("talk", flag) as (server, port), connected(port) as first, connected(port) as second:

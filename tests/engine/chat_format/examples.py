@@ -7,9 +7,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
+import pytest
+
 from engine.chat_format.chat_format import ChatFormat
 from engine.chat_format.detection import Vocabulary, detect_chat_format
 from engine.chat_format.message import AnswerDelta, ReasoningDelta, TextDelta, Tool, ToolCallDelta, ToolCallStart
+from tests.selection import quick
 
 Arguments = Mapping[str, object]
 Calls = Sequence[tuple[str, Arguments]]
@@ -327,6 +330,13 @@ EXAMPLES = {
         "<|start|>assistant",
     ),
 }
+
+# A format of each kind of markers and arguments; the tests of the others are slow.
+COMMON = (
+    *("hermes tokens", "qwen xml", "glm", "dsml", "python tag", "mistral numbered", "phi list"),
+    *("functionary", "cohere", "deepseek 3", "kimi", "gemma", "harmony"),
+)
+every_format = pytest.mark.parametrize("name", quick(COMMON, EXAMPLES))
 
 
 def read(

@@ -15,8 +15,8 @@ from engine.chat_format.delta_buffer import ToolInputDecoder
 from engine.chat_format.message import AnswerDelta, Tool, ToolCallDelta, ToolCallStart, ToolChoice, custom_tool
 from engine.chat_format.quoted_grammar import quoted_grammar
 from engine.errors import InvalidRequest
-from tests.engine.chat_format.examples import EXAMPLES, calls_of, read
-from tests.engine.chat_format.test_grammar import chat_format, every_format, walk
+from tests.engine.chat_format.examples import EXAMPLES, calls_of, every_format, read
+from tests.engine.chat_format.test_grammar import chat_format, walk
 
 # Similar to the patch format of coding agents.
 LINES = r"""

@@ -28,7 +28,7 @@ from engine.chat_format.message import (
     ToolChoice,
 )
 from engine.errors import InvalidRequest
-from tests.engine.chat_format.examples import EXAMPLES, calls_of, read
+from tests.engine.chat_format.examples import EXAMPLES, calls_of, every_format, read
 
 BUNDLED = Path(__file__).parents[3] / "models" / "target"
 ORDINARY = 2048
@@ -61,8 +61,6 @@ SCHEMA = {
 EMPTY = {"type": "object", "properties": {}, "additionalProperties": False}
 TOOLS = [Tool("get_weather", "", json.dumps(SCHEMA), strict=True), Tool("ring-2", "", json.dumps(EMPTY), strict=True)]
 BODY = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
-
-every_format = pytest.mark.parametrize("name", EXAMPLES)
 
 
 @cache

@@ -11,9 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.chat_format.message import ReasoningDelta, TextDelta, ToolCallDelta, ToolCallStart
-from tests.engine.chat_format.examples import EXAMPLES, TOOLS, Arguments, FormatExample, calls_of, joined, read
-
-every_format = pytest.mark.parametrize("name", EXAMPLES)
+from tests.engine.chat_format.examples import (
+    EXAMPLES,
+    TOOLS,
+    Arguments,
+    FormatExample,
+    calls_of,
+    every_format,
+    joined,
+    read,
+)
 
 WORDS = st.text('ab \n"\\é😀{}[]:,<|', max_size=8).filter(lambda text: '<|"|>' not in text)
 NUMBERS = st.integers(-99, 99) | st.sampled_from([0.5, -1e300])

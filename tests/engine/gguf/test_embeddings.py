@@ -18,6 +18,7 @@ from engine.quantize.embedding import QuantizedEmbedding
 from engine.quantize.quantize import bytes_of
 from tests.engine.gguf.files import TYPES, empty_cache, feed, load_file, prompt, write_types, write_wide
 from tests.libraries import built
+from tests.selection import quick
 
 KINDS = [kind for kind in TYPES if kind not in PLAIN_TYPES]
 
@@ -34,15 +35,20 @@ def float_embeddings(monkeypatch: pytest.MonkeyPatch, file: Path) -> LoadedModel
         return load_file(file)
 
 
-# Rounding follows the dequantisation, whatever the kind: all kinds with it are slow.
+# One kind of each structure of scales.
+COMMON = (Type.Q8_0, Type.Q4_1, Type.Q5_0, Type.Q4_K, Type.Q6_K, Type.IQ4_XS, Type.MXFP4)
+# Rounding follows the dequantisation, whatever the kind: one kind with it is enough.
+QUICK = [(Type.Q4_K, "gemma3", False), (Type.Q4_K, "llama", True), *((kind, "llama", False) for kind in COMMON)]
 CASES = [
-    pytest.param(kind, name, rounds, marks=[pytest.mark.slow] if rounds and kind != Type.Q4_K else [])
+    (kind, name, rounds)
     for kind, name in ((Type.Q4_K, "gemma3"), *((kind, "llama") for kind in KINDS))
     for rounds in (False, True)
 ]
 
 
-@pytest.mark.parametrize(("kind", "name", "rounds"), CASES, ids=lambda value: getattr(value, "name", str(value)))
+@pytest.mark.parametrize(
+    ("kind", "name", "rounds"), quick(QUICK, CASES), ids=lambda value: getattr(value, "name", str(value))
+)
 def test_native_rows_equal_the_dequantised_table(
     kind: Type, name: str, rounds: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,7 @@ from server import cli
 from server.commands.option_sources import SECTIONS
 from server.configuration.options import Option, options, union_members
 from server.configuration.settings import Settings
+from tests.selection import quick
 
 ROOT = Path(__file__).parents[3]
 IN_FILE = [option for option in options() if option.field != "config"]
@@ -126,7 +127,7 @@ def check_meanings(run: Run, some: Sequence[Option]) -> None:
         assert read[0] != option.default, option.flag
 
 
-@pytest.mark.parametrize("option", IN_FILE, ids=lambda option: option.flag)
+@pytest.mark.parametrize("option", quick(IN_FILE[::6], IN_FILE), ids=lambda option: option.flag)
 def test_a_misspelt_option_is_refused_in_all_places(
     run: Run, option: Option, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -255,9 +256,12 @@ def test_every_option_has_a_type_that_the_file_can_have() -> None:
     assert {part for part in parts if part not in plain and not get_args(part)} == set()
 
 
+IN_SECTIONS = [(command, option) for command, kind in SECTIONS.items() for option in options(kind)]
+
+
 @pytest.mark.parametrize(
     ("command", "option"),
-    [(command, option) for command, kind in SECTIONS.items() for option in options(kind)],
+    quick([(command, options(kind)[-1]) for command, kind in SECTIONS.items()], IN_SECTIONS),
     ids=lambda value: getattr(value, "flag", value),
 )
 def test_a_misspelt_option_of_a_section_is_refused(

@@ -91,9 +91,12 @@ def test_errors_are_on_stderr(
     assert 1 == messages.count("\n")
 
 
-def test_a_closed_pipe_ends_the_answer(url: str, home: Home) -> None:
-    """As of `| head -c 5`: the exit code of other programs, and no traceback."""
-    command = [*COMMAND, "cellar-tiny", QUESTION, "--url", url, "--temperature", "0"]
+def test_a_closed_pipe_ends_the_answer(url: str, home: Home, tmp_path: Path) -> None:
+    """As of `| head -c 1`: the exit code of other programs, and no traceback."""
+    # An answer that is not over when the pipe is closed.
+    long_answer = {"type": "array", "items": {"const": "a"}, "minItems": 150, "maxItems": 150}
+    (tmp_path / "schema").write_text(json.dumps(long_answer))
+    command = [*COMMAND, "cellar-tiny", QUESTION, "--url", url, "--json-schema", str(tmp_path / "schema")]
     with subprocess.Popen(
         command,
         cwd=ROOT,
@@ -104,7 +107,7 @@ def test_a_closed_pipe_ends_the_answer(url: str, home: Home) -> None:
     ) as process:
         assert process.stdout is not None
         assert process.stderr is not None
-        assert b"A" == process.stdout.read(1)
+        assert b"[" == process.stdout.read(1)
         process.stdout.close()
         assert b"" == process.stderr.read()
     assert 141 == process.returncode
