@@ -37,6 +37,7 @@ _WORDS: dict[str, Any] = {
 _UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgt", start=1):
     _UNITS |= dict.fromkeys((_letter, f"{_letter}i", f"{_letter}ib"), 1024**_power) | {f"{_letter}b": 1000**_power}
+_DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]*|%)", re.IGNORECASE)
 
 
@@ -69,18 +70,20 @@ class EngineConfig:
     quantize           of linear layers and experts at load, on a CPU; "auto": int8 or int4 where that is faster
     calibration        text file for the choice of formats and codes of int4 weights; None: a built-in text
     context            tokens of a sequence; None: the limit of the model and of the memory
-    slots              concurrent sequences; None: up to 8, within the memory
+    slots              concurrent sequences; None: up to 8, on a GPU up to 64, within the memory
     cells              tokens in the shared KV cache; None: slots x context, so that no sequence waits for cells
     checkpoint         prompt tokens between the checkpoints of recurrent states, each of which takes megabytes
     overflow           at a full context: finish with "length", or shift the context
     max_waiting        requests that wait for a slot; further ones are refused, unless their owner has less than an
                        even share
-    chunk              prompt tokens of a step at most, beside the tokens of decoding sequences
+    chunk              prompt tokens of a step at most, beside the tokens of decoding sequences; the default of a GPU is
+                       2048
     itl_target_ms      limit of the inter-token latency while prompts are computed, in milliseconds; 0: prompts first;
                        None: 60, or three times the duration of a step without prompts if that is more
-    device             of torch
-    memory             limit of the process's memory: a size such as 8GiB, or a share of the machine such as 40%; None:
-                       all free memory
+    device             cpu, a GPU of CUDA such as cuda or cuda:1, or auto: the first GPU if there is one and `quantize`
+                       allows it, else cpu
+    memory             limit of the process's memory on the device: a size such as 8GiB, or a share of the machine or
+                       the GPU such as 40%; None: all free memory
     threads            of torch, of all ranks together; None: all cores, or one for a small model
     tensor_parallel    processes (ranks) that divide the heads and the matrices of the model; 1: it is not divided
     drafter            for speculative decoding; "auto": each that is available
@@ -142,8 +145,7 @@ class EngineConfig:
             if value is not None and not 0 <= value < math.inf:
                 raise ConfigError(name, f"must be 0 or more, not {value}")
         self._check_memory()
-        if self.quantize in ("int8", "int4") and self.device != "cpu":
-            raise ConfigError("quantize", f"{self.quantize} is for the device cpu, not {self.device}")
+        self._check_device()
         self._check_calibration()
         self._check_drafts()
         if self.tensor_parallel > 1:
@@ -153,6 +155,14 @@ class EngineConfig:
     def itl_target_seconds(self) -> float | None:
         """`itl_target_ms` in seconds."""
         return None if self.itl_target_ms is None else self.itl_target_ms / 1000
+
+    def _check_device(self) -> None:
+        if not _DEVICE.fullmatch(self.device):
+            raise ConfigError("device", f"must be auto, cpu, cuda or one GPU such as cuda:1, not {self.device}")
+        for setting in ("quantize", "draft_quantize"):
+            value = getattr(self, setting)
+            if value in ("int8", "int4") and self.device not in ("auto", "cpu"):
+                raise ConfigError(setting, f"{value} is for the device cpu, not {self.device}")
 
     def _check_memory(self) -> None:
         if self.memory is None:
@@ -190,7 +200,7 @@ class EngineConfig:
             "disk_cache": self.disk_cache is not None,
             "host_cache_bytes": self.host_cache_bytes > 0,
             "drafter": self.drafter == "mtp",
-            "device": self.device not in ("cpu", "cuda"),
+            "device": self.device not in ("auto", "cpu", "cuda"),
         }
         for setting, is_set in refused.items():
             if is_set:

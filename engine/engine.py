@@ -24,6 +24,7 @@ from engine.embedder.scheduler import EmbeddingScheduler
 from engine.embedder.tokenizer import EmbeddingTokenizer
 from engine.errors import Draining, EngineDead, EngineError, InvalidRequest, Loading, ModelError, Overloaded
 from engine.grammar.compiler import GrammarCompiler
+from engine.load.device import resolve_device
 from engine.load.load import LoadedModel
 from engine.loop import Cancel, Command, Embed, EngineLoop, Inspect, Stop, Submit, Watchdog
 from engine.output.stop_regex import check_stop_regex
@@ -337,7 +338,7 @@ class Engine:
 
     def _load_and_run(self, processes: ExitStack) -> None:
         """Load the models, and run the loop until a Stop; `processes` are the other ranks."""
-        config = self._config
+        config = self._config = resolve_device(self._config)
         with progress_to(self._set_progress):
             embedder = load_embedder(config, self._set_phase)
             reserved = 0 if embedder is None else embedder.info.workspace_bytes

@@ -3,6 +3,7 @@
 EngineError
 ├── ModelError               the model cannot be served
 │   ├── ModelMissing         no such folder, or the hub does not have it or is out of reach
+│   ├── DeviceUnavailable    the device of the settings is not there
 │   ├── ModelUnsupported     the model loads, but its outputs are wrong
 │   ├── ModelInconvertible   the model cannot be converted to another format
 │   ├── PlanTooLarge         weights and cache exceed the memory
@@ -38,6 +39,14 @@ class ModelMissing(ModelError):
     def __init__(self, model: str, reason: str) -> None:
         super().__init__(f"cannot find the model {model!r}: {reason}")
         self.model, self.reason = model, reason
+
+
+class DeviceUnavailable(ModelError):
+    """The device of the settings is not there, or torch cannot use it."""
+
+    def __init__(self, device: str, reason: str) -> None:
+        super().__init__(f"--device {device}: {reason}")
+        self.device, self.reason = device, reason
 
 
 class ModelUnsupported(ModelError):

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from engine.load.device import CUDA_TORCH_REMEDY
 from engine.load.machine import Kernel, Machine
 
 # The command that installs a C++ compiler, by the id of a distribution.
@@ -141,8 +142,11 @@ def _cache(machine: Machine) -> Finding:
 
 
 def _gpus(machine: Machine) -> Iterator[Finding]:
-    if machine.gpus:
-        yield Finding("gpu", "note", f"{', '.join(machine.gpus)}: not used yet, models run on the processor")
+    if machine.torch_gpus:
+        yield Finding("gpu", "ok", f"{'; '.join(machine.torch_gpus)}; used with --device cuda")
+    elif machine.gpus:
+        reason = f"{', '.join(machine.gpus)}: torch cannot use it, models run on the processor"
+        yield Finding("gpu", "note", reason, CUDA_TORCH_REMEDY)
 
 
 def _hub(machine: Machine) -> Finding:

@@ -47,9 +47,10 @@ from engine.load.checkpoint import (
     weight_files,
 )
 from engine.load.construction import construct
+from engine.load.device import has_bfloat16, use_device
 from engine.load.gguf_model import gguf_config, gguf_model
 from engine.load.layers import LayersToQuantize, quantize_layers
-from engine.load.memory import ModelSizes, available_bytes, max_fitting_context, plan_memory
+from engine.load.memory import max_fitting_context, model_sizes, plan_memory, rank_bytes
 from engine.load.resources import release_freed_memory
 from engine.load.tokenizer_cache import read_tokenizer
 from engine.load.weight_bars import reported_weights
@@ -123,7 +124,13 @@ def load(config: EngineConfig, on_phase: Callable[[str], None], *, reserved_byte
     ModelError.
     """
     with recording() as margins, reported_weights():
-        loaded = _load(config, on_phase, reserved_bytes)
+        try:
+            loaded = _load(config, on_phase, reserved_bytes)
+        except torch.OutOfMemoryError as error:
+            raise ModelUnsupported(
+                config.model or BUNDLED_NAME,
+                f"its weights and the check of its logits exceed the memory of {config.device} ({error_line(error)})",
+            ) from error
     release_freed_memory()
     return replace(loaded, margins=log_margins(margins))
 
@@ -131,7 +138,8 @@ def load(config: EngineConfig, on_phase: Callable[[str], None], *, reserved_byte
 def _load(config: EngineConfig, on_phase: Callable[[str], None], reserved_bytes: int) -> LoadedModel:
     on_phase("resolve")
     folder, name = resolve(config.model), config.model or BUNDLED_NAME
-    available = max(available_bytes(config) - reserved_bytes, 0) // config.tensor_parallel
+    use_device(config.device)
+    available = rank_bytes(config, reserved_bytes)
     torch.set_num_threads(max((config.threads or default_threads(folder)) // config.tensor_parallel, 1))
     checkpoint, model_config = _read_config(name, folder, config)
     dtype = choose_dtype(config, model_config, small=is_small(folder))
@@ -158,7 +166,15 @@ def _load(config: EngineConfig, on_phase: Callable[[str], None], reserved_bytes:
     quantised = quantize_layers(config, layers, available, reading)
     selection, invariant = checks.select(quantised.format, context=config.context or max_context(text_config))
     compute_dtype = torch.float32 if selection.reason is None else dtype
-    sizes = model_sizes(text_config, bytes_of(model), selection.runner.layers, compute_dtype, kv_dtype)
+    sizes = model_sizes(
+        config,
+        text_config,
+        tuple(layer.spec for layer in selection.runner.layers),
+        weights_bytes=bytes_of(model),
+        dtype=compute_dtype,
+        kv_dtype=kv_dtype,
+        longest=max_context(text_config),
+    )
     reserved = sizes.weights_bytes + (0 if encoder is None else encoder.budget_bytes)
     memory, context, slots = plan_memory(config, sizes, available - reserved)
     largest_context = max(context, max_fitting_context(config, sizes, available - reserved))
@@ -216,7 +232,7 @@ def _dtype_name(compute_dtype: torch.dtype, weights: str) -> str:
 def choose_dtype(settings: EngineConfig, config: Any, *, small: bool) -> torch.dtype:
     """The dtype of weights and activations; `small`: see checkpoint.is_small.
 
-    "auto" is bfloat16 for checkpoints in bfloat16 if the processor multiplies it (measured 1.3-3 times faster than
+    "auto" is bfloat16 for checkpoints in bfloat16 if the device multiplies it (measured 1.3-3 times faster than
     float32 on AVX512-BF16, slower without), and float32 otherwise: also for small models, where exactness is cheap. The
     native step computes in float32 with weights and cells of this dtype.
     """
@@ -224,8 +240,13 @@ def choose_dtype(settings: EngineConfig, config: Any, *, small: bool) -> torch.d
         chosen: torch.dtype = getattr(torch, settings.dtype)
         return chosen
     stored = getattr(config.get_text_config(), "dtype", None)
-    native = settings.device != "cpu" or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return torch.bfloat16 if stored == torch.bfloat16 and native and not small else torch.float32
+    if stored != torch.bfloat16 or small:
+        return torch.float32
+    if has_bfloat16(settings.device):
+        return torch.bfloat16
+    if settings.device != "cpu":
+        log.warning("%s emulates bfloat16: float32 is used; --dtype float16 is faster", settings.device)
+    return torch.float32
 
 
 def _read_config(name: str, folder: Path, settings: EngineConfig) -> tuple[Checkpoint, Any]:
@@ -339,7 +360,7 @@ def _dequantize(name: str, folder: Path, config: Any, dtype: torch.dtype) -> Non
     stored["dequantize"] = True
     size = sum(file.stat().st_size for file in weight_files(folder)) * torch.finfo(dtype).bits / bits
     log.warning(
-        "%s has weights in %s: they are read as %s, which takes about %.1f GiB until --quantize makes them smaller",
+        "%s has weights in %s: they are read as %s, which takes about %.1f GiB; on a CPU --quantize makes them smaller",
         name,
         kind,
         str(dtype).removeprefix("torch."),
@@ -420,26 +441,6 @@ def max_context(text: Any) -> int:
     names = ("max_position_embeddings", "max_target_positions")
     # A number below 1 means no limit.
     return int(next((length for name in names if (length := getattr(text, name, None) or 0) > 0), _DEFAULT_CONTEXT))
-
-
-def model_sizes(
-    text: Any, weights_bytes: int, layers: tuple[CachedLayer, ...], dtype: torch.dtype, kv_dtype: torch.dtype
-) -> ModelSizes:
-    """The sizes of a model with the text configuration `text`.
-
-    dtype  of the computation
-    """
-    element = torch.finfo(dtype).bits // 8
-    # Activations of one layer at a time, about 16 widths with the MLP's, and logits.
-    row = 16 * int(text.hidden_size) * element + 8 * int(text.vocab_size)
-    specs = tuple(plan.spec for plan in layers)
-    return ModelSizes(
-        weights_bytes=weights_bytes,
-        layers=specs,
-        kv_dtype=kv_dtype,
-        activation_bytes=row,
-        max_context=max_context(text),
-    )
 
 
 def _end_tokens(model: Any, tokenizer: Tokenizer) -> frozenset[int]:

@@ -20,6 +20,7 @@ from packaging.requirements import Requirement
 
 from engine.kernels.cache_folder import cache_folder
 from engine.kernels.cpu import build
+from engine.load.device import describe_gpus
 from engine.load.memory import available_bytes
 from engine.load.resources import FILESYSTEM_ROOT, processor_count
 
@@ -47,6 +48,7 @@ class Machine:
     kernels       by name
     compiler      path; None: none is on the PATH
     processors    that this process may use, of `all_processors`
+    gpus          with a driver; `torch_gpus`: those that torch can use
     cache_error   why the cache folder cannot be written; None: it can
     conflicts     installed packages outside the limits of this installation, each as a sentence
     hub_error     why the hub is unreachable; None: it is reachable
@@ -66,6 +68,7 @@ class Machine:
     cache_free_bytes: int
     cache_error: str | None
     gpus: tuple[str, ...]
+    torch_gpus: tuple[str, ...]
     versions: Mapping[str, str]
     conflicts: tuple[str, ...]
     hub: str
@@ -91,6 +94,7 @@ def examine() -> Machine:
         cache_free_bytes=free,
         cache_error=error,
         gpus=find_gpus(),
+        torch_gpus=describe_gpus(),
         versions={name: importlib.metadata.version(name) for name in ("torch", "transformers")},
         conflicts=find_conflicts(),
         hub=hub,

@@ -5,24 +5,29 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import psutil
 import torch
 
 from engine.config import EngineConfig, parse_memory
 from engine.errors import PlanTooLarge
+from engine.load.device import device_memory
 from engine.load.resources import free_memory_bytes, memory_limit_bytes
 from engine.types.status import MemoryPlan
 from kvcache.spec import LayerSpec, group_layers
 
 # Default tokens of the cache for each slot: fewer slots are planned rather than less context for a chat.
 _MIN_TOKENS_PER_SLOT = 8192
-# Most slots by default.
-_MAX_DEFAULT_SLOTS = 8
+# Most slots by default, on a CPU and on a GPU.
+_MAX_DEFAULT_SLOTS, _MAX_DEFAULT_GPU_SLOTS = 8, 64
 # Default contexts are multiples of this number of tokens.
 _CONTEXT_MULTIPLE = 1024
-# Share of the available memory for a cache of default size: the machine has other uses, and sizes are estimates.
-_CACHE_SHARE = 0.6
+# Share of the available memory for a cache of default size: the machine has other uses, and sizes are estimates. On a
+# GPU it is the share of the memory without the activations.
+_CACHE_SHARE, _GPU_CACHE_SHARE = 0.6, 0.9
+# Temporary memory of a logit: on a CPU of each token of a step, on other devices of each sequence, with sorted copies.
+_LOGIT_BYTES, _DEVICE_LOGIT_BYTES = 8, 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +36,7 @@ class ModelSizes:
 
     layers            specs of the attention layers, with cells of the dtype `kv_dtype`
     activation_bytes  temporary memory of one token of a step
+    sampling_bytes    temporary memory of the logits of one sequence, if `activation_bytes` does not contain them
     """
 
     weights_bytes: int
@@ -38,10 +44,16 @@ class ModelSizes:
     kv_dtype: torch.dtype
     activation_bytes: int
     max_context: int
+    sampling_bytes: int = 0
 
 
 def available_bytes(config: EngineConfig | None = None) -> int:
-    """Memory that this process may still allocate, within the limits of its container and of `config`."""
+    """Memory that this process may still allocate, within the limits of its container and of `config`.
+
+    It is that of the device of `config`, which resolve_device has resolved; None: of the CPU.
+    """
+    if config is not None and config.device != "cpu":
+        return _available_device_bytes(config)
     available, left = int(psutil.virtual_memory().available), free_memory_bytes()
     limits: list[int] = [available, *(() if left is None else (left,))]
     if config is not None and config.memory is not None:
@@ -50,11 +62,54 @@ def available_bytes(config: EngineConfig | None = None) -> int:
     return min(limits)
 
 
+def _available_device_bytes(config: EngineConfig) -> int:
+    memory = device_memory(config.device)
+    if config.memory is None:
+        return memory.free_bytes
+    limit = parse_memory(config.memory)(memory.total_bytes)
+    return min(memory.free_bytes, max(0, limit - memory.allocated_bytes))
+
+
 def _limit_bytes(memory: str) -> int:
     """The memory limit of the settings; a share is one of the container's limit or of the machine."""
     total, limit = int(psutil.virtual_memory().total), memory_limit_bytes()
     # A group without a limit of its own may report one beyond the machine.
     return parse_memory(memory)(total if limit is None else min(total, limit))
+
+
+def rank_bytes(config: EngineConfig, reserved_bytes: int) -> int:
+    """`available_bytes` of one rank, without those reserved: ranks share the memory of a CPU, and have a GPU each."""
+    available = max(available_bytes(config) - reserved_bytes, 0)
+    return available // config.tensor_parallel if config.device == "cpu" else available
+
+
+def model_sizes(
+    config: EngineConfig,
+    text: Any,
+    layers: tuple[LayerSpec, ...],
+    *,
+    weights_bytes: int,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    longest: int,
+) -> ModelSizes:
+    """The sizes of a model with the text configuration `text`.
+
+    dtype    of the computation
+    longest  context that it was trained for
+    """
+    element = torch.finfo(dtype).bits // 8
+    # Activations of one layer at a time, about 16 widths with the MLP's.
+    activations, vocabulary = 16 * int(text.hidden_size) * element, int(text.vocab_size)
+    on_cpu = config.device == "cpu"
+    return ModelSizes(
+        weights_bytes=weights_bytes,
+        layers=layers,
+        kv_dtype=kv_dtype,
+        activation_bytes=activations + _LOGIT_BYTES * vocabulary if on_cpu else activations,
+        max_context=longest,
+        sampling_bytes=0 if on_cpu else _DEVICE_LOGIT_BYTES * vocabulary,
+    )
 
 
 def max_batch_tokens(config: EngineConfig, slots: int) -> int:
@@ -69,8 +124,8 @@ def plan_memory(config: EngineConfig, sizes: ModelSizes, available: int) -> tupl
     weights. All slots share the cells, so one sequence may have the whole trained context if the cells suffice. The
     number of slots is reduced for contexts of 8192 tokens, down to two slots, and to one slot for contexts of 1024.
     """
-    share = int(available * _CACHE_SHARE)
     for slots in _slot_counts(config):
+        share = _default_cache_bytes(config, sizes, available, slots)
         context = config.context or _default_context(config, sizes, share, slots)
         plan = memory_plan(config, sizes, available, context, slots)
         enough = config.context or min(sizes.max_context, _MIN_TOKENS_PER_SLOT if slots > 2 else _CONTEXT_MULTIPLE)
@@ -78,8 +133,14 @@ def plan_memory(config: EngineConfig, sizes: ModelSizes, available: int) -> tupl
             break
     needed = plan.weights_bytes + plan.cache_bytes + plan.workspace_bytes
     if needed > plan.available_bytes:
-        raise PlanTooLarge(needed, plan.available_bytes, _advice(plan, context, slots))
+        raise PlanTooLarge(needed, plan.available_bytes, _advice(config, plan, context, slots))
     return plan, context, slots
+
+
+def _default_cache_bytes(config: EngineConfig, sizes: ModelSizes, available: int, slots: int) -> int:
+    if config.device == "cpu":
+        return int(available * _CACHE_SHARE)
+    return max(int((available - _workspace_bytes(config, sizes, slots)) * _GPU_CACHE_SHARE), 0)
 
 
 def fitting_context(config: EngineConfig, sizes: ModelSizes, cache_bytes: int, slots: int) -> int:
@@ -94,7 +155,7 @@ def fitting_context(config: EngineConfig, sizes: ModelSizes, cache_bytes: int, s
 def max_fitting_context(config: EngineConfig, sizes: ModelSizes, available: int) -> int:
     """The longest context that fits if one sequence at a time may have the whole cache."""
     alone = replace(config, context=None, cells=None)
-    return fitting_context(alone, sizes, available - sizes.activation_bytes * max_batch_tokens(alone, 1), slots=1)
+    return fitting_context(alone, sizes, available - _workspace_bytes(alone, sizes, slots=1), slots=1)
 
 
 def _default_context(config: EngineConfig, sizes: ModelSizes, share: int, slots: int) -> int:
@@ -109,7 +170,7 @@ def _default_context(config: EngineConfig, sizes: ModelSizes, share: int, slots:
 
 def _slot_counts(config: EngineConfig) -> Iterator[int]:
     """Numbers of slots to try, in descending order."""
-    slots = config.slots or _MAX_DEFAULT_SLOTS
+    slots = config.slots or (_MAX_DEFAULT_SLOTS if config.device == "cpu" else _MAX_DEFAULT_GPU_SLOTS)
     yield slots
     while not config.slots and slots > 1:
         slots //= 2
@@ -131,9 +192,14 @@ def memory_plan(config: EngineConfig, sizes: ModelSizes, available: int, context
         cell_bytes=cell,
         window_bytes=sum(pools),
         cache_bytes=cells * cell + sum(pools),
-        workspace_bytes=sizes.activation_bytes * rows,
+        workspace_bytes=_workspace_bytes(config, sizes, slots),
         available_bytes=available + sizes.weights_bytes,
     )
+
+
+def _workspace_bytes(config: EngineConfig, sizes: ModelSizes, slots: int) -> int:
+    """Temporary memory of a step."""
+    return sizes.activation_bytes * max_batch_tokens(config, slots) + sizes.sampling_bytes * slots
 
 
 def _default_cells(config: EngineConfig, context: int, slots: int) -> int:
@@ -141,14 +207,15 @@ def _default_cells(config: EngineConfig, context: int, slots: int) -> int:
     return context * slots if config.context else max(context, min(context, _MIN_TOKENS_PER_SLOT) * slots)
 
 
-def _advice(plan: MemoryPlan, context: int, slots: int) -> str:
+def _advice(config: EngineConfig, plan: MemoryPlan, context: int, slots: int) -> str:
     """The settings to lower, and the largest users of memory."""
     weights, tokens, windows, work = (
         f"{part / 2**30:.1f} GiB"
         for part in (plan.weights_bytes, plan.cells * plan.cell_bytes, plan.window_bytes, plan.workspace_bytes)
     )
+    smaller = "--quantize" if config.device == "cpu" else "--device cpu with --quantize"
     return (
-        f"lower --context ({context}) or --slots ({slots}), or choose a smaller --dtype or --kv-dtype, or --quantize; "
+        f"lower --context ({context}) or --slots ({slots}), or choose a smaller --dtype or --kv-dtype, or {smaller}; "
         f"the plan has {weights} of weights, {tokens} for {plan.cells} tokens, {windows} for windows of {slots} slots "
         f"and {work} of activations"
     )

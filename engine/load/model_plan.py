@@ -34,11 +34,10 @@ from engine.load.load import (
     keeps_formats,
     max_context,
     model_class,
-    model_sizes,
     read_headers,
     read_model_tokenizer,
 )
-from engine.load.memory import ModelSizes, available_bytes, memory_plan, plan_memory
+from engine.load.memory import ModelSizes, available_bytes, memory_plan, model_sizes, plan_memory
 from engine.model import hooks
 from engine.model.layers import cached_layers_without_rotation, calibrate
 from engine.quantize.formats import MAX_AVERAGE_BITS
@@ -88,7 +87,7 @@ class ModelPlan:
     weights          format of the weights
     state_bytes      of the recurrent layers' state behind one token
     states_bytes     of all full slots, with the checkpoints in the prefix tree
-    process_bytes    of Python, its libraries and the tokenizer: measured in this process
+    process_bytes    of Python, its libraries and the tokenizer: measured in this process; 0 on a GPU
     memory           of the settings; None: they do not fit, for the `reason`
     context, slots   of the settings, or chosen as by `cellar serve`
     """
@@ -145,10 +144,19 @@ def plan_model(config: EngineConfig, folder: Path, *, process_bytes: int | None 
     parameters = sum(parameter.numel() for parameter in skeleton.model.parameters())
     label, weights_bytes = _weights(config, checkpoint, model_config, skeleton, dtype, available)
     kv_dtype: torch.dtype = dtype if config.kv_dtype == "auto" else getattr(torch, config.kv_dtype)
-    sizes = model_sizes(text, weights_bytes, skeleton.layers, torch.float32, kv_dtype)
+    sizes = model_sizes(
+        config,
+        text,
+        tuple(layer.spec for layer in skeleton.layers),
+        weights_bytes=weights_bytes,
+        dtype=torch.float32,
+        kv_dtype=kv_dtype,
+        longest=max_context(text),
+    )
     # It takes memory too, which stays with the process.
     read_model_tokenizer(name, checkpoint, vocabulary=text.vocab_size)
-    process = psutil.Process().memory_info().rss if process_bytes is None else process_bytes
+    if process_bytes is None:
+        process_bytes = _process_bytes(config)
     memory, reason, context, slots = _settings(config, sizes, available - weights_bytes)
     return ModelPlan(
         model=name,
@@ -161,15 +169,19 @@ def plan_model(config: EngineConfig, folder: Path, *, process_bytes: int | None 
         groups=_groups(sizes),
         state_bytes=skeleton.state_bytes,
         states_bytes=0 if memory is None else _states_bytes(config, skeleton.state_bytes, memory, context, slots),
-        process_bytes=process,
+        process_bytes=process_bytes,
         available_bytes=available,
         max_context=max_context(text),
         context=context,
         slots=slots,
         memory=memory,
         reason=reason,
-        table=_table(config, sizes, available, process, skeleton.state_bytes),
+        table=_table(config, sizes, available, process_bytes, skeleton.state_bytes),
     )
+
+
+def _process_bytes(config: EngineConfig) -> int:
+    return int(psutil.Process().memory_info().rss) if config.device == "cpu" else 0
 
 
 def _skeleton(name: str, config: Any, dtype: torch.dtype) -> _Skeleton:

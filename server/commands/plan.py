@@ -30,9 +30,10 @@ def run_plan(settings: Settings, *, as_json: bool) -> int:
         import server.app  # noqa: F401
         from engine.errors import ModelError
         from engine.load.checkpoint import resolve_headers
+        from engine.load.device import resolve_device
         from engine.load.model_plan import plan_model
-    config = settings.engine_config()
     try:
+        config = resolve_device(settings.engine_config())
         with console.status("configuration and headers"):
             planned = plan_model(config, resolve_headers(config.model))
     except ModelError as error:

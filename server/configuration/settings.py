@@ -86,6 +86,13 @@ class Settings:
         "127.0.0.1"
     )
     port: Annotated[int, Parameter(help="Port to listen on; 0 selects a free one.")] = 8000
+    device: Annotated[
+        str,
+        Parameter(
+            help="Where models run: cpu; cuda or one GPU such as cuda:1; auto: the first GPU if there is one and "
+            "--quantize allows it, else cpu. CUDA was built and checked without a card (docs/gpu.md)."
+        ),
+    ] = "cpu"
     dtype: Annotated[
         Dtype,
         Parameter(
@@ -120,7 +127,10 @@ class Settings:
     ] = None
     slots: Annotated[
         int | None,
-        Parameter(help="Sequences that are computed at the same time.", show_default="what memory allows, at most 8"),
+        Parameter(
+            help="Sequences that are computed at the same time.",
+            show_default="what memory allows, at most 8, or 64 on a GPU",
+        ),
     ] = None
     served_names: Annotated[
         tuple[str, ...],
@@ -171,7 +181,7 @@ class Settings:
         str | None,
         Parameter(
             help="Memory of the process, for several servers on one machine: a size such as 8GiB, or a share of the "
-            "machine or container such as 40%.",
+            "machine, container or GPU such as 40%.",
             show_default="all free memory",
         ),
     ] = None
@@ -370,6 +380,7 @@ class Settings:
         """The engine's part; ConfigError for a value that cannot work."""
         return EngineConfig(
             model=self.model,
+            device=self.device,
             dtype=self.dtype,
             kv_dtype=self.kv_dtype,
             quantize=self.quantize,

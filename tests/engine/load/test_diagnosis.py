@@ -31,6 +31,7 @@ GOOD = Machine(
     cache_free_bytes=100 * 2**30,
     cache_error=None,
     gpus=(),
+    torch_gpus=(),
     versions={"torch": "2.13.0", "transformers": "5.23.0"},
     conflicts=(),
     hub="https://hub.example.org",
@@ -141,7 +142,7 @@ def test_problems_have_a_remedy(change: dict[str, object], topic: str, words: st
 @pytest.mark.parametrize(
     ("change", "topic", "words"),
     [
-        ({"gpus": ("NVIDIA H200",)}, "gpu", "not used yet"),
+        ({"gpus": ("NVIDIA H200",)}, "gpu", "torch cannot use it"),
         ({"processors": 2}, "processors", "2 of 8"),
         ({"hub_error": "timed out"}, "hub", "unreachable (timed out)"),
     ],
