@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from kvcache.cell_pool import CellArray, CellPool, last_run_start
 from kvcache.component import SavedTensors
+from kvcache.device_table import DeviceTable
 from kvcache.errors import OutOfCells
 from kvcache.kv_buffer import CellIndex, copy_cells
 from kvcache.rotary import rotate
@@ -35,6 +36,8 @@ class AttentionGroup:
     cells     size of the pool
     dtype     storage format (kvcache/kv_buffer.py)
     on_move   beside forwards, the only operation of slots on stored keys and values
+
+    device_table  the tables on the device of the cells; None: that is the CPU
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class AttentionGroup:
         self.spec, self._on_move = spec, on_move
         self.pool = CellPool(spec, cells, dtype, device)
         self._tables = np.zeros((slots, capacity), dtype=np.int64)
+        self.device_table = None if device.type == "cpu" else DeviceTable(self._tables, device)
         self._lengths = [0] * slots
         # By slot: all table entries before `_first_held` are holes; the cells from `_run_starts` on are one run.
         self._first_held = [0] * slots
@@ -67,6 +71,8 @@ class AttentionGroup:
     def cells_from(self, slot: int, first: int) -> CellIndex:
         """Index of the slot's cells from position `first` on."""
         if self._run_starts[slot] > first:
+            if self.device_table is not None and self.device_table.is_current:
+                return self.device_table.cells[slot, first : self._lengths[slot]]
             return self.pool.index_tensor(self.table(slot)[first:])
         start = self._tables.item(slot, first)
         return slice(start, start + self._lengths[slot] - first)
@@ -313,11 +319,15 @@ class AttentionGroup:
         else:
             self._tables[slot, start] = cell
             self._lengths[slot] = start + 1
+            if self.device_table is not None:
+                self.device_table.mark(slot, start, start + 1)
 
     def _set_cells(self, slot: int, start: int, cells: CellArray) -> None:
         """Set a slot's table from `start` on to `cells`; the slot ends behind them."""
         stop = self._lengths[slot] = start + len(cells)
         self._tables[slot, start:stop] = cells
+        if self.device_table is not None and stop > start:
+            self.device_table.mark(slot, start, stop)
         before = max(start - 1, 0)
         run = last_run_start(self._tables[slot, before:stop])
         if run or not start:

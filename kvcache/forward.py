@@ -15,9 +15,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kvcache.attention_group import AttentionGroup
+from kvcache.cell_pool import CellArray
 from kvcache.kv_buffer import CellIndex, LayerKV
 from kvcache.spec import AttentionRange, Span
 
@@ -127,6 +129,22 @@ class Forward:
             self._segments[group] = tuple(self._make_segments(group))
         return self._segments[group]
 
+    def device_arrays(self) -> list[NDArray[np.int64]]:
+        """The changes of the tables, and the cells of the batch's tokens, for the device; see `set_device_arrays`."""
+        arrays = []
+        for group in self._cache.groups:
+            assert group.device_table is not None, "cells in CPU memory"
+            arrays += [*group.device_table.changes(), self._new_cell_numbers(group)]
+        return arrays
+
+    def set_device_arrays(self, arrays: Sequence[Tensor]) -> None:
+        """Use the copies of `device_arrays` on the device: `store_kv` and `segments` then need no other copy."""
+        for at, group in enumerate(self._cache.groups):
+            assert group.device_table is not None, "cells in CPU memory"
+            entries, cells, new = arrays[3 * at : 3 * at + 3]
+            group.device_table.write(entries, cells)
+            self._new_cells_by_group[group] = new
+
     def group_cells(self, group: AttentionGroup) -> ForwardCells:
         """The cells of the batch in a group, from which a RepeatedForward can be made."""
         attended = tuple(self._attended_cells(group, at) for at in range(len(self.spans)))
@@ -161,9 +179,11 @@ class Forward:
     def _new_cells(self, group: AttentionGroup) -> CellIndex:
         """The cells of the batch's tokens, in the order of the batch."""
         if group not in self._new_cells_by_group:
-            tails = [group.table(span.slot)[span.start :] for span in self.spans]
-            self._new_cells_by_group[group] = group.pool.cell_index(np.concatenate(tails))
+            self._new_cells_by_group[group] = group.pool.cell_index(self._new_cell_numbers(group))
         return self._new_cells_by_group[group]
+
+    def _new_cell_numbers(self, group: AttentionGroup) -> CellArray:
+        return np.concatenate([group.table(span.slot)[span.start :] for span in self.spans])
 
 
 class RepeatedForward(Forward):
@@ -176,6 +196,13 @@ class RepeatedForward(Forward):
         super().__init__(cache, spans)
         self._cells: Mapping[AttentionGroup, ForwardCells] = dict(zip(cache.groups, cells, strict=True))
         self._open = True
+
+    def device_arrays(self) -> list[NDArray[np.int64]]:
+        """Nothing: this process has no tables."""
+        return []
+
+    def set_device_arrays(self, arrays: Sequence[Tensor]) -> None:
+        """Nothing."""
 
     def _attended_cells(self, group: AttentionGroup, at: int) -> CellIndex:
         return self._cells[group].attended[at]

@@ -52,7 +52,7 @@ class ModelDrafter:
         native = {at: tokens for at, tokens in missing.items() if is_native(requests[at].draw)}
         found = self._run_native_loop(requests, slots, native)
         others = {at: tokens for at, tokens in missing.items() if at not in found}
-        drafts = draft_loop(requests, slots, others, lambda tokens: self._compute(slots, tokens))
+        drafts = draft_loop(requests, slots, others, lambda tokens: self._compute(slots, tokens), self._runner.sampler)
         return [found.get(at, draft) for at, draft in enumerate(drafts)]
 
     def forget(self, sequence_id: str, output: Sequence[int]) -> None:

@@ -72,8 +72,9 @@ class MtpRunner(PackedRunner):
     """The MTP layer over a cache of its own. Belongs to the engine thread."""
 
     def __init__(self, layer: MtpLayer, layers: Sequence[CachedLayer], target: PackedRunner) -> None:
-        """Attention is computed as `target`, the model's runner, computes it."""
+        """Attention is computed, and tokens are sampled, as `target`, the model's runner, does it."""
         super().__init__(layer, layers, target.mla, target.attend)
+        self.sampler = target.sampler
         self._layer = layer
 
     def run_pairs(
@@ -189,7 +190,13 @@ class MtpDrafter:
         missing = missing_tokens(pairs, slots, capacity=self._cache.capacity, most=self._chunk)
         pending = [self._pending[request.sequence_id] for request in pairs]
         drafted: dict[int, Tensor] = {}
-        found = draft_loop(pairs, slots, missing, lambda tokens: self._compute(slots, pending, tokens, drafted))
+        found = draft_loop(
+            pairs,
+            slots,
+            missing,
+            lambda tokens: self._compute(slots, pending, tokens, drafted),
+            self._runner.sampler,
+        )
         for request, slot, own in zip(pairs, slots, pending, strict=True):
             # Draft tokens were computed with the layer's own hidden states, not the model's.
             self._slots.rewind(slot, len(request.tokens))

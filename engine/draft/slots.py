@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from torch import Tensor
 
-from engine.sample.sampler import sample_tokens
+from engine.sample.sampler import Sampler
 from engine.schedule.draft import DraftRequest
 from engine.schedule.slots import Slots
 from engine.text.prefix import common_prefix_length
@@ -153,6 +153,7 @@ def draft_loop(
     slots: Sequence[DraftSlot],
     tokens: NextTokens,
     compute: Callable[[NextTokens], Tensor | None],
+    sampler: Sampler,
 ) -> list[list[int]]:
     """Drafts of all requests, a token at a time, sampled with the noise of the model's own tokens.
 
@@ -166,7 +167,8 @@ def draft_loop(
         if logits is None or not drafting:
             break
         rows = [row for row, at in enumerate(tokens) if at in drafting]
-        sampled = sample_tokens(logits[rows], [requests[at].draw.after(drafts[at]) for at in drafting])
+        drafting_logits = logits if len(rows) == len(tokens) else logits[rows]
+        sampled = sampler.sample(drafting_logits, [requests[at].draw.after(drafts[at]) for at in drafting])
         found = {at: [token] for at, token in zip(drafting, sampled, strict=True) if token is not None}
         for at, own in found.items():
             drafts[at] += own

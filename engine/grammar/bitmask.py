@@ -21,6 +21,11 @@ def pack(tokens: Iterable[int], size: int) -> bytes:
     """The bitmask of the tokens, for a vocabulary of `size`."""
     mask = np.zeros(size, np.bool_)
     mask[list(tokens)] = True
+    return pack_mask(mask)
+
+
+def pack_mask(mask: NDArray[np.bool_]) -> bytes:
+    """The bitmask of a boolean mask."""
     return np.packbits(mask, bitorder="little").tobytes()
 
 

@@ -24,6 +24,7 @@ from engine.errors import ModelUnsupported
 from engine.kernels import reference
 from engine.kernels.reference import AttentionFunction
 from engine.model import hooks, rope
+from engine.model.device_runner import DeviceRunner
 from engine.model.encoder import Encoder
 from engine.model.encoder_mask import EncoderMask
 from engine.model.invariant import StableTopK
@@ -104,6 +105,8 @@ def find_runner(name: str, model: Any, traits: ModelTraits) -> LocalRunner:
             with hooks.watch_output_layer(model) as was_called:
                 _check(expected, runner, batches)
             runner.has_hidden_states = was_called()
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:
             reasons.append(f"{type(error).__name__}: {error}")
             continue
@@ -171,7 +174,7 @@ def _candidates(traits: ModelTraits) -> Iterator[tuple[str, _MakeRunner]]:
     if traits.attend is not reference.attend:
         torch_traits = replace(traits, attend=reference.attend)
         yield (
-            "attends in torch operations, because the C++ kernel changes its logits",
+            "attends in torch operations, because the attention kernel changes its logits",
             lambda model: _calibrated_runner(model, torch_traits),
         )
     yield (
@@ -194,7 +197,8 @@ def _packed_runner(model: Any, traits: ModelTraits, layers: Sequence[CachedLayer
     if traits.switch is not None:
         with rope.use_long_factors():
             long_factor_layers = find_cached_layers(model, vocabulary=traits.vocabulary)
-    return PackedRunner(
+    on_cpu = next(model.parameters()).device.type == "cpu"
+    return (PackedRunner if on_cpu else DeviceRunner)(
         model, layers, traits.mla, traits.attend, switch=traits.switch, long_factor_layers=long_factor_layers
     )
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -138,33 +138,37 @@ class HiddenStateCapture:
     hidden_states  [hidden_rows, width], set by the forward
     """
 
-    output_rows: Tensor
+    output_rows: list[int]
     hidden_states: Tensor
 
 
 @contextmanager
-def capture_hidden_states(model: Any, logit_rows: Tensor, hidden_rows: Tensor) -> Iterator[HiddenStateCapture]:
+def capture_hidden_states(
+    model: Any, logit_rows: Sequence[int], hidden_rows: Sequence[int]
+) -> Iterator[HiddenStateCapture]:
     """Inside the block, a forward with `output_rows` captures states of `hidden_rows` and computes logits of
     `logit_rows`.
 
     Both are ascending. States are captured behind the last norm. Rows only in `hidden_rows` get no logits, which take
     most memory.
     """
-    capture = HiddenStateCapture(torch.unique(torch.cat((logit_rows, hidden_rows))), torch.empty(0))
+    capture = HiddenStateCapture(sorted({*logit_rows, *hidden_rows}), torch.empty(0))
+    places = {row: place for place, row in enumerate(capture.output_rows)}
 
     def narrow(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         rows = inputs[0][0]
         # A model that ignores logits_to_keep passes every row.
-        every_row = rows.shape[0] != capture.output_rows.shape[0]
+        every_row = rows.shape[0] != len(places)
         own_logit_rows, own_hidden_rows = (
-            each if every_row else torch.searchsorted(capture.output_rows, each) for each in (logit_rows, hidden_rows)
+            torch.tensor([row if every_row else places[row] for row in each], dtype=torch.long, device=rows.device)
+            for each in (logit_rows, hidden_rows)
         )
         capture.hidden_states = rows[own_hidden_rows]
         return rows[own_logit_rows][None], *inputs[1:]
 
     with model.get_output_embeddings().register_forward_pre_hook(narrow):
         yield capture
-    if capture.hidden_states.shape[0] != hidden_rows.shape[0]:
+    if capture.hidden_states.shape[0] != len(hidden_rows):
         raise NotImplementedError("the model computes logits without its output layer")
 
 

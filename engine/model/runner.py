@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Hashable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +22,15 @@ from engine.model.rope import RopeSwitch
 from engine.sample.sampler import Sampler, TorchSampler
 from engine.types.request import MlaMode
 from kvcache.forward import Forward
+
+
+@dataclass(frozen=True, slots=True)
+class BatchInputs:
+    """Inputs of the model, int64 on its device: tokens and positions [batch tokens], and `logit_rows` among them."""
+
+    tokens: Tensor
+    positions: Tensor
+    logit_rows: Tensor
 
 
 class PackedRunner(LocalRunner):
@@ -80,7 +90,7 @@ class PackedRunner(LocalRunner):
         encoder_masks: Sequence[EncoderMask | None] = (),
     ) -> Tensor:
         """See ModelRunner."""
-        return self._run(forward, tokens, self._tensor(logit_rows), encoder_masks)
+        return self._run(forward, self._inputs(forward, tokens, logit_rows), encoder_masks)
 
     def run_with_hidden_states(
         self,
@@ -91,15 +101,16 @@ class PackedRunner(LocalRunner):
         encoder_masks: Sequence[EncoderMask | None] = (),
     ) -> tuple[Tensor, Tensor]:
         """See ModelRunner."""
-        with hooks.capture_hidden_states(self.model, self._tensor(logit_rows), self._tensor(hidden_rows)) as capture:
-            logits = self._run(forward, tokens, capture.output_rows, encoder_masks)
+        with hooks.capture_hidden_states(self.model, logit_rows, hidden_rows) as capture:
+            logits = self._run(forward, self._inputs(forward, tokens, capture.output_rows), encoder_masks)
         return logits, capture.hidden_states
 
-    def _run(
-        self, forward: Forward, tokens: Sequence[int], logit_rows: Tensor, encoder_masks: Sequence[EncoderMask | None]
-    ) -> Tensor:
+    def _inputs(self, forward: Forward, tokens: Sequence[int], logit_rows: Sequence[int]) -> BatchInputs:
         positions = [position for span in forward.spans for position in range(span.start, span.stop)]
-        rows = (self._tensor(tokens), self._tensor(positions), logit_rows)
+        return BatchInputs(self._tensor(tokens), self._tensor(positions), self._tensor(logit_rows))
+
+    def _run(self, forward: Forward, inputs: BatchInputs, encoder_masks: Sequence[EncoderMask | None]) -> Tensor:
+        rows = (inputs.tokens, inputs.positions, inputs.logit_rows)
         invariant = self._invariant or nullcontext()
         factors = rope.use_long_factors(None if self.switch is None else self.switch.long_factors(forward.spans))
         with torch.inference_mode(), hooks.use_backend(self._backend(forward, encoder_masks)), factors, invariant:

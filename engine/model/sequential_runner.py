@@ -25,7 +25,8 @@ from engine.model.invariant import RowInvariant, StableTopK
 from engine.model.layers import CachedLayer
 from engine.model.model_runner import LocalRunner
 from engine.model.rope import RopeSwitch
-from engine.sample.sampler import Sampler, TorchSampler
+from engine.sample.device_sampler import sampler_for
+from engine.sample.sampler import Sampler
 from kvcache.forward import Forward
 from kvcache.kv_buffer import LayerKV
 from kvcache.spec import LayerSpec, Span
@@ -64,7 +65,7 @@ class SequentialRunner(LocalRunner):
     def __init__(self, model: Any, switch: RopeSwitch | None = None) -> None:
         """Raises UnsupportedCache, or whatever the model raises."""
         self.model, self.switch = model, switch
-        self.sampler: Sampler = TorchSampler()
+        self.sampler: Sampler = sampler_for(next(model.parameters()).device)
         self._invariant: RowInvariant | None = None
         self.has_hidden_states = False
         self._device = next(model.parameters()).device
@@ -111,10 +112,8 @@ class SequentialRunner(LocalRunner):
                 [at - row for at in rows if row <= at < stop] for rows in (logit_rows, hidden_rows)
             )
             if own_hidden_rows:
-                with hooks.capture_hidden_states(
-                    self.model, self._tensor(own_logit_rows), self._tensor(own_hidden_rows)
-                ) as capture:
-                    logits.append(self._run(cache, span, tokens[row:stop], capture.output_rows))
+                with hooks.capture_hidden_states(self.model, own_logit_rows, own_hidden_rows) as capture:
+                    logits.append(self._run(cache, span, tokens[row:stop], self._tensor(capture.output_rows)))
                 states.append(capture.hidden_states)
             else:
                 logits.append(self._run(cache, span, tokens[row:stop], self._tensor(own_logit_rows)))

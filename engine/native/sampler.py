@@ -10,8 +10,8 @@ from torch import Tensor
 
 from engine.kernels.cpu.attention import address
 from engine.native.step_library import SAMPLING_CONTEXT, SamplingFields, StepLibrary
-from engine.sample.logprobs import at_least_float32
-from engine.sample.sampler import SamplingContext, modified_logits, sample_tokens
+from engine.sample.logprobs import LogprobQuery, at_least_float32
+from engine.sample.sampler import HostReport, LogitReport, SamplingContext, modified_logits, sample_tokens
 
 
 class NativeSampler:
@@ -27,7 +27,7 @@ class NativeSampler:
         native = [
             row
             for row, context in enumerate(contexts)
-            if is_native(context) or (has_native_filters(context) and not context.greedy)
+            if is_native(context) or (context.has_floor_filters and not context.greedy)
         ]
         tokens: list[int | None] = [None] * len(contexts)
         for row in set(range(len(contexts))).difference(native):
@@ -37,6 +37,10 @@ class NativeSampler:
             for row, token in zip(native, self._sample(modified, [contexts[row] for row in native]), strict=True):
                 tokens[row] = token
         return tokens
+
+    def report(self, logits: Tensor, rows: Sequence[int], queries: Sequence[LogprobQuery]) -> LogitReport:
+        """See Sampler."""
+        return HostReport(self, logits, rows)
 
     def _sample(self, logits: Tensor, contexts: Sequence[SamplingContext]) -> list[int | None]:
         float_logits = at_least_float32(logits).contiguous()
@@ -73,13 +77,7 @@ class SamplingCall:
 
 def is_native(context: SamplingContext) -> bool:
     """Whether the library samples from unmodified logits: no bias, penalties or constraints, and native filters."""
-    return not context.modifies_logits and (context.greedy or has_native_filters(context))
-
-
-def has_native_filters(context: SamplingContext) -> bool:
-    """Whether the library has all filters of a context: top-k, top-p and min-p."""
-    params = context.params
-    return params.typical_p == 1.0 and params.top_n_sigma == 0.0 and params.xtc is None
+    return not context.modifies_logits and (context.greedy or context.has_floor_filters)
 
 
 def write_context(table: array[int], at: int, context: SamplingContext, *, length: int = 0, count: int = 0) -> None:

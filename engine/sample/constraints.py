@@ -90,7 +90,19 @@ class Constraints:
 
     def masked(self, logits: Tensor) -> Tensor:
         """A copy of the logits [vocabulary] with forbidden tokens at minus infinity."""
-        allowed = None if self._matcher is None else self._matcher.allowed_bits(self._draft_tokens)
+        return self._masked(logits, self._grammar_bits())
+
+    def allowed_bits(self, vocabulary: int) -> bytes:
+        """The bitmask (bitmask.py) of the tokens that `masked` leaves of finite logits, `vocabulary` bits or more."""
+        allowed = self._grammar_bits()
+        if allowed is not None and not self._constraints:
+            return allowed
+        return bitmask.pack_mask(self._masked(torch.zeros(vocabulary), allowed).numpy() == 0)
+
+    def _grammar_bits(self) -> bytes | None:
+        return None if self._matcher is None else self._matcher.allowed_bits(self._draft_tokens)
+
+    def _masked(self, logits: Tensor, allowed: bytes | None) -> Tensor:
         masked = logits.clone() if allowed is None else bitmask.mask_logits(logits, allowed)
         if allowed is None or not self._only_end_tokens(allowed, len(logits)):
             for constraint in self._constraints:

@@ -82,13 +82,21 @@ class PenaltyHistory:
         """
         if self._seen is not None:
             self._penalise_tokens(logits, params, self._seen)
-        if self._tokens is not None and params.dry is not None:
-            lengths = repetitions(self._tokens, params.dry)
-            if lengths:
-                index = torch.tensor(list(lengths), device=logits.device)
-                excess = torch.tensor(list(lengths.values()), dtype=torch.float64) - params.dry.allowed_length
-                penalty = params.dry.multiplier * torch.tensor(params.dry.base, dtype=torch.float64) ** excess
-                logits[index] -= penalty.to(logits)
+        tokens, penalties = self.dry_penalties(params)
+        if tokens:
+            logits[torch.tensor(tokens, device=logits.device)] -= penalties.to(logits)
+
+    def token_counts(self) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+        """The distinct tokens with a repetition, frequency or presence penalty, and their counts in the output."""
+        return (np.empty(0, np.int64) if self._seen is None else self._seen), self._counts
+
+    def dry_penalties(self, params: SamplingParams) -> tuple[list[int], Tensor]:
+        """The tokens with a DRY penalty, and the penalties in float64."""
+        lengths = {} if self._tokens is None or params.dry is None else repetitions(self._tokens, params.dry)
+        if params.dry is None or not lengths:
+            return [], torch.empty(0, dtype=torch.float64)
+        excess = torch.tensor(list(lengths.values()), dtype=torch.float64) - params.dry.allowed_length
+        return list(lengths), params.dry.multiplier * torch.tensor(params.dry.base, dtype=torch.float64) ** excess
 
     def _penalise_tokens(self, logits: Tensor, params: SamplingParams, seen: NDArray[np.int64]) -> None:
         index, counts = torch.from_numpy(seen).to(logits.device), self._counts.astype(np.float32)

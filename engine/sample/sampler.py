@@ -9,7 +9,7 @@ change the text.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Protocol
@@ -19,9 +19,10 @@ from torch import Tensor
 
 from engine.sample.constraints import Constraints
 from engine.sample.filters import column, filter_mask
-from engine.sample.logprobs import at_least_float32
+from engine.sample.logprobs import LogprobQuery, at_least_float32, token_logprobs
 from engine.sample.noise import gumbel, uniform
 from engine.sample.penalties import PenaltyHistory
+from engine.types.events import Logprob, TokenLogprob
 from engine.types.request import SamplingParams
 
 # A lower temperature is greedy: the division would leave the arg max alone, and overflow.
@@ -54,6 +55,11 @@ class SamplingContext:
     def argmax_only(self) -> bool:
         """Whether the token is the arg max of the raw logits."""
         return self.greedy and not self.modifies_logits
+
+    @property
+    def has_floor_filters(self) -> bool:
+        """Whether top-k, top-p and min-p are the only filters."""
+        return self.params.typical_p == 1.0 and self.params.top_n_sigma == 0.0 and self.params.xtc is None
 
     def after_each(self, tokens: Sequence[int]) -> list[SamplingContext]:
         """The contexts before the first of `tokens`, behind each of them, and so on to behind the last."""
@@ -113,7 +119,7 @@ def _sample_rows(logits: Tensor, contexts: Sequence[SamplingContext]) -> Tensor:
     scaled = logits / column(logits, [context.params.temperature for context in contexts])
     mask = filter_mask(scaled, [context.params for context in contexts], [_xtc_draw(context) for context in contexts])
     rows, tokens = mask.nonzero(as_tuple=True)
-    seeds = torch.tensor([_as_int64(context.seed) for context in contexts], device=logits.device)
+    seeds = torch.tensor([as_int64(context.seed) for context in contexts], device=logits.device)
     positions = torch.tensor([context.position for context in contexts], device=logits.device)
     scores = torch.full(scaled.shape, -torch.inf, dtype=torch.float64, device=logits.device)
     scores[rows, tokens] = scaled[rows, tokens].double() + gumbel(seeds[rows], positions[rows], tokens)
@@ -124,22 +130,62 @@ def _xtc_draw(context: SamplingContext) -> float:
     """The uniform number in (0, 1) that decides whether XTC applies."""
     if context.params.xtc is None:
         return 1.0
-    seed, position, token = (torch.tensor([value]) for value in (_as_int64(context.seed), context.position, 0))
+    seed, position, token = (torch.tensor([value]) for value in (as_int64(context.seed), context.position, 0))
     return float(uniform(seed, position, token, _XTC_LANE))
 
 
-def _as_int64(seed: int) -> int:
+def as_int64(seed: int) -> int:
     """A 64-bit seed as a signed number."""
     seed &= 2**64 - 1
     return seed - 2**64 if seed >= 2**63 else seed
 
 
 class Sampler(Protocol):
-    """Samples tokens from logits: TorchSampler, or NativeSampler (engine/native/sampler.py)."""
+    """Samples tokens from logits: TorchSampler, NativeSampler (engine/native) or DeviceSampler (device_sampler.py)."""
 
     def sample(self, logits: Tensor, contexts: Sequence[SamplingContext]) -> list[int | None]:
         """The next token of each row of logits [rows, vocabulary]; None where the row has no finite maximum."""
         ...
+
+    def report(self, logits: Tensor, rows: Sequence[int], queries: Sequence[LogprobQuery]) -> LogitReport:
+        """Samples and log-probabilities of the logits of a step.
+
+        rows     to sample from
+        queries  that may follow, with SAMPLED for a token that is sampled; at most one for each row
+        """
+        ...
+
+
+class LogitReport(Protocol):
+    """Samples and log-probabilities of the logits of one step."""
+
+    def sample(self, contexts: Sequence[SamplingContext]) -> list[int | None]:
+        """The next token of each row to sample from; called once, before the other method."""
+        ...
+
+    def token_logprobs(
+        self, queries: Sequence[LogprobQuery], describe: Callable[[int, float], Logprob]
+    ) -> Iterator[TokenLogprob | None]:
+        """See `token_logprobs` (logprobs.py)."""
+        ...
+
+
+class HostReport:
+    """Implements LogitReport row by row, by a sampler."""
+
+    def __init__(self, sampler: Sampler, logits: Tensor, rows: Sequence[int]) -> None:
+        self._sampler, self._logits, self._rows = sampler, logits, rows
+
+    def sample(self, contexts: Sequence[SamplingContext]) -> list[int | None]:
+        """See LogitReport."""
+        is_all = len(self._rows) == len(self._logits)
+        return self._sampler.sample(self._logits if is_all else self._logits[self._rows], contexts)
+
+    def token_logprobs(
+        self, queries: Sequence[LogprobQuery], describe: Callable[[int, float], Logprob]
+    ) -> Iterator[TokenLogprob | None]:
+        """See LogitReport."""
+        return token_logprobs(self._logits, queries, describe)
 
 
 class TorchSampler:
@@ -148,3 +194,7 @@ class TorchSampler:
     def sample(self, logits: Tensor, contexts: Sequence[SamplingContext]) -> list[int | None]:
         """See Sampler."""
         return sample_tokens(logits, contexts)
+
+    def report(self, logits: Tensor, rows: Sequence[int], queries: Sequence[LogprobQuery]) -> LogitReport:
+        """See Sampler."""
+        return HostReport(self, logits, rows)

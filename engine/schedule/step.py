@@ -13,7 +13,8 @@ from torch import Tensor
 
 from engine.load.load import LoadedModel
 from engine.model.encoder_mask import EncoderMask
-from engine.sample.logprobs import LogprobQuery, token_logprobs
+from engine.sample.logprobs import SAMPLED, LogprobQuery
+from engine.sample.sampler import LogitReport
 from engine.sample.verify import SampleTokens, VerifyTokens, verify
 from engine.schedule.scheduler import ScheduledSequence
 from engine.types.events import Logprob, TokenLogprob
@@ -113,9 +114,10 @@ class Stepper:
         else:
             logits = self._runner.run(forward, tokens, logit_rows, masks)
         rows = [row for one in slices for row in one.sampled_rows]
-        sampled_logits = logits[rows] if len(rows) < len(logit_rows) else logits
-        sampled = _verify_drafts(scheduled, partial(self._runner.sampler.sample, sampled_logits))
-        return list(self._step_results(slices, sampled, logits, states))
+        queries = [query for one in slices for query in (*_score_queries(one), *_sampled_row_queries(one))]
+        report = self._runner.sampler.report(logits, rows, queries)
+        sampled = _verify_drafts(scheduled, report.sample)
+        return list(self._step_results(slices, sampled, report, states))
 
     def _logprob(self, token: int, logprob: float) -> Logprob:
         described = self._describe_token(token)
@@ -125,12 +127,13 @@ class Stepper:
         self,
         slices: Sequence[_BatchSlice],
         sampled: Sequence[Sequence[int | None]],
-        logits: Tensor,
+        report: LogitReport,
         states: Tensor | None,
     ) -> Iterator[StepResult]:
         """A result for each slice; logprobs of all slices are computed at once."""
         queries = [(_score_queries(one), _logprob_queries(one, own)) for one, own in zip(slices, sampled, strict=True)]
-        entries = token_logprobs(logits, [query for pair in queries for some in pair for query in some], self._logprob)
+        asked = [query for pair in queries for some in pair for query in some]
+        entries = report.token_logprobs(asked, self._logprob)
         for one, own, (score_queries, logprob_queries) in zip(slices, sampled, queries, strict=True):
             scores = tuple(next(entries) for _ in score_queries)
             logprobs = tuple(next(entries) for _ in logprob_queries)
@@ -178,6 +181,11 @@ def _score_queries(batch_slice: _BatchSlice) -> list[LogprobQuery]:
     request = batch_slice.scheduled.sequence.request
     scored = enumerate(batch_slice.scheduled.scored_positions, batch_slice.first_logit_row)
     return [LogprobQuery.for_request(request, row, request.prompt[position + 1]) for row, position in scored]
+
+
+def _sampled_row_queries(batch_slice: _BatchSlice) -> list[LogprobQuery]:
+    """Queries for the rows to sample from, if the request asks for logprobs."""
+    return _logprob_queries(batch_slice, [SAMPLED] * len(batch_slice.sampled_rows))
 
 
 def _logprob_queries(batch_slice: _BatchSlice, tokens: Sequence[int | None]) -> list[LogprobQuery]:

@@ -187,7 +187,8 @@ def test_kernel_that_fails_the_self_test_is_replaced_by_torch(
 
     assert attending(loaded) is reference.attend
     assert [
-        "attends in torch operations, because the C++ kernel changes its logits" in line for line in caplog.messages
+        "attends in torch operations, because the attention kernel changes its logits" in line
+        for line in caplog.messages
     ] == [True]
 
 

@@ -174,7 +174,7 @@ def test_missing_hidden_states_are_found_at_load(kind: type[Any], shown: bool) -
 def test_a_model_may_compute_logits_for_every_row(kept: bool) -> None:
     layer, rows = nn.Linear(4, 3), torch.randn(6, 4)
     model = SimpleNamespace(get_output_embeddings=lambda: layer)
-    with hooks.capture_hidden_states(model, torch.tensor([2, 3]), torch.tensor([0, 3, 5])) as tap:
+    with hooks.capture_hidden_states(model, [2, 3], [0, 3, 5]) as tap:
         logits = layer((rows[tap.output_rows] if kept else rows)[None])
 
     assert torch.equal(layer(rows)[[2, 3]], logits[0])
@@ -184,7 +184,7 @@ def test_a_model_may_compute_logits_for_every_row(kept: bool) -> None:
 def test_a_model_that_bypasses_its_output_layer_is_refused() -> None:
     model = SimpleNamespace(get_output_embeddings=lambda: nn.Linear(4, 3))
 
-    with pytest.raises(NotImplementedError), hooks.capture_hidden_states(model, torch.tensor([0]), torch.tensor([0])):
+    with pytest.raises(NotImplementedError), hooks.capture_hidden_states(model, [0], [0]):
         pass
 
 

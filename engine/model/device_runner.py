@@ -1,0 +1,55 @@
+"""Packed batches on a device other than the CPU: one upload before a forward, and one wait for its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.model.encoder_mask import EncoderMask
+from engine.model.runner import BatchInputs, PackedRunner
+from engine.sample.device_sampler import DeviceSampler
+from engine.sample.device_sampling import SamplingBatch, sample_batch
+from engine.sample.sampler import SamplingContext
+from kvcache.forward import Forward
+from kvcache.staging import StagingBuffer
+
+
+class DeviceRunner(PackedRunner):
+    """A PackedRunner whose inputs, cell tables and sampling parameters reach the device in one copy."""
+
+    def __init__(self, model: Any, *args: Any, **settings: Any) -> None:
+        super().__init__(model, *args, **settings)
+        self._staging = StagingBuffer(self._device)
+        self.sampler = DeviceSampler(self._staging)
+        self._vocabulary = int(model.config.get_text_config().vocab_size)
+
+    def run_and_sample(
+        self,
+        forward: Forward,
+        tokens: Sequence[int],
+        logit_rows: Sequence[int],
+        encoder_masks: Sequence[EncoderMask | None],
+        contexts: Sequence[SamplingContext],
+    ) -> list[int | None]:
+        """See ModelRunner."""
+        batch = SamplingBatch(contexts, self._vocabulary)
+        inputs, arrays = self._upload(forward, tokens, logit_rows, list(batch.arrays.values()))
+        return sample_batch(self._run(forward, inputs, encoder_masks), batch, arrays)
+
+    def _inputs(self, forward: Forward, tokens: Sequence[int], logit_rows: Sequence[int]) -> BatchInputs:
+        return self._upload(forward, tokens, logit_rows, [])[0]
+
+    def _upload(
+        self, forward: Forward, tokens: Sequence[int], logit_rows: Sequence[int], more: Sequence[NDArray[Any]]
+    ) -> tuple[BatchInputs, list[Tensor]]:
+        """The inputs of the model and `more` arrays on the device; the forward gets its cells there."""
+        positions = np.concatenate([np.arange(span.start, span.stop) for span in forward.spans])
+        own = [np.asarray(tokens, np.int64), positions, np.asarray(logit_rows, np.int64)]
+        cells = forward.device_arrays()
+        parts = self._staging.upload([*own, *cells, *more])
+        forward.set_device_arrays(parts[len(own) : len(own) + len(cells)])
+        return BatchInputs(*parts[: len(own)]), parts[len(own) + len(cells) :]

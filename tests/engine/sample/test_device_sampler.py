@@ -1,0 +1,124 @@
+"""The device sampler: the tokens of the CPU's, one upload and one wait."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.sample.constraints import Constraints
+from engine.sample.device_sampler import DeviceSampler
+from engine.sample.penalties import PenaltyHistory
+from engine.sample.sampler import SamplingContext, sample_tokens
+from engine.types.request import Dry, ReasoningLimit, Request, SamplingParams, Xtc
+from kvcache.staging import StagingBuffer
+from tests.fake_device import FAKE, fake_device
+from tests.selection import quick
+
+VOCABULARY = 203
+CPU = torch.device("cpu")
+FILTERS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "temperature": {"temperature": 0.8},
+    "top_k": {"top_k": 12},
+    "top_p": {"top_p": 0.8},
+    "min_p": {"min_p": 0.05},
+    "all": {"temperature": 1.3, "top_k": 40, "top_p": 0.95, "min_p": 0.01},
+    "bias": {"logit_bias": ((3, 2.5), (4, -1.0))},
+    "penalties": {"repetition_penalty": 1.2, "frequency_penalty": 0.5, "presence_penalty": 0.3, "top_p": 0.9},
+    "dry": {"dry": Dry(2.0, allowed_length=1)},
+    "allowed": {"allowed_tokens": tuple(range(0, VOCABULARY, 3)), "top_k": 12},
+    "bad_words": {"bad_words": ((5,), (1, 2), (7, 9))},
+}
+HOST_FILTERS: dict[str, dict[str, Any]] = {
+    "typical_p": {"typical_p": 0.6},
+    "sigma": {"top_n_sigma": 1.0},
+    "xtc": {"xtc": Xtc(0.5, 0.05)},
+}
+TEXT = (7, 9, 1, 2, 7, 9, 1)
+
+
+def context(params: SamplingParams, row: int) -> SamplingContext:
+    """The context of a row behind a text, with its own seed, position and output."""
+    request = Request("r", TEXT, params)
+    history = PenaltyHistory(params, TEXT, VOCABULARY)
+    constraints = Constraints.for_request(request, TEXT, vocabulary=VOCABULARY, end_tokens=(0,), matcher=None)
+    for token in (row % VOCABULARY, 1, 2, 7):
+        history.append(token)
+        if constraints is not None:
+            constraints.append(token)
+    return SamplingContext(params, 2**63 + 5 * row, 100 + row, history, constraints)
+
+
+def contexts(rows: int, **params: Any) -> list[SamplingContext]:
+    """A context for each row."""
+    own = SamplingParams(**{"temperature": 1.0, **params})
+    return [context(own, row) for row in range(rows)]
+
+
+def logits_of(rows: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Logits with ties, in float32 or rounded to bfloat16."""
+    logits = 3 * torch.randn(rows, VOCABULARY, generator=torch.Generator().manual_seed(rows))
+    return ((8 * logits).round() / 8).to(dtype)
+
+
+@pytest.mark.parametrize("rows", quick([1000], [1000, 10_000]))
+@pytest.mark.parametrize("name", [*FILTERS, *HOST_FILTERS])
+def test_tokens_are_those_of_the_cpu(name: str, rows: int) -> None:
+    """The logits are not modified."""
+    rows = rows if name in FILTERS else rows // 10
+    logits, own = logits_of(rows), contexts(rows, **(FILTERS | HOST_FILTERS)[name])
+    before = logits.clone()
+
+    assert sample_tokens(logits, own) == DeviceSampler(StagingBuffer(CPU)).sample(logits, own)
+    assert torch.equal(before, logits)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_rows_with_different_filters_share_a_batch(dtype: torch.dtype) -> None:
+    params = [SamplingParams(**{"temperature": 1.0, **own}) for own in (FILTERS | HOST_FILTERS).values()]
+    own = [context(params[row % len(params)], row) for row in range(8 * len(params))]
+    logits = logits_of(len(own), dtype)
+    sampler = DeviceSampler(StagingBuffer(CPU))
+
+    assert sample_tokens(logits, own) == sampler.sample(logits, own)
+    assert sample_tokens(logits[3:5], own[3:5]) == sampler.sample(logits[3:5], own[3:5])
+
+
+@pytest.mark.parametrize("name", ["greedy", "temperature", "all"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_non_finite_row_affects_itself_only(name: str, value: float) -> None:
+    """Minus infinity is no error."""
+    logits, own = logits_of(5), contexts(5, **FILTERS[name])
+    logits[1, 0] = logits[4, VOCABULARY - 1] = value
+    logits[3] = -torch.inf
+    logits[0, ::2] = -torch.inf
+    tokens = DeviceSampler(StagingBuffer(CPU)).sample(logits, own)
+
+    assert sample_tokens(logits, own) == tokens
+    assert [1, 3, 4] == [row for row, token in enumerate(tokens) if token is None]
+
+
+def test_spent_reasoning_budget_forces_its_end() -> None:
+    params = SamplingParams(temperature=1.0)
+    request = Request("r", TEXT, params, reasoning_limit=ReasoningLimit(None, (5, 6), budget=0))
+    constraints = Constraints.for_request(request, TEXT, vocabulary=VOCABULARY, end_tokens=(0,), matcher=None)
+    own = SamplingContext(params, 1, 2, PenaltyHistory(params, TEXT, VOCABULARY), constraints)
+
+    assert [5] == DeviceSampler(StagingBuffer(CPU)).sample(logits_of(1), [own])
+
+
+@pytest.mark.parametrize("name", [*FILTERS, *HOST_FILTERS])
+def test_a_device_gets_one_upload_and_is_waited_for_once(name: str) -> None:
+    """Rows that are sampled on the host take another wait."""
+    logits, own = logits_of(4), contexts(4, **(FILTERS | HOST_FILTERS)[name])
+    with fake_device() as device, torch.inference_mode():
+        sampler, on_device = DeviceSampler(StagingBuffer(torch.device(FAKE))), logits.to(FAKE)
+        device.clear()
+        tokens = sampler.sample(on_device, own)
+
+    assert sample_tokens(logits, own) == tokens
+    assert len(device.uploads) == (name != "greedy")
+    assert len(device.waits) == (1 if name in FILTERS else 2)
