@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kvcache.attention_group import AttentionGroup
 from kvcache.cell_pool import CellArray
-from kvcache.kv_buffer import CellIndex, LayerKV
+from kvcache.kv_buffer import CellIndex, LayerKV, StoreFunction, store_rows
 from kvcache.spec import AttentionRange, Span
 
 if TYPE_CHECKING:
@@ -102,16 +102,14 @@ class Forward:
             raise ValueError(f"slot {slot} cannot keep {length}: its span is {span}")
         self._kept_lengths[slot] = length
 
-    def store_kv(self, layer: int, keys: Tensor, values: Tensor) -> None:
+    def store_kv(self, layer: int, keys: Tensor, values: Tensor, store: StoreFunction = store_rows) -> None:
         """Store keys and values of the batch in one layer, of any floating type.
 
         keys    [heads, batch tokens, key_width], rotated to their positions
         values  [heads, batch tokens, value_width]
         """
-        group, own = self._cache.layer_group(layer)
-        cells = self._new_cells(group)
-        group.pool.keys.write(own, cells, keys)
-        group.pool.values.write(own, cells, values)
+        group, _ = self._cache.layer_group(layer)
+        store(*self.layer_kv(layer), self._new_cells(group), keys, values)
 
     def layer_kv(self, layer: int) -> tuple[LayerKV, LayerKV]:
         """One layer's keys and values of the whole pool, to be read through the cells of `segments`."""

@@ -179,6 +179,20 @@ def allocate_kv_buffers(
     )
 
 
+class StoreFunction(Protocol):
+    """The interface of `store_rows` and the kernels."""
+
+    def __call__(self, keys: LayerKV, values: LayerKV, cells: CellIndex, key_rows: Tensor, value_rows: Tensor) -> None:
+        """Store rows [heads, len(cells), width] of one layer, of any floating type."""
+        ...
+
+
+def store_rows(keys: LayerKV, values: LayerKV, cells: CellIndex, key_rows: Tensor, value_rows: Tensor) -> None:
+    """Store rows [heads, len(cells), width] of one layer, of any floating type."""
+    keys.buffer.write(keys.layer, cells, key_rows)
+    values.buffer.write(values.layer, cells, value_rows)
+
+
 def copy_cells(buffer: KVBuffer, sources: Tensor, targets: Tensor) -> None:
     """Copy cells in every layer without requantising."""
     for tensor in buffer.tensors.values():

@@ -1,4 +1,4 @@
-"""Chooses the implementation of attention and of products: C++ where this machine can run or build it, else torch."""
+"""Chooses the implementation of attention and of products: C++ or Triton where the device can run it, else torch."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 
 from engine.kernels import linear, reference
 from engine.kernels.blocks import BlockReader, TorchBlocks
+from engine.kernels.cell_kernels import KernelUnavailable
 from engine.kernels.cpu import build
 from engine.kernels.cpu.attention import FORMATS, NativeAttention
 from engine.kernels.cpu.linear import NativeLinear
@@ -21,10 +22,26 @@ log = logging.getLogger("cellar.engine")
 NO_VECTORS = "the C++ kernel needs AVX2, AVX-512 or NEON, which this processor has not"
 
 
-def attention_kernel(dtype: torch.dtype, kv_dtype: torch.dtype) -> AttentionFunction:
-    """The fastest attention on this machine for a model's dtype and KV dtype. May build the kernel, in seconds."""
-    is_supported = dtype != torch.float64 and kv_dtype in FORMATS
-    return best_attention() if is_supported else reference.attend
+def attention_kernel(dtype: torch.dtype, kv_dtype: torch.dtype, device: str = "cpu") -> AttentionFunction:
+    """The fastest attention on a device for a model's dtype and KV dtype. May build the kernel, in seconds."""
+    if dtype == torch.float64:
+        return reference.attend
+    if device.startswith("cuda"):
+        return device_attention(dtype, kv_dtype, device)
+    return best_attention() if device == "cpu" and kv_dtype in FORMATS else reference.attend
+
+
+@cache
+def device_attention(dtype: torch.dtype, kv_dtype: torch.dtype, device: str) -> AttentionFunction:
+    """The Triton kernels, or torch and one warning in the log."""
+    try:
+        # Only torch for GPUs brings triton.
+        from engine.kernels.triton.check import checked_kernels
+
+        return checked_kernels(dtype, kv_dtype, torch.device(device))
+    except (ImportError, KernelUnavailable) as error:
+        log.warning("attention on %s is several times slower, in torch instead of Triton: %s", device, error)
+        return reference.attend
 
 
 @cache

@@ -58,20 +58,26 @@ def attend(
     heads, rows = query.shape[:2]
     output = query.new_empty(rows, heads, projection.values.shape[1])
     for segment in segments:
+        compute = _absorbed if is_absorbed(segment, projection, mode) else _expanded
         own = query[:, segment.batch_slice]
-        algorithm = _absorbed if mode == "absorb" else _expanded
-        if mode == "auto":
-            before = segment.start - segment.oldest_visible
-            algorithm = _expanded if _is_expanding_cheaper(own.shape[1], before, projection) else _absorbed
-        output[segment.batch_slice] = algorithm(own, cells, segment, attention_range, projection, scale)
+        output[segment.batch_slice] = compute(own, cells, segment, attention_range, projection, scale)
     return output
 
 
-def _is_expanding_cheaper(rows: int, before: int, projection: LatentProjection) -> bool:
-    """Whether expanding the latents takes fewer multiplications than absorbing the projections."""
+def is_absorbed(segment: Segment, projection: LatentProjection, mode: MlaMode) -> bool:
+    """Whether the projections of a segment are absorbed; with mode "auto" the algorithm with fewer multiplications."""
+    if mode != "auto":
+        return mode == "absorb"
+    rows, before = segment.batch_slice.stop - segment.batch_slice.start, segment.start - segment.oldest_visible
     latent, width = projection.latent_width, projection.keys.shape[1] + projection.values.shape[1]
     expansion = latent * width
-    return rows * (2 * latent - width + expansion / (before + rows)) > expansion
+    return bool(rows * (2 * latent - width + expansion / (before + rows)) <= expansion)
+
+
+def absorb_keys(query: Tensor, projection: LatentProjection) -> Tensor:
+    """Queries [heads, rows, key_width + rotary_width] for latents: [heads, rows, latent_width + rotary_width]."""
+    width = projection.keys.shape[1]
+    return torch.cat((query[..., :width] @ projection.keys, query[..., width:]), -1)
 
 
 def _absorbed(
@@ -82,11 +88,10 @@ def _absorbed(
     projection: LatentProjection,
     scale: float,
 ) -> Tensor:
-    width = projection.keys.shape[1]
-    reduced = torch.cat((query[..., :width] @ projection.keys, query[..., width:]), -1)
     cached = cells.read(segment.cells, query.dtype)
     latents = cached[..., : projection.latent_width]
-    mixed = reference.attend_one(cells.transform(reduced), cached, latents, segment, attention_range, scale=scale)
+    reduced = cells.transform(absorb_keys(query, projection))
+    mixed = reference.attend_one(reduced, cached, latents, segment, attention_range, scale=scale)
     return (cells.transform(mixed).transpose(0, 1) @ projection.values.mT).transpose(0, 1)
 
 

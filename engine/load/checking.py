@@ -200,9 +200,9 @@ def log_margins(margins: Margins) -> tuple[Margin, ...]:
 
 
 def _attention_kernel(config: EngineConfig, dtype: torch.dtype, kv_dtype: torch.dtype) -> AttentionFunction:
-    if config.kernels != "torch" and config.device == "cpu":
-        return dispatch.attention_kernel(dtype, kv_dtype)
-    return reference.attend
+    if config.kernels == "torch":
+        return reference.attend
+    return dispatch.attention_kernel(dtype, kv_dtype, config.device)
 
 
 def _outcome_file(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels import latent, reference
+from engine.kernels.cell_kernels import CellKernels
 from engine.kernels.products import RowInvariantProduct
 from engine.kernels.reference import AttentionFunction
 from engine.model import hooks, rope
@@ -22,6 +23,7 @@ from engine.model.rope import RopeSwitch
 from engine.sample.sampler import Sampler, TorchSampler
 from engine.types.request import MlaMode
 from kvcache.forward import Forward
+from kvcache.kv_buffer import store_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +157,8 @@ class _CacheBackend:
     ) -> None:
         self._forward, self._encoder_masks, self._row_by_row = forward, encoder_masks, row_by_row
         self._cache_layers, self._sharing_layers, self._mla, self._attend = cache_layers, sharing_layers, mla, attend
+        self._store = attend.store if isinstance(attend, CellKernels) else store_rows
+        self._attend_latent = attend.attend_latent if isinstance(attend, CellKernels) else latent.attend
 
     def attend(self, call: hooks.AttentionCall) -> Tensor:
         """The attention output of one layer [tokens, heads, value_width]."""
@@ -162,11 +166,11 @@ class _CacheBackend:
             return self._cross(call)
         layer = self._cache_layers[call.layer]
         if call.layer not in self._sharing_layers:
-            self._forward.store_kv(layer, call.key, call.value)
+            self._forward.store_kv(layer, call.key, call.value, self._store)
         keys, values = self._forward.layer_kv(layer)
         segments, attention_range = self._forward.segments(layer), self._forward.attention_range(layer)
         if call.latent is not None:
-            return latent.attend(
+            return self._attend_latent(
                 call.query, keys, segments, attention_range, call.latent, scale=call.scale, mode=self._mla
             )
         return self._attend(

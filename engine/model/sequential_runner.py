@@ -123,7 +123,8 @@ class SequentialRunner(LocalRunner):
             added = [
                 _read(cache.layers[layer.index], span.start) for cache, span in zip(caches, forward.spans, strict=True)
             ]
-            forward.store_kv(index, *(torch.cat(parts, 1) for parts in zip(*added, strict=True)))
+            keys, values = (torch.cat(parts, 1) for parts in zip(*added, strict=True))
+            forward.store_kv(index, keys, values)
         return torch.cat(logits), torch.cat(states) if states else logits[0][:0]
 
     def _fill_cache(self, forward: Forward, number: int) -> HFCache:

@@ -1,0 +1,271 @@
+"""Compiles the Triton kernels for GPUs that need not be there, and lists registers, spills and shared memory.
+
+    python -m benchmarks.gpu_kernels [--target sm_90 --target sm_80 --target gfx942] [--output FILE] [--only WORDS]
+
+Needs triton (`pip install --no-deps triton==3.7.1` beside torch for CPUs), no GPU and no CUDA toolkit. Kernels are
+compiled as engine/kernels/triton/launch.py launches them: with its constants, and the alignment of its pointers.
+Spills are bytes of local memory a thread; on sm_80 and later a program may use 99 KiB of shared memory on every GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from engine.kernels.triton import launch
+from engine.kernels.triton.batch import BatchTables, TileSet, Tiling
+from engine.kernels.triton.launch import Scoring, stored_rows
+from kvcache.kv_buffer import Int8KVBuffer, LayerKV, allocate_kv_buffers
+from kvcache.spec import AttentionRange, GroupSpec
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+# Pointers and integers of a multiple of 16 are known to be such when a kernel is compiled.
+_ALIGNMENT = 16
+_POINTERS = {
+    torch.float32: "*fp32",
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.int8: "*i8",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Attention of a model over cells of a format.
+
+    latent  columns of a latent, at the beginning of the key; 0: no latent attention
+    """
+
+    name: str
+    heads: int
+    key_heads: int
+    width: int
+    value_width: int
+    dtype: torch.dtype = torch.bfloat16
+    kv_dtype: torch.dtype = torch.bfloat16
+    latent: int = 0
+    softcap: float | None = None
+    has_sinks: bool = False
+
+
+SHAPES = (
+    Shape("Qwen3-0.6B", 16, 8, 128, 128),
+    Shape("Qwen3-8B", 32, 8, 128, 128),
+    Shape("Qwen3-8B, int8 cells", 32, 8, 128, 128, kv_dtype=torch.int8),
+    Shape("Qwen3-8B, float32", 32, 8, 128, 128, torch.float32, torch.float32),
+    Shape("SmolLM2-135M", 9, 3, 64, 64),
+    Shape("gpt-oss-20b", 64, 8, 64, 64, has_sinks=True),
+    Shape("Gemma 3 4B", 8, 4, 256, 256),
+    Shape("Gemma 2 9B", 16, 8, 256, 256, softcap=50.0),
+    Shape("Gemma 3 4B, float32", 8, 4, 256, 256, torch.float32, torch.float32),
+    Shape("DeepSeek-V3", 128, 1, 576, 512, latent=512),
+    Shape("DeepSeek-V3, int8 cells", 128, 1, 576, 512, kv_dtype=torch.int8, latent=512),
+    Shape("DeepSeek-V3, float32", 128, 1, 576, 512, torch.float32, torch.float32, latent=512),
+    Shape("Phi-3 mini (width 96)", 32, 32, 96, 96),
+)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One call of a kernel."""
+
+    kernel: Any
+    arguments: tuple[Any, ...]
+    constants: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What a compiled kernel takes; bytes are those of a thread (spilled) and of a program (shared)."""
+
+    target: str
+    shape: str
+    kernel: str
+    registers: int
+    spilled_bytes: int
+    shared_bytes: int
+
+
+class _Recorder:
+    """Stands for a kernel and keeps its calls."""
+
+    def __init__(self, kernel: Any, launches: list[Launch]) -> None:
+        self._kernel, self._launches = kernel, launches
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *arguments, **constants: self._launches.append(Launch(self._kernel, arguments, constants))
+
+
+@contextmanager
+def recorded() -> Iterator[list[Launch]]:
+    """The launches inside the block, none of which runs."""
+    launches: list[Launch] = []
+    names = [name for name in vars(launch) if name.endswith("_kernel")]
+    with patch.multiple(launch, **{name: _Recorder(getattr(launch, name), launches) for name in names}):
+        yield launches
+
+
+def launches_of(shape: Shape) -> dict[str, Launch]:
+    """By name, the kernels of a decoded token, of a prompt and of a store."""
+    spec = GroupSpec(
+        shape.key_heads,
+        shape.width,
+        0 if shape.latent else shape.value_width,
+        AttentionRange(),
+        (0,),
+        (None,),
+        shape.latent,
+    )
+    keys, values = (LayerKV(one, 0) for one in allocate_kv_buffers(spec, 4096, shape.kv_dtype, torch.device("meta")))
+    stored_keys = stored_rows(keys)
+    stored_values = stored_rows(values)
+    assert stored_keys is not None
+    assert stored_values is not None
+    if shape.latent:
+        stored_values = launch.StoredRows(stored_keys.numbers, stored_keys.scales, shape.latent)
+    tiling = Tiling.for_dtype(shape.dtype)
+    parts = keys.buffer.parts if isinstance(keys.buffer, Int8KVBuffer) else ()
+
+    def rows(count: int, heads: int, width: int) -> Tensor:
+        return torch.empty(count, heads, width, dtype=shape.dtype, device="meta").transpose(0, 1)
+
+    def attend(lanes: int, splits: int) -> list[Launch]:
+        query = rows(8, shape.heads, shape.width)
+        sinks = torch.empty(shape.heads, dtype=shape.dtype, device="meta") if shape.has_sinks else None
+        tables = BatchTables(
+            torch.empty(4096, dtype=torch.int64, device="meta"),
+            torch.empty(2, 8, dtype=torch.int32, device="meta"),
+            (TileSet(torch.empty(8, 7, dtype=torch.int32, device="meta"), lanes, splits, 8),),
+        )
+        columns = launch.key_columns(stored_keys, shape.width, parts)
+        scoring = Scoring(shape.width**-0.5, shape.softcap, sinks)
+        with recorded() as launches:
+            launch.attend(query, stored_keys, stored_values, columns, tables, scoring, tiling)
+        return launches
+
+    def stored() -> list[Launch]:
+        with recorded() as launches:
+            launch.store(
+                keys,
+                values,
+                torch.empty(8, dtype=torch.int64, device="meta"),
+                rows(8, shape.key_heads, shape.width),
+                rows(8, shape.key_heads, 0 if shape.latent else shape.value_width),
+            )
+            if parts:
+                launch.transform(rows(8, shape.heads, shape.width), parts)
+        return launches
+
+    split, join = attend(tiling.decode, 8)
+    named = {
+        "decode, split": split,
+        "decode, join": join,
+        "decode, one split": attend(tiling.decode, 1)[0],
+        "prompt": attend(tiling.prompt, 1)[0],
+    }
+    return named | dict(zip(("store", "transform"), stored(), strict=False))
+
+
+def compiled(one: Launch, target: GPUTarget) -> Any:
+    """The kernel of a launch for a GPU, which need not be there."""
+    options = {name: value for name, value in one.constants.items() if name not in one.kernel.arg_names}
+    constants = {
+        (one.kernel.arg_names.index(name),): one.constants[name] for name in one.constants if name not in options
+    }
+    signature, attributes = dict.fromkeys(one.kernel.arg_names, "constexpr"), {}
+    for at, (parameter, value) in enumerate(zip(one.kernel.params, one.arguments, strict=False)):
+        is_special = not parameter.do_not_specialize
+        if isinstance(value, Tensor):
+            signature[parameter.name], aligned = _POINTERS[value.dtype], True
+        elif isinstance(value, float):
+            signature[parameter.name], aligned = "fp32", False
+        elif value == 1 and is_special:
+            constants[(at,)], aligned = 1, False
+        else:
+            signature[parameter.name], aligned = "i32", value % _ALIGNMENT == 0 and is_special
+        if aligned:
+            attributes[(at,)] = [["tt.divisibility", _ALIGNMENT]]
+    source = ASTSource(fn=one.kernel, signature=signature, constexprs=constants, attrs=attributes)
+    return triton.compile(source, target=target, options=options)
+
+
+def resources(shape: Shape, name: str, one: Launch, target: str) -> Resources:
+    """The registers, spills and shared memory of a kernel."""
+    made = compiled(one, TARGETS[target])
+    if "cubin" in made.asm:
+        registers, spilled = _of_cubin(made.asm["cubin"])
+    else:
+        registers, spilled = _of_amdgcn(made.asm["amdgcn"])
+    return Resources(target, shape.name, name, registers, spilled, made.metadata.shared)
+
+
+def _of_cubin(cubin: bytes) -> tuple[int, int]:
+    tool = next(Path(triton.__file__).parent.glob("backends/nvidia/bin/cuobjdump"))
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    numbers = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
+    return numbers["REG"], numbers["STACK"] + numbers["LOCAL"]
+
+
+def _of_amdgcn(text: str) -> tuple[int, int]:
+    numbers = {
+        name: int(value) for name, value in re.findall(r"\.(vgpr_count|private_segment_fixed_size):\s*(\d+)", text)
+    }
+    return numbers["vgpr_count"], numbers["private_segment_fixed_size"]
+
+
+def table(rows: list[Resources]) -> str:
+    """A table in Markdown, one row a kernel and one column a target."""
+    targets = list(dict.fromkeys(row.target for row in rows))
+    cells: dict[tuple[str, str], dict[str, Resources]] = {}
+    for row in rows:
+        cells.setdefault((row.shape, row.kernel), {})[row.target] = row
+    lines = ["| model | kernel | " + " | ".join(targets) + " |", "|---|---|" + "---|" * len(targets)]
+    for (shape, kernel), by_target in cells.items():
+        texts = [f"{one.registers} / {one.spilled_bytes} / {one.shared_bytes / 1024:.0f}" for one in by_target.values()]
+        lines.append(f"| {shape} | {kernel} | " + " | ".join(texts) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--target", action="append", choices=TARGETS, help="default: all")
+    parser.add_argument("--output", type=Path, help="JSON file")
+    parser.add_argument("--only", default="", help="part of the names of shapes and kernels")
+    options = parser.parse_args()
+    rows = []
+    for shape in SHAPES:
+        for name, one in launches_of(shape).items():
+            if options.only in f"{shape.name}, {name}":
+                rows += [resources(shape, name, one, target) for target in options.target or TARGETS]
+                print(rows[-1], flush=True)
+    print(table(rows))
+    if options.output:
+        options.output.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

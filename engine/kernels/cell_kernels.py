@@ -1,0 +1,57 @@
+"""The kernels of a device that read and write cells, as one object: they share tables of the batch on the device."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from engine.kernels.latent import LatentProjection
+from engine.kernels.reference import ScoreBias
+from engine.types.request import MlaMode
+from kvcache.forward import Segment
+from kvcache.kv_buffer import CellIndex, LayerKV
+from kvcache.spec import AttentionRange
+
+
+class KernelUnavailable(Exception):
+    """Kernels that this machine cannot compile or run, or that compute something else than the reference."""
+
+
+class CellKernels(ABC):
+    """An AttentionFunction with its latent attention and its store."""
+
+    @abstractmethod
+    def __call__(
+        self,
+        query: Tensor,
+        keys: LayerKV,
+        values: LayerKV,
+        segments: Sequence[Segment],
+        attention_range: AttentionRange,
+        *,
+        scale: float,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+        bias: ScoreBias | None = None,
+    ) -> Tensor:
+        """See reference.attend."""
+
+    @abstractmethod
+    def attend_latent(
+        self,
+        query: Tensor,
+        cells: LayerKV,
+        segments: Sequence[Segment],
+        attention_range: AttentionRange,
+        projection: LatentProjection,
+        *,
+        scale: float,
+        mode: MlaMode = "auto",
+    ) -> Tensor:
+        """See latent.attend."""
+
+    @abstractmethod
+    def store(self, keys: LayerKV, values: LayerKV, cells: CellIndex, key_rows: Tensor, value_rows: Tensor) -> None:
+        """See kvcache.kv_buffer.store_rows."""

@@ -1,0 +1,69 @@
+"""The check of the Triton kernels at load: they compile, run, and agree with the reference."""
+
+from __future__ import annotations
+
+import subprocess
+
+import torch
+from torch import Tensor
+from triton.errors import TritonError
+
+from engine.kernels import reference
+from engine.kernels.cell_kernels import CellKernels, KernelUnavailable
+from engine.kernels.triton.batch import Tiling
+from engine.kernels.triton.kernels import TritonKernels
+from kvcache.forward import Segment
+from kvcache.kv_buffer import LayerKV, allocate_kv_buffers
+from kvcache.spec import AttentionRange, GroupSpec
+
+# Rows and start of each sequence: decoding behind two splits, a prompt, draft tokens.
+_BATCH = ((1, 700), (70, 0), (4, 90))
+_HEADS, _KEY_HEADS, _WIDTH = 4, 2, 64
+# Errors of the output for normal values: sums of float32, and weights rounded to bfloat16.
+_EXACT_ERROR, _ROUNDED_ERROR = 1e-4, 5e-2
+
+
+def checked_kernels(dtype: torch.dtype, kv_dtype: torch.dtype, device: torch.device) -> CellKernels:
+    """Kernels that agree with the reference on a device. Raises KernelUnavailable."""
+    kernels = TritonKernels(Tiling.for_dtype(dtype))
+    try:
+        error = _largest_error(kernels, dtype, kv_dtype, device)
+    except (TritonError, RuntimeError, OSError, subprocess.CalledProcessError) as failure:
+        reason = str(failure).strip().partition("\n")[0]
+        raise KernelUnavailable(f"{type(failure).__name__}: {reason}") from failure
+    limit = _EXACT_ERROR if dtype == torch.float32 else _ROUNDED_ERROR
+    # Also NaN.
+    if not error <= limit:
+        raise KernelUnavailable(f"its output differs by {error:.2g} from that of torch, more than {limit:.2g}")
+    return kernels
+
+
+def _largest_error(kernels: CellKernels, dtype: torch.dtype, kv_dtype: torch.dtype, device: torch.device) -> float:
+    """Of the output for a small batch, with keys and values that the kernels stored."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(device, dtype)
+
+    segments, cells = _segments(device)
+    spec = GroupSpec(_KEY_HEADS, _WIDTH, _WIDTH, AttentionRange(), (0,), (None,))
+    buffers = allocate_kv_buffers(spec, cells, kv_dtype, device)
+    keys, values = (LayerKV(buffer, 0) for buffer in buffers)
+    kernels.store(
+        keys, values, torch.arange(cells, device=device), *(draw(_KEY_HEADS, cells, _WIDTH) for _ in range(2))
+    )
+    query, sinks = draw(_HEADS, segments[-1].batch_slice.stop, _WIDTH), draw(_HEADS)
+    arguments = (keys, values, segments, AttentionRange())
+    actual = kernels(query, *arguments, scale=_WIDTH**-0.5, sinks=sinks)
+    expected = reference.attend(query.float(), *arguments, scale=_WIDTH**-0.5, sinks=sinks.float())
+    return float((actual.float() - expected).abs().max())
+
+
+def _segments(device: torch.device) -> tuple[tuple[Segment, ...], int]:
+    """The segments of the batch, whose cells are every other one of the pool, and the cells of the pool."""
+    segments, row, cell = [], 0, 0
+    for rows, start in _BATCH:
+        own = torch.arange(cell, cell + 2 * (start + rows), 2, device=device)
+        segments.append(Segment(slice(row, row + rows), start, own))
+        row, cell = row + rows, cell + 2 * (start + rows)
+    return tuple(segments), cell

@@ -1,0 +1,188 @@
+"""Attention over cells, latent attention and stores on a GPU, with the interface of engine/kernels/reference.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from engine.kernels import latent, reference
+from engine.kernels.cell_kernels import CellKernels
+from engine.kernels.latent import LatentProjection
+from engine.kernels.reference import ScoreBias
+from engine.kernels.triton import launch
+from engine.kernels.triton.batch import BatchTables, Tiling, make_tables
+from engine.kernels.triton.launch import Scoring, StoredRows, stored_rows
+from engine.types.request import MlaMode
+from kvcache.forward import Segment
+from kvcache.kv_buffer import CellIndex, HadamardInt8KVBuffer, Int8KVBuffer, LayerKV, store_rows
+from kvcache.spec import AttentionRange
+
+# Batches with tables on the device: one for each group of a model and of its draft model.
+_KEPT_TABLES = 16
+# Columns of keys at most for the tiles of prompts: larger ones exceed the shared memory.
+_PROMPT_WIDTH = 256
+
+
+class TritonKernels(CellKernels):
+    """Computes bias and float64 by the reference. Belongs to the engine thread.
+
+    With one tile size (Tiling.decode == Tiling.prompt) a row has the same bits for any batch and any chunks of its
+    prompt; else for any batch, and decoded rows have other bits than rows of a prompt.
+    """
+
+    def __init__(self, tiling: Tiling | None = None) -> None:
+        self._tiling = tiling or Tiling()
+        self._decode_tiling = replace(self._tiling, prompt=self._tiling.decode)
+        # By the identity of segments, which are the same objects in all layers of a group; kept alive here.
+        self._tables: dict[tuple[object, ...], tuple[Sequence[Segment], BatchTables]] = {}
+
+    def __call__(
+        self,
+        query: Tensor,
+        keys: LayerKV,
+        values: LayerKV,
+        segments: Sequence[Segment],
+        attention_range: AttentionRange,
+        *,
+        scale: float,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+        bias: ScoreBias | None = None,
+    ) -> Tensor:
+        """See reference.attend. Raises ValueError for shapes that do not fit."""
+        k, v = stored_rows(keys), stored_rows(values)
+        if bias is not None or k is None or v is None or query.dtype == torch.float64:
+            return reference.attend(
+                query, keys, values, segments, attention_range, scale=scale, softcap=softcap, sinks=sinks, bias=bias
+            )
+        query = _transform(keys, query, keys.width)
+        return self._attend(query, keys, k, v, segments, attention_range, Scoring(scale, softcap, sinks))
+
+    def attend_latent(
+        self,
+        query: Tensor,
+        cells: LayerKV,
+        segments: Sequence[Segment],
+        attention_range: AttentionRange,
+        projection: LatentProjection,
+        *,
+        scale: float,
+        mode: MlaMode = "auto",
+    ) -> Tensor:
+        """See latent.attend: absorbed segments are one batch, expanded ones are computed by torch."""
+        stored, width = stored_rows(cells), projection.latent_width
+        is_supported = stored is not None and (stored.parts < 2 or width == launch.power_of_two(width))
+        if stored is None or not is_supported or query.dtype == torch.float64:
+            return latent.attend(query, cells, segments, attention_range, projection, scale=scale, mode=mode)
+        absorbed = [one for one in segments if latent.is_absorbed(one, projection, mode)]
+        output = query.new_empty(query.shape[1], query.shape[0], projection.values.shape[1])
+        for segment in segments:
+            if not latent.is_absorbed(segment, projection, mode):
+                own = query[:, segment.batch_slice]
+                output[segment.batch_slice] = latent.attend(
+                    own, cells, [_alone(segment)], attention_range, projection, scale=scale, mode="expand"
+                )
+        if absorbed:
+            self._absorb(
+                output, query, cells, replace(stored, width=width), absorbed, attention_range, projection, scale
+            )
+        return output
+
+    def _absorb(
+        self,
+        output: Tensor,
+        query: Tensor,
+        cells: LayerKV,
+        latents: StoredRows,
+        segments: Sequence[Segment],
+        attention_range: AttentionRange,
+        projection: LatentProjection,
+        scale: float,
+    ) -> None:
+        """Write the output rows of the segments."""
+        runs = list(_runs(segments))
+        reduced = query.new_empty(*query.shape[:2], cells.width)
+        for rows in runs:
+            reduced[:, rows] = _transform(cells, latent.absorb_keys(query[:, rows], projection), cells.width)
+        keys = replace(latents, width=cells.width)
+        mixed = self._attend(reduced, cells, keys, latents, segments, attention_range, Scoring(scale))
+        for rows in runs:
+            own = _transform(cells, mixed[rows].transpose(0, 1), latents.width)
+            output[rows] = (own @ projection.values.mT).transpose(0, 1)
+
+    def store(self, keys: LayerKV, values: LayerKV, cells: CellIndex, key_rows: Tensor, value_rows: Tensor) -> None:
+        """See kvcache.kv_buffer.store_rows."""
+        if not launch.store(keys, values, cells, key_rows, value_rows):
+            store_rows(keys, values, cells, key_rows, value_rows)
+
+    def _attend(
+        self,
+        query: Tensor,
+        keys: LayerKV,
+        stored_keys: StoredRows,
+        stored_values: StoredRows,
+        segments: Sequence[Segment],
+        attention_range: AttentionRange,
+        scoring: Scoring,
+    ) -> Tensor:
+        """`query` is transformed as the keys are."""
+        _check(query, stored_keys, stored_values, scoring.sinks)
+        parts = keys.buffer.parts if isinstance(keys.buffer, Int8KVBuffer) else ()
+        query = launch.contiguous_columns(query)
+        columns = launch.key_columns(stored_keys, query.shape[2], parts)
+        tables = self._tables_of(segments, attention_range, query, query.shape[0] // stored_keys.numbers.shape[0])
+        return launch.attend(query, stored_keys, stored_values, columns, tables, scoring, self._tiling)
+
+    def _tables_of(
+        self, segments: Sequence[Segment], attention_range: AttentionRange, query: Tensor, group: int
+    ) -> BatchTables:
+        _, rows, width = query.shape
+        tiling = self._tiling if width <= _PROMPT_WIDTH else self._decode_tiling
+        key = (*map(id, segments), attention_range, rows, group, tiling)
+        if key not in self._tables:
+            tables = make_tables(segments, attention_range, rows, group=group, tiling=tiling, device=query.device)
+            if len(self._tables) == _KEPT_TABLES:
+                del self._tables[next(iter(self._tables))]
+            self._tables[key] = (segments, tables)
+        return self._tables[key][1]
+
+
+def _runs(segments: Sequence[Segment]) -> Iterator[slice]:
+    """The rows of segments in the order of the batch, adjacent ones joined."""
+    start, stop = segments[0].batch_slice.start, segments[0].batch_slice.stop
+    for segment in segments[1:]:
+        if segment.batch_slice.start != stop:
+            yield slice(start, stop)
+            start = segment.batch_slice.start
+        stop = segment.batch_slice.stop
+    yield slice(start, stop)
+
+
+def _transform(cells: LayerKV, rows: Tensor, width: int) -> Tensor:
+    """LayerKV.transform of rows [heads, rows, width], in one launch."""
+    buffer = cells.buffer
+    if not isinstance(buffer, HadamardInt8KVBuffer):
+        return rows
+    return launch.transform(rows, buffer.parts if width == cells.width else buffer.parts[:1])
+
+
+def _alone(segment: Segment) -> Segment:
+    """The segment as the only one of its batch."""
+    return replace(segment, batch_slice=slice(0, segment.batch_slice.stop - segment.batch_slice.start))
+
+
+def _check(query: Tensor, keys: StoredRows, values: StoredRows, sinks: Tensor | None) -> None:
+    """Raise ValueError for shapes with which a kernel would read outside the tensors."""
+    conditions = {
+        "keys and values are of one pool": keys.numbers.shape[:2] == values.numbers.shape[:2],
+        "queries are as wide as keys": query.shape[2] == keys.width,
+        "heads are a multiple of key heads": query.shape[0] % keys.numbers.shape[0] == 0,
+        "keys and values are contiguous": keys.numbers.is_contiguous() and values.numbers.is_contiguous(),
+        "every head has a sink": sinks is None or sinks.shape == query.shape[:1],
+    }
+    for name, holds in conditions.items():
+        if not holds:
+            raise ValueError(f"the kernel needs that {name}")

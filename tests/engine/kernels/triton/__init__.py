@@ -1,0 +1,1 @@
+"""Tests of engine/kernels/triton: without a GPU, by the interpreter of Triton."""
