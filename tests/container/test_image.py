@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -15,21 +14,18 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+import yaml
 
 from tests.container.dockerfile import ROOT
+from tests.container.pod import SCRIPT
+from tests.container.streams import Streams
 
-TOOLS = ("buildah", "crun", "mmdebstrap", "unshare", "nsenter")
-MISSING = [tool for tool in TOOLS if shutil.which(tool) is None]
-BUILD_SECONDS = 7200
-NEEDED = f"not found: {', '.join(MISSING)} (apt-get install buildah crun mmdebstrap)"
+# The service has one slot for each stream.
+STREAMS = 32
+SERVICE = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]["cellar"]
 
-pytestmark = [
-    pytest.mark.container,
-    # Without the build, which takes an hour on a busy machine and has a limit of its own.
-    pytest.mark.timeout(300, func_only=True),
-    pytest.mark.skipif(os.geteuid() != 0, reason="buildah with chroot isolation needs root"),
-    pytest.mark.skipif(bool(MISSING), reason=NEEDED),
-]
+# Without the build, which takes an hour on a busy machine and has a limit of its own.
+pytestmark = [pytest.mark.container, pytest.mark.timeout(300, func_only=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,17 +42,21 @@ class Container:
         lines = Path(f"/proc/{self.server.pid}/status").read_text().splitlines()
         return next(line.partition(":")[2].strip() for line in lines if line.startswith(f"{key}:"))
 
+    def limit(self, controller: str, first: str, second: str) -> str:
+        """A limit of the server's cgroup, from the file of version 1 or 2."""
+        for line in Path(f"/proc/{self.server.pid}/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            folder = Path(SCRIPT.CGROUPS, controllers, path.lstrip("/"))
+            for name in (first, second):
+                file = folder / f"{controller}.{name}"
+                if controllers in ("", controller) and file.exists():
+                    return file.read_text().strip()
+        raise AssertionError(f"{controller} is not limited")
+
     def run(self, *command: str, port: int) -> int:
         """Run a command on the container's own files, and return its exit status."""
         enter = ["nsenter", "--mount", f"--target={self.server.pid}", "env", f"CELLAR_PORT={port}"]
         return subprocess.run([*enter, *command], check=False, capture_output=True).returncode
-
-
-@pytest.fixture(scope="module")
-def image() -> None:
-    """The image of this checkout, built by the script."""
-    script, environment = ROOT / "docker/build-without-docker.sh", {**os.environ, "PYTHON": sys.executable}
-    subprocess.run([script], check=True, env=environment, timeout=BUILD_SECONDS)
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +68,7 @@ def container(image: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         port = free.getsockname()[1]
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("CELLAR_", "HF_"))}
     environment |= {"CELLAR_PORT": str(port), "CELLAR_SHELF": "/shelf", "CELLAR_STORE": "/shelf/responses.sqlite"}
+    environment |= {"CELLAR_SLOTS": str(STREAMS), "CELLAR_CONTEXT": "1024"}
     if "CELLAR_IMAGES" in os.environ:
         environment["CELLAR_IMAGES"] = os.environ["CELLAR_IMAGES"]
     with log.open("wb") as out:
@@ -170,8 +171,36 @@ def test_the_settings_of_pip_are_not_in_the_image(container: Container) -> None:
     assert ["cellar"] == [place.name for place in (root / "opt").iterdir()]
 
 
-def test_sigterm_ends_it_with_exit_status_0(container: Container) -> None:
-    """What `docker stop` sends ends the server by itself and cleanly. Runs last: it ends the container of this file."""
-    container.runner.terminate()
+@pytest.mark.parametrize("path", ["/health", "/ready", "/metrics"])
+def test_probes_by_ip_are_answered(container: Container, path: str) -> None:
+    """Load balancers and Prometheus address a container by its IP."""
+    url, headers = f"http://127.0.0.1:{container.port}{path}", {"Host": "172.18.0.2:8000"}
 
-    assert 0 == container.runner.wait(timeout=45)
+    assert 200 == httpx.get(url, headers=headers, trust_env=False).status_code
+
+
+@pytest.mark.skipif(not SCRIPT.has_cgroups(), reason="cgroups cannot be made on this machine")
+def test_memory_and_processes_are_limited(container: Container) -> None:
+    assert SCRIPT.size(SERVICE["mem_limit"]) == int(container.limit("memory", "limit_in_bytes", "max"))
+    assert SERVICE["pids_limit"] == int(container.limit("pids", "max", "max"))
+
+
+def test_32_streams_end_well_after_sigterm(container: Container) -> None:
+    """As of `docker stop`: running answers are completed, new requests refused, and the server ends by itself before
+    Docker would kill it, with exit status 0. Runs last: it ends the container of this file.
+    """
+    url = f"http://127.0.0.1:{container.port}"
+    chat = {"model": "cellar-tiny", "messages": [{"role": "user", "content": "Hello"}], "ignore_eos": True}
+    streams = Streams(url, STREAMS, {**chat, "max_tokens": 96})
+    streams.wait_until_started(STREAMS)
+    running = sum(not stream.done for stream in streams.streams)
+    container.runner.terminate()
+    refused = httpx.post(f"{url}/v1/chat/completions", json=chat, timeout=30, trust_env=False)
+
+    status = container.runner.wait(timeout=float(SERVICE["stop_grace_period"].removesuffix("s")))
+    ended = streams.results()
+
+    assert 0 == status
+    assert 503 == refused.status_code
+    assert running > STREAMS / 2
+    assert [("length", True, False)] * STREAMS == [(stream.finish, stream.done, stream.cut) for stream in ended]
