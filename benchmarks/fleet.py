@@ -85,7 +85,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--seed", type=int, default=0)
     result.add_argument("--plot", type=Path, metavar="FILE", help="write a plot of the table here")
     result.add_argument("--validate", action="store_true", help="compare with 2 and 3 real servers")
-    result.add_argument("--rounds", type=int, default=2, help="repetitions of the validation")
+    result.add_argument("--rounds", type=int, default=3, help="repetitions of the validation")
     add_json_option(result)
     add_page_option(result)
     return result

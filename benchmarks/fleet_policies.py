@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import random
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
@@ -32,7 +33,8 @@ class ListPolicy:
     """A policy over the list of replicas."""
 
     def __init__(self, replicas: Sequence[str], loads: dict[str, int], seed: int) -> None:
-        self._loads, self._source = loads, random.Random(f"policy {seed}")
+        self._loads, self._seed = loads, seed
+        self._turns: Counter[str] = Counter()
         self._replicas = list(replicas)
         self.replace(replicas)
 
@@ -43,13 +45,18 @@ class ListPolicy:
     def changed(self, replica: str) -> None:
         """See Policy."""
 
+    def _numbers(self, keys: RequestKeys) -> random.Random:
+        """Random numbers that depend on the conversation and the turn: the same in a simulation and in a real run."""
+        self._turns[keys.conversation] += 1
+        return random.Random(f"{self._seed} {keys.conversation} {self._turns[keys.conversation]}")
+
 
 class RandomPolicy(ListPolicy):
     """Any replica."""
 
     def choose(self, keys: RequestKeys) -> str:
         """See Policy."""
-        return self._source.choice(self._replicas)
+        return self._numbers(keys).choice(self._replicas)
 
 
 class RoundRobin(ListPolicy):
@@ -68,7 +75,8 @@ class PowerOfTwo(ListPolicy):
 
     def choose(self, keys: RequestKeys) -> str:
         """See Policy."""
-        return min((self._source.choice(self._replicas) for _ in range(2)), key=self._loads.__getitem__)
+        numbers = self._numbers(keys)
+        return min((numbers.choice(self._replicas) for _ in range(2)), key=self._loads.__getitem__)
 
 
 class LeastLoaded(ListPolicy):
@@ -77,6 +85,7 @@ class LeastLoaded(ListPolicy):
     def replace(self, replicas: Collection[str]) -> None:
         """See Policy."""
         super().replace(replicas)
+        self._source = random.Random(f"policy {self._seed}")
         self._heap = [(self._loads[name], self._source.random(), name) for name in self._replicas]
         self._present = set(replicas)
         heapq.heapify(self._heap)
