@@ -141,7 +141,7 @@ class Engine:
     def phase(self) -> str:
         """A phase of loading, "ready", "draining", or "dead: " and the reason."""
         if self._failure is not None:
-            return f"dead: {self._failure}"
+            return f"dead: {_reason(self._failure)}"
         return "draining" if self._draining else self._phase
 
     @property
@@ -282,7 +282,7 @@ class Engine:
 
     def _require_model(self) -> LoadedModel:
         if self._failure is not None:
-            raise EngineDead(str(self._failure))
+            raise EngineDead(_reason(self._failure))
         if self._loaded is None:
             raise Loading(self._phase)
         return self._loaded
@@ -378,6 +378,11 @@ class Engine:
     def _call_on_loop(self, callback: Callable[..., None], *values: object) -> None:
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(callback, *values)
+
+
+def _reason(failure: EngineError) -> str:
+    """The text of a failure, without the words that EngineDead adds."""
+    return failure.reason if isinstance(failure, EngineDead) else str(failure)
 
 
 def _set_result(future: asyncio.Future[EngineSnapshot], snapshot: EngineSnapshot) -> None:

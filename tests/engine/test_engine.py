@@ -287,12 +287,12 @@ def test_a_dead_thread_fails_all_streams(folder: Folder, monkeypatch: pytest.Mon
     async def story(engine: Engine) -> None:
         monkeypatch.setattr(Core, "step", broken)
         events = await answer(engine, ask("runs", (1, 2), ENDLESS, ignore_eos=True))
-        with pytest.raises(EngineDead):
+        with pytest.raises(EngineDead) as dead:
             await answer(engine, ask("late", (1, 2)))
 
         assert [Failed] == [type(event) for event in events]
         assert not engine.alive
-        assert "MemoryError" in engine.phase
+        assert ("dead: MemoryError", "the engine stopped: MemoryError") == (engine.phase, str(dead.value))
 
     run_with_engine(folder("llama"), story)
 
