@@ -23,8 +23,12 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def parsed(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Runs a command line up to the point where the server would start; gives the settings."""
+def parsed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """Runs a command line up to the point where the server would start; gives the settings.
+
+    In a folder of its own: that of a disk cache is created.
+    """
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("os.environ", {"PATH": ""})
 
     def parse(*argv: str, **environment: str) -> Settings:
