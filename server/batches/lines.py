@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 import anyio.to_thread
 
@@ -82,7 +83,8 @@ async def check_file(chunks: AsyncIterator[bytes], endpoint: str, max_bytes: int
 
 
 def _parsed(lines: Iterable[tuple[int, bytes]], endpoint: str, max_bytes: int) -> list[BatchLine | BatchError]:
-    return list(_entries(lines, endpoint, max_bytes))
+    # A file with more lines is refused: its other lines need no memory.
+    return list(islice(_entries(lines, endpoint, max_bytes), MAX_REQUESTS + 1))
 
 
 def _entries(lines: Iterable[tuple[int, bytes]], endpoint: str, max_bytes: int) -> Iterator[BatchLine | BatchError]:

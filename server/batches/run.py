@@ -20,14 +20,26 @@ from server.batches.slots import SlotShare
 from server.http.auth import acting_for
 from server.http.encoding import dumps
 from server.http.errors import QUEUE_FULL, SERVER_DRAINING
-from server.schemas.batches import BatchBody, BatchErrors, BatchStatus
+from server.schemas.batches import BatchBody, BatchError, BatchErrors, BatchStatus
 from server.store.batches import BatchStore, StoredBatch
-from server.store.files import CHUNK_BYTES, FileStore, StoredFile
+from server.store.files import CHUNK_BYTES, FileStore, StorageFullError, StoredFile
 
 OUTPUT_PURPOSE = "batch_output"
 # The queue is full, or the engine drains: the request is sent again.
 RETRIED = (QUEUE_FULL.status, SERVER_DRAINING.status)
 MAX_RETRY_SECONDS = 30.0
+INPUT_LOST = BatchError(
+    code="input_file_lost",
+    message="The input file was deleted, or has expired, before all of its requests were computed.",
+    param="input_file_id",
+    line=None,
+)
+STORAGE_FULL = BatchError(
+    code="storage_full",
+    message="There is no space for the results: they are written when other files are deleted.",
+    param=None,
+    line=None,
+)
 EXPIRED = {"code": "batch_expired", "message": "The batch expired before this request was computed."}
 
 
@@ -64,7 +76,7 @@ class BatchRun:
         self._requests.cancel()
 
     async def run(self) -> None:
-        """Run the batch to its end; StoreError or LeaseLostError leave it to a later run."""
+        """Run the batch to its end; StoreError, StorageFullError or LeaseLostError leave it to a later run."""
         if self.body["status"] == "validating" and not self._cancelled:
             await self._check()
         if self.body["status"] == "in_progress" and not self._cancelled:
@@ -73,10 +85,13 @@ class BatchRun:
             await self._finish()
 
     async def _check(self) -> None:
-        chunks = self.files.chunks(self.body["input_file_id"])
-        count, errors = await check_file(chunks, self.body["endpoint"], self.max_line_bytes)
+        id = self.body["input_file_id"]
+        if await self.files.get(id, self.stored.owner) is None:
+            count, errors = 0, [INPUT_LOST]
+        else:
+            count, errors = await check_file(self.files.chunks(id), self.body["endpoint"], self.max_line_bytes)
         if errors:
-            self.body["errors"] = BatchErrors(object="list", data=errors)
+            self._set_errors(errors)
             await self._save("failed", final=True)
         else:
             self.body["request_counts"]["total"] = count
@@ -119,14 +134,25 @@ class BatchRun:
             await self._fail_missing_lines()
         completed, failed = await self.batches.count(self.stored.id)
         self.body["request_counts"] |= {"completed": completed, "failed": failed}
-        self.body["output_file_id"] = await self._write_results("output") if completed else None
-        self.body["error_file_id"] = await self._write_results("error") if failed else None
-        await self._save(end, final=True)
+        try:
+            self.body["output_file_id"] = await self._write_results("output") if completed else None
+            self.body["error_file_id"] = await self._write_results("error") if failed else None
+        except StorageFullError:
+            self._set_errors([STORAGE_FULL])
+            await self._save("finalizing")
+            raise
+        # The file ended before its last request.
+        lost = end == "completed" and completed + failed < self.body["request_counts"]["total"]
+        self._set_errors([INPUT_LOST] if lost else [])
+        await self._save("failed" if lost else end, final=True)
 
     def _end(self) -> Literal["cancelled", "expired", "completed"]:
         if self._cancelled:
             return "cancelled"
         return "expired" if self._requests.cancelled_caught or self.clock() > self.body["expires_at"] else "completed"
+
+    def _set_errors(self, errors: list[BatchError]) -> None:
+        self.body["errors"] = BatchErrors(object="list", data=errors) if errors else None
 
     async def _fail_missing_lines(self) -> None:
         async for line in self._missing_lines():

@@ -18,9 +18,17 @@ from engine.errors import EngineError, Overloaded
 from server.batches.run import BatchRun, LeaseLostError
 from server.batches.slots import SlotShare
 from server.http.encoding import dumps
-from server.http.errors import BATCH_NOT_FOUND, FILE_NOT_FOUND, INVALID_VALUE, STORAGE_FULL, ApiError, invalid_value
+from server.http.errors import (
+    BATCH_NOT_FOUND,
+    FILE_IN_USE,
+    FILE_NOT_FOUND,
+    INVALID_VALUE,
+    STORAGE_FULL,
+    ApiError,
+    invalid_value,
+)
 from server.http.paging import Page, page
-from server.schemas.batches import BatchBody, BatchRequest, FileBody, RequestCounts
+from server.schemas.batches import BatchBody, BatchRequest, BatchStatus, FileBody, RequestCounts
 from server.service import Service
 from server.store.batches import LEASE_SECONDS, BatchStore, StoredBatch
 from server.store.database import MEMORY, StoreError, is_url
@@ -36,6 +44,8 @@ PURPOSE = "batch"
 # Of all files in a database, and in memory.
 MAX_BYTES, MAX_MEMORY_BYTES = 10 * 2**30, 64 * 2**20
 MAX_NAME = 255
+# The status of batches that read their input.
+READING: tuple[BatchStatus, ...] = ("validating", "in_progress")
 
 logger = logging.getLogger("cellar.batches")
 
@@ -92,9 +102,10 @@ class BatchService:
         """A file; ApiError if there is none."""
         return _file_body(await self._stored_file(id, owner))
 
-    async def content(self, id: str, owner: str) -> AsyncIterator[bytes]:
-        """The chunks of a file; ApiError if there is none."""
-        return self._files.chunks((await self._stored_file(id, owner)).id)
+    async def content(self, id: str, owner: str) -> tuple[int, AsyncIterator[bytes]]:
+        """The size and the chunks of a file; ApiError if there is none."""
+        file = await self._stored_file(id, owner)
+        return file.bytes, self._files.chunks(file.id)
 
     async def list_files(
         self, owner: str, purpose: str | None, limit: int, after: str | None, *, ascending: bool
@@ -106,10 +117,16 @@ class BatchService:
         return page(files, [file["id"] for file in files], limit, after)
 
     async def delete_file(self, id: str, owner: str) -> None:
-        """Delete a file; ApiError if there is none."""
+        """Delete a file; ApiError if there is none, or if a batch still reads it."""
         self._check_stored()
+        for stored in await self._batches.open(owner):
+            body: BatchBody = json.loads(stored.body)
+            if body["input_file_id"] == id and body["status"] in READING:
+                raise ApiError(FILE_IN_USE, f"The batch '{stored.id}' still reads this file; cancel it first.")
         if not await self._files.delete(id, owner):
             raise _no_file(id)
+        # A batch may wait for the space.
+        self._wake.set()
 
     async def create(self, request: BatchRequest, owner: str) -> BatchBody:
         """Start a batch."""
@@ -192,7 +209,7 @@ class BatchService:
                 await asyncio.wait_for(self._wake.wait(), POLL_SECONDS)
 
     def _exists(self) -> bool:
-        return self._location is not None and Path(self._location).exists()
+        return self._location == MEMORY or (self._location is not None and Path(self._location).exists())
 
     async def _renew(self) -> None:
         for id, run in list(self._runs.items()):
@@ -221,6 +238,8 @@ class BatchService:
             logger.info("batch %s: another server has it", id)
         except* StoreError as errors:
             logger.warning("batch %s waits for the store: %s", id, errors.exceptions[0])
+        except* StorageFullError:
+            logger.warning("batch %s waits: its results would exceed %d bytes of files", id, self._files.max_bytes)
         finally:
             del self._runs[id], self._tasks[id]
             with contextlib.suppress(StoreError):

@@ -39,6 +39,7 @@ UNSUPPORTED_PARAMETER = ErrorKind(400, "invalid_request_error", "unsupported_par
 UNSUPPORTED_VALUE = ErrorKind(400, "invalid_request_error", "unsupported_value")
 PREVIOUS_RESPONSE_NOT_FOUND = ErrorKind(400, "invalid_request_error", "previous_response_not_found")
 CONNECTION_LIMIT = ErrorKind(400, "invalid_request_error", "websocket_connection_limit_reached")
+FILE_IN_USE = ErrorKind(400, "invalid_request_error", "file_in_use")
 UNSATISFIABLE = ErrorKind(400, "invalid_request_error", "unsatisfiable")
 CONTEXT_LENGTH_EXCEEDED = ErrorKind(400, "invalid_request_error", "context_length_exceeded")
 INVALID_API_KEY = ErrorKind(401, "invalid_request_error", "invalid_api_key")

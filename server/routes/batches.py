@@ -73,8 +73,8 @@ def _add_file_routes(app: FastAPI, batches: BatchService) -> None:
     @app.get(f"{FILES}/{{file_id}}/content", responses=ERROR_RESPONSES)
     async def download_file(file_id: str, request: Request) -> Response:
         """Return the content of a file."""
-        content = await batches.content(file_id, owner(request))
-        return StreamingResponse(content, media_type="application/octet-stream")
+        size, chunks = await batches.content(file_id, owner(request))
+        return StreamingResponse(chunks, media_type="application/octet-stream", headers={"content-length": str(size)})
 
     @app.delete(f"{FILES}/{{file_id}}", responses={**ERROR_RESPONSES, 200: {"model": FileDeleted}})
     async def delete_file(file_id: str, request: Request) -> Response:

@@ -102,6 +102,11 @@ class BatchStore:
         statement = f"SELECT {COLUMNS} FROM batches WHERE {VISIBLE} ORDER BY created DESC, id"
         return [_batch(row) for row in await self._worker.query(statement, [owner])]
 
+    async def open(self, owner: str) -> list[StoredBatch]:
+        """The batches of an owner that are not final."""
+        statement = f"SELECT {COLUMNS} FROM batches WHERE {VISIBLE} AND final = 0"
+        return [_batch(row) for row in await self._worker.query(statement, [owner])]
+
     async def count_open(self, owner: str) -> int:
         """The number of an owner's batches that are not final."""
         ((count,),) = await self._worker.query("SELECT COUNT(*) FROM batches WHERE owner = ? AND final = 0", [owner])
@@ -140,7 +145,9 @@ class BatchStore:
 
     async def add_result(self, id: str, line: int, content: bytes, *, failed: bool) -> None:
         """Keep the result of a line, unless it has one."""
-        await self._worker.query(ADD_RESULT, [id, line, int(failed), zlib.compress(content)])
+        await self._worker.run(
+            lambda database: database.run(ADD_RESULT, [id, line, int(failed), zlib.compress(content)])
+        )
 
     async def finished_lines(self, id: str) -> set[int]:
         """The lines with a result."""

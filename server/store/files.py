@@ -6,6 +6,7 @@ import time
 import zlib
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from server.store.database import Database, Row, StoreError, Value
 from server.store.worker import DatabaseWorker
@@ -37,7 +38,8 @@ VISIBLE = "owner IN (?, '') AND complete = 1 AND (expires IS NULL OR expires > ?
 SELECT = f"SELECT {COLUMNS} FROM files WHERE id = ? AND {VISIBLE}"
 SELECT_ALL = f"SELECT {COLUMNS} FROM files WHERE {VISIBLE}"
 INSERT_CHUNK = "INSERT INTO file_chunks VALUES (?, ?, ?)"
-COMPLETE = "UPDATE files SET bytes = ?, complete = 1 WHERE id = ?"
+ADD_BYTES = "UPDATE files SET bytes = bytes + ? WHERE id = ?"
+COMPLETE = "UPDATE files SET complete = 1 WHERE id = ? RETURNING bytes"
 SELECT_CHUNK = "SELECT content FROM file_chunks WHERE file = ? AND number = ?"
 DELETE_EXPIRED = "DELETE FROM files WHERE expires <= ? OR (complete = 0 AND created < ?)"
 
@@ -80,21 +82,20 @@ class FileStore:
 
     async def create(self, file: StoredFile, content: AsyncIterator[bytes]) -> StoredFile:
         """Store a file, in place of one with its id; StorageFullError leaves nothing."""
-        used: int = await self._worker.run(lambda database: self._begin(database, file))
-        number, size, complete = 0, 0, False
+        await self._worker.run(partial(self._begin, file))
+        number, complete = 0, False
         try:
             async for chunk in content:
-                size += len(chunk)
-                if used + size > self.max_bytes:
-                    raise StorageFullError
-                await self._worker.query(INSERT_CHUNK, [file.id, number, zlib.compress(chunk, 1)])
+                await self._worker.run(partial(self._add_chunk, file.id, number, chunk))
                 number += 1
-            await self._worker.query(COMPLETE, [size, file.id])
+            rows = await self._worker.query(COMPLETE, [file.id])
+            if not rows:
+                raise StoreError("the file was deleted during its upload")
             complete = True
         finally:
             if not complete:
                 await self._remove(file.id)
-        return replace(file, bytes=size)
+        return replace(file, bytes=rows[0][0])
 
     async def get(self, id: str, owner: str) -> StoredFile | None:
         """The file, if `owner` may read it and it has not expired."""
@@ -110,11 +111,8 @@ class FileStore:
     async def chunks(self, id: str) -> AsyncIterator[bytes]:
         """The content of a file, chunk by chunk."""
         number = 0
-        while True:
-            rows = await self._worker.query(SELECT_CHUNK, [id, number])
-            if not rows:
-                return
-            yield zlib.decompress(rows[0][0])
+        while (chunk := await self._worker.run(partial(_read_chunk, id, number))) is not None:
+            yield chunk
             number += 1
 
     async def delete(self, id: str, owner: str) -> bool:
@@ -126,16 +124,24 @@ class FileStore:
         """Finish pending work and close the database."""
         self._worker.close()
 
-    def _begin(self, database: Database, file: StoredFile) -> int:
-        """Insert the row of an incomplete file; returns the bytes of all other files."""
+    def _begin(self, file: StoredFile, database: Database) -> None:
+        """Insert the row of an incomplete file."""
         now = self.clock()
         row: list[Value] = [file.id, file.owner, file.purpose, file.name, 0, file.created, file.expires, 0]
         with database.transaction():
             database.run(DELETE_EXPIRED, [now, now - UPLOAD_SECONDS])
             database.run("DELETE FROM files WHERE id = ?", [file.id])
-            ((used,),) = database.run("SELECT COALESCE(SUM(bytes), 0) FROM files")
             database.run("INSERT INTO files VALUES (?, ?, ?, ?, ?, ?, ?, ?)", row)
-        return int(used)
+
+    def _add_chunk(self, id: str, number: int, chunk: bytes, database: Database) -> None:
+        """Uploads at the same time share the limit: the bytes of each are counted as they arrive."""
+        compressed = zlib.compress(chunk, 1)
+        with database.transaction():
+            database.run(INSERT_CHUNK, [id, number, compressed])
+            database.run(ADD_BYTES, [len(chunk), id])
+            ((used,),) = database.run("SELECT SUM(bytes) FROM files")
+            if used > self.max_bytes:
+                raise StorageFullError
 
     async def _remove(self, id: str) -> None:
         try:
@@ -143,6 +149,11 @@ class FileStore:
         except StoreError:
             # It stays incomplete, and is deleted after UPLOAD_SECONDS.
             return
+
+
+def _read_chunk(id: str, number: int, database: Database) -> bytes | None:
+    rows = database.run(SELECT_CHUNK, [id, number])
+    return zlib.decompress(rows[0][0]) if rows else None
 
 
 def _file(row: Row) -> StoredFile:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import io
 import json
+import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ import openai
 import pytest
 from openai.types import Batch
 
-from engine.errors import Overloaded
+from engine.errors import EngineDead, Overloaded
 from engine.types.events import Event
 from engine.types.request import Request
+from server.batches import service
 from tests.server.fakes import WORDS, FakeEngine, Gate, serve_in_thread, settings, speak
 
 FINAL = ("completed", "failed", "expired", "cancelled")
@@ -207,6 +209,81 @@ def test_a_cancelled_batch_keeps_its_results() -> None:
     assert not engine.running
 
 
+def test_the_input_of_a_batch_cannot_be_deleted() -> None:
+    """Its requests would be lost; a final batch does not need it."""
+    engine = FakeEngine(script=lambda _: iter((Gate(),)))
+    with client_of(engine) as client:
+        batch = start(client, [line(number) for number in range(3)])
+        with pytest.raises(openai.BadRequestError, match=f"'{batch.id}' still reads this file"):
+            client.files.delete(batch.input_file_id)
+        client.batches.cancel(batch.id)
+        wait(client, batch.id)
+        assert client.files.delete(batch.input_file_id).deleted
+
+
+def lose_files(store: str) -> None:
+    """Delete all files, as their expiry does."""
+    with closing(sqlite3.connect(store)) as database, database:
+        database.execute("PRAGMA foreign_keys = ON")
+        database.execute("DELETE FROM files")
+
+
+def error_codes(batch: Batch) -> list[str | None]:
+    """The codes of a batch's errors."""
+    return [error.code for error in (batch.errors and batch.errors.data) or []]
+
+
+def test_a_batch_fails_when_its_input_has_expired(tmp_path: Path) -> None:
+    """Its results so far are kept."""
+
+    def script(request: Request) -> Iterator[Event | Gate]:
+        if len(engine.requests) > 1:
+            yield Gate()
+        yield from speak(request)
+
+    engine, store = FakeEngine(script=script), str(tmp_path / "store.sqlite")
+    with client_of(engine, store=store, grace_seconds=0.0) as client:
+        id = start(client, [line(number) for number in range(5)]).id
+        wait(client, id, lambda batch: batch.request_counts is not None and batch.request_counts.completed == 1)
+    lose_files(store)
+    with client_of(FakeEngine(), store=store) as client:
+        batch = wait(client, id)
+        found = results(client, batch.output_file_id)
+
+    assert ("failed", ["input_file_lost"]) == (batch.status, error_codes(batch))
+    assert 1 == len(found)
+
+
+def test_a_batch_fails_when_its_input_expires_before_its_start(tmp_path: Path) -> None:
+    """Here the engine of the first server never starts."""
+    store = str(tmp_path / "store.sqlite")
+    with client_of(FakeEngine(failure=EngineDead("x")), store=store) as client:
+        id = start(client, [line(0)]).id
+    lose_files(store)
+    with client_of(FakeEngine(), store=store) as client:
+        batch = wait(client, id)
+
+    assert ("failed", ["input_file_lost"]) == (batch.status, error_codes(batch))
+
+
+def test_results_wait_for_space(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The batch is `finalizing`, with the reason, until files are deleted: its own input may be one of them."""
+    monkeypatch.setattr(service, "MAX_MEMORY_BYTES", 20_000)
+    monkeypatch.setattr(service, "POLL_SECONDS", 0.05)
+    with client_of(FakeEngine()) as client:
+        other = client.files.create(file=("x", bytes(15_000)), purpose="batch")
+        batch = start(client, [line(number) for number in range(8)])
+        full = wait(client, batch.id, lambda batch: bool(error_codes(batch)))
+        for id in (batch.input_file_id, other.id):
+            client.files.delete(id)
+        batch = wait(client, batch.id)
+        found = results(client, batch.output_file_id)
+
+    assert ("finalizing", ["storage_full"]) == (full.status, error_codes(full))
+    assert ("completed", []) == (batch.status, error_codes(batch))
+    assert 8 == len(found)
+
+
 def test_a_restart_continues_a_batch(tmp_path: Path) -> None:
     """Lines with a result are not computed again, and each line has one result."""
 
@@ -272,7 +349,9 @@ def test_files_are_listed_read_and_deleted() -> None:
         assert made.expires_at == made.created_at + 3600
         assert {*ids, made.id} == {file.id for file in client.files.list(limit=2)}
         assert 2 == len(client.files.list(limit=2).data)
-        assert json.dumps(line(1)).encode() == client.files.content(ids[1]).read()
+        content = client.files.content(ids[1])
+        assert json.dumps(line(1)).encode() == content.read()
+        assert len(content.read()) == int(content.response.headers["content-length"])
         assert client.files.delete(ids[1]).deleted
         with pytest.raises(openai.NotFoundError, match="No such File"):
             client.files.retrieve(ids[1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
 from typing import Any
@@ -138,7 +139,13 @@ def test_a_broken_or_too_large_upload_leaves_nothing(place: str) -> None:
             await store.create(StoredFile("third", "", "batch", "name", 1), content(b"x", error=ConnectionError()))
         assert ["first"] == [file.id for file in await store.all("")]
         assert [] == [chunk async for chunk in store.chunks("second")]
-        await store.create(StoredFile("fourth", "", "batch", "name", 1), content(b"x" * 400))
+        fourth, fifth = (
+            store.create(StoredFile(id, "", "batch", "name", int(time.time())), content(b"x" * 150, b"x" * 150))
+            for id in ("fourth", "fifth")
+        )
+        at_once = await asyncio.gather(fourth, fifth, return_exceptions=True)
+        assert any(isinstance(one, StorageFullError) for one in at_once)
+        await store.create(StoredFile("sixth", "", "batch", "name", 1), content(b"x" * 100))
 
     run(work())
     store.close()
