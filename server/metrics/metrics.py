@@ -87,6 +87,8 @@ class Metrics:
             "vllm:request_decode_time_seconds": own.decode,
             "vllm:request_prompt_tokens": own.prompt_tokens,
             "vllm:request_generation_tokens": own.generated_tokens,
+            # Of the sequences of a request: here each choice is a request of its own.
+            "vllm:request_max_num_generation_tokens": own.generated_tokens,
         }
 
     def _counter(self, name: str, text: str, labels: tuple[str, ...]) -> Counter:

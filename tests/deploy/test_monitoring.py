@@ -24,32 +24,28 @@ from tests.e2e.serving import ROOT, serving
 
 FOLDER = ROOT / "deploy" / "monitoring"
 PATIENCE_SECONDS = 90.0
-# Metrics of the panels in vLLM's public dashboards that have a meaning here.
-VLLM_METRICS = (
-    "vllm:e2e_request_latency_seconds_bucket",
-    "vllm:prompt_tokens_total",
-    "vllm:generation_tokens_total",
-    "vllm:inter_token_latency_seconds_bucket",
-    "vllm:num_requests_running",
-    "vllm:num_requests_waiting",
-    "vllm:time_to_first_token_seconds_bucket",
-    "vllm:kv_cache_usage_perc",
-    "vllm:request_prompt_tokens_bucket",
-    "vllm:request_generation_tokens_bucket",
-    "vllm:request_success_total",
-    "vllm:request_queue_time_seconds_sum",
-    "vllm:request_prefill_time_seconds_sum",
-    "vllm:request_decode_time_seconds_sum",
-    "vllm:iteration_tokens_total_bucket",
-    "vllm:prefix_cache_queries_total",
-    "vllm:prefix_cache_hits_total",
-    "vllm:num_preemptions_total",
-    "vllm:spec_decode_num_drafts_total",
-    "vllm:spec_decode_num_draft_tokens_total",
-    "vllm:spec_decode_num_accepted_tokens_total",
-    "vllm:spec_decode_num_accepted_tokens_per_pos_total",
-    "vllm:cache_config_info",
+# Metrics of the panels in vLLM's public dashboard for Prometheus and Grafana.
+VLLM_PANELS = {
+    "E2E Request Latency": ("e2e_request_latency_seconds",),
+    "Token Throughput": ("prompt_tokens_total", "generation_tokens_total"),
+    "Inter Token Latency": ("inter_token_latency_seconds",),
+    "Scheduler State": ("num_requests_running", "num_requests_waiting"),
+    "Time To First Token Latency": ("time_to_first_token_seconds",),
+    "Cache Utilization": ("kv_cache_usage_perc",),
+    "Request Prompt Length": ("request_prompt_tokens",),
+    "Request Generation Length": ("request_generation_tokens",),
+    "Finish Reason": ("request_success_total",),
+    "Queue Time": ("request_queue_time_seconds",),
+    "Requests Prefill and Decode Time": ("request_prefill_time_seconds", "request_decode_time_seconds"),
+    "Max Generation Token in Sequence Group": ("request_max_num_generation_tokens",),
+}
+# Others that routers and other dashboards read.
+VLLM_OTHERS = (
+    *("cache_config_info", "num_preemptions_total", "prefix_cache_queries_total", "prefix_cache_hits_total"),
+    *("iteration_tokens_total", "spec_decode_num_drafts_total", "spec_decode_num_draft_tokens_total"),
+    *("spec_decode_num_accepted_tokens_total", "spec_decode_num_accepted_tokens_per_pos_total"),
 )
+VLLM_METRICS = (*(name for names in VLLM_PANELS.values() for name in names), *VLLM_OTHERS)
 needs_prometheus = pytest.mark.skipif(shutil.which("prometheus") is None, reason="Prometheus is not installed")
 
 
@@ -69,6 +65,15 @@ def test_each_alert_says_what_to_do() -> None:
     for rule in rules:
         assert rule["labels"]["severity"] in ("warning", "critical")
         assert {"summary", "description"} == rule["annotations"].keys()
+
+
+def test_the_panels_of_vllm_are_listed() -> None:
+    """With their metrics, in the order of the dashboard."""
+    page = (ROOT / "docs" / "monitoring.md").read_text()
+    rows = [f"| {title} | {', '.join(f'`{name}`' for name in names)} |" for title, names in VLLM_PANELS.items()]
+
+    assert "\n".join(rows) in page
+    assert all(f"`{name}`" in page for name in VLLM_OTHERS)
 
 
 @needs_prometheus
@@ -126,6 +131,14 @@ def has_numbers(series: list[dict[str, Any]]) -> bool:
     return any(one["value"][1] != "NaN" for one in series)
 
 
+def has_series(url: str, name: str) -> bool:
+    """Whether there is one of vLLM's metrics for the model, a histogram by its buckets, sum and count."""
+    plain, *histogram = (
+        query(url, f'vllm:{name}{part}{{model_name="cellar-tiny"}}') for part in ("", "_bucket", "_sum", "_count")
+    )
+    return bool(plain) or all(histogram)
+
+
 def load(server: str, stop: threading.Event) -> None:
     """Requests until the end: some with a shared prefix, some that end at the limit."""
     with openai.OpenAI(base_url=f"{server}/v1", api_key="none", max_retries=0) as client:
@@ -160,7 +173,7 @@ def test_every_panel_has_data_under_load(tmp_path: Path) -> None:
         try:
             wait_until(lambda: query(url, "cellar_draft_accepted_tokens_total > 0"))
             wait_until(lambda: all(has_numbers(query(url, expression)) for expression in expressions))
-            missing = [name for name in VLLM_METRICS if not query(url, f'{name}{{model_name="cellar-tiny"}}')]
+            missing = [name for name in VLLM_METRICS if not has_series(url, name)]
             health = httpx.get(f"{url}/api/v1/rules", trust_env=False).json()["data"]["groups"][0]["rules"]
         finally:
             stop.set()
