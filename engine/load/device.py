@@ -16,7 +16,10 @@ log = logging.getLogger("cellar.engine")
 _GPU_CHUNK = 2048
 # The first compute capability that multiplies bfloat16; older GPUs emulate it.
 _BFLOAT16_CAPABILITY = (8, 0)
-CUDA_TORCH_REMEDY = "install torch's build for the GPU: uv pip install --torch-backend auto --reinstall torch"
+_VERSION = torch.__version__.partition("+")[0]
+GPU_TORCH_REMEDY = (
+    f"install its build for the GPU: uv pip install --torch-backend auto --reinstall-package torch torch=={_VERSION}"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +85,7 @@ def describe_gpus() -> tuple[str, ...]:
 def no_gpu_reason() -> str:
     """Why torch can use no GPU, and the remedy."""
     if torch.version.cuda is None and torch.version.hip is None:
-        return f"torch {torch.__version__} is built for the CPU only; {CUDA_TORCH_REMEDY}"
+        return f"torch {torch.__version__} is built for the CPU only; {GPU_TORCH_REMEDY}"
     return f"torch {torch.__version__} finds no GPU; the driver must list one (nvidia-smi), also inside a container"
 
 

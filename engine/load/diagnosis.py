@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from engine.load.device import CUDA_TORCH_REMEDY
+from engine.load.device import GPU_TORCH_REMEDY
 from engine.load.machine import Kernel, Machine
 
 # The command that installs a C++ compiler, by the id of a distribution.
@@ -145,8 +145,8 @@ def _gpus(machine: Machine) -> Iterator[Finding]:
     if machine.torch_gpus:
         yield Finding("gpu", "ok", f"{'; '.join(machine.torch_gpus)}; used with --device cuda")
     elif machine.gpus:
-        reason = f"{', '.join(machine.gpus)}: torch cannot use it, models run on the processor"
-        yield Finding("gpu", "note", reason, CUDA_TORCH_REMEDY)
+        reason = f"{', '.join(machine.gpus)}: torch {machine.versions['torch']} cannot use it"
+        yield Finding("gpu", "note", reason, GPU_TORCH_REMEDY)
 
 
 def _hub(machine: Machine) -> Finding:

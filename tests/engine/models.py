@@ -172,7 +172,13 @@ def core(
     info = dataclasses.replace(loaded.info, slots=slots, context=context)
     memory = dataclasses.replace(loaded.memory, cells=cells)
     config = EngineConfig(
-        model=info.folder, context=context, slots=slots, cells=cells, itl_target_ms=itl_target_ms, **settings
+        model=info.folder,
+        device=info.device,
+        context=context,
+        slots=slots,
+        cells=cells,
+        itl_target_ms=itl_target_ms,
+        **settings,
     )
     return Core(dataclasses.replace(loaded, info=info, memory=memory), config, speculation)
 

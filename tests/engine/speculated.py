@@ -204,5 +204,6 @@ def model_drafter(loaded: LoadedModel, *, slots: int = 4) -> ModelDrafter:
         cells=slots * CONTEXT,
         state_bytes=2**24 if loaded.recurrent else None,
         dtype=loaded.dtype,
+        device=loaded.info.device,
     )
     return ModelDrafter(cache, loaded.runner, vocabulary=VOCABULARY, chunk=16)

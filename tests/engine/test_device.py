@@ -6,20 +6,25 @@ Numbers are computed by the CPU, so any difference is an error of the engine and
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from engine.load.load import LoadedModel
+from engine.draft.depth import FixedDepth
+from engine.draft.lookup import LookupDrafter
+from engine.draft.outputs import OutputStore
+from engine.draft.speculation import Speculation
 from engine.model.device_runner import DeviceRunner
 from engine.types.request import Dry, SamplingParams
 from tests.engine.mixes import mix, prompts
 from tests.engine.models import core, load_model
 from tests.engine.play import Answer, Job, ask, play
+from tests.engine.speculated import Case, played
 from tests.fake_device import FAKE, fake_device
 from tests.selection import quick
 
-Models = Callable[..., LoadedModel]
 # Full and sliding windows, chunks, latent attention, recurrent layers, sinks, learned positions.
 FAMILIES = ("llama", "gemma3", "llama4", "deepseek_v3", "qwen3_next", "gpt2")
 SAMPLING = (
@@ -36,6 +41,14 @@ def texts(answers: dict[str, Answer]) -> dict[str, list[int]]:
     return {name: answer.tokens for name, answer in answers.items()}
 
 
+def logprobs(answers: dict[str, Answer]) -> list[tuple[int, float]]:
+    """All tokens with log-probabilities."""
+    scored = [entry for one in answers.values() for scores in one.scored for entry in scores.entries]
+    entries = [*scored, *(entry for one in answers.values() for entry in one.logprobs)]
+    found = [each for entry in entries if entry is not None for each in (entry.chosen, *entry.top, *entry.labels)]
+    return [(each.token, each.logprob) for each in found]
+
+
 @pytest.mark.parametrize("family", quick(["llama"], FAMILIES))
 def test_text_is_that_of_the_cpu(family: str, folder: Callable[[str], Path]) -> None:
     """Prompts in chunks, shared prefixes, cancels and preemption."""
@@ -44,7 +57,7 @@ def test_text_is_that_of_the_cpu(family: str, folder: Callable[[str], Path]) -> 
     expected = play(core(load_model(folder(family), "float32", kernels="torch"), **settings), traffic.jobs)
     with fake_device():
         loaded = load_model(folder(family), "float32", device=FAKE)
-        answers = play(core(loaded, device=FAKE, **settings), traffic.jobs)
+        answers = play(core(loaded, **settings), traffic.jobs)
 
     assert isinstance(loaded.runner, DeviceRunner)
     assert texts(expected) == texts(answers)
@@ -55,7 +68,7 @@ def test_a_step_is_one_upload_and_one_wait(family: str, folder: Callable[[str], 
     """Of sequences with different filters, whose cells are not contiguous."""
     requests = [ask(f"{at}", range(3, 12 + at), 30, sampling=own) for at, own in enumerate(SAMPLING)]
     with fake_device() as device:
-        engine = core(load_model(folder(family), "float32", device=FAKE), slots=8, device=FAKE)
+        engine = core(load_model(folder(family), "float32", device=FAKE), slots=8)
         for request in requests:
             engine.submit(request)
         transfers = []
@@ -67,6 +80,71 @@ def test_a_step_is_one_upload_and_one_wait(family: str, folder: Callable[[str], 
     assert [("kvcache/staging.py", "engine/sample/device_sampling.py")] * 12 == [
         tuple(transfer.line.split(":")[0] for transfer in step) for step in transfers
     ]
+
+
+def test_log_probabilities_take_one_more_upload_and_no_wait(folder: Callable[[str], Path]) -> None:
+    """Beside prompt scores, whose logits need no sampled token."""
+    jobs = [
+        Job(ask("top", range(3, 20), 12, sampling=SAMPLING[1], logprobs=3)),
+        Job(ask("labels", range(30, 50), 12, logprobs=0, label_tokens=(7, 8), score_from=0)),
+        Job(ask("neither", range(7, 20), 12)),
+    ]
+    expected = play(core(load_model(folder("llama"), "float32", kernels="torch"), chunk=8), jobs)
+    with fake_device() as device:
+        engine = core(load_model(folder("llama"), "float32", device=FAKE), chunk=8)
+        device.clear()
+        answers = play(engine, jobs)
+
+    assert texts(expected) == texts(answers)
+    assert [token for token, _ in logprobs(expected)] == [token for token, _ in logprobs(answers)]
+    assert [value for _, value in logprobs(answers)] == pytest.approx([value for _, value in logprobs(expected)], 1e-4)
+    assert engine.stats().steps_total == len(device.waits)
+    assert engine.stats().steps_total < len(device.uploads) <= 2 * engine.stats().steps_total
+
+
+def test_pooled_states_are_those_of_the_cpu(folder: Callable[[str], Path]) -> None:
+    jobs = [Job(ask(kind, range(3, 40), 0, pooling=kind)) for kind in ("mean", "last")]
+    expected = play(core(load_model(folder("llama"), "float32", kernels="torch"), chunk=8), jobs)
+    with fake_device():
+        answers = play(core(load_model(folder("llama"), "float32", device=FAKE), chunk=8), jobs)
+
+    for kind in ("mean", "last"):
+        vector, on_cpu = (np.frombuffer(found[kind].embedded[0].vector, "<f4") for found in (answers, expected))
+        assert vector == pytest.approx(on_cpu, abs=1e-5)
+
+
+CASES = (
+    Case("lookup", "full", 3, 7, "preempt"),
+    Case("model", "window", 3, 64, "nothing"),
+    Case("itself", "hybrid", 3, 7, "shift"),
+    Case("right", "latent", 8, 64, "cancel"),
+    Case("random", "chunk", 3, 256, "preempt"),
+    Case("partly", "recurrent", 3, 7, "nothing"),
+)
+
+
+@pytest.mark.parametrize("case", quick(CASES[:1], CASES), ids=lambda case: f"{case.drafter}, {case.kind}")
+def test_drafts_change_no_text(case: Case, folder: Callable[[str], Path]) -> None:
+    """Verification waits for the tokens of a step once, like a step without drafts."""
+    with fake_device():
+        models = cache(lambda family: load_model(folder(family), "float32", device=FAKE))
+        outcome = played(case, models)
+
+    assert [] == outcome.wrong
+    assert any(drafted for drafted, _ in outcome.drafts.values())
+
+
+def test_verification_of_drafts_takes_no_other_wait(folder: Callable[[str], Path]) -> None:
+    prompt = (5, 6, 7, 8, 9) * 4
+    with fake_device() as device:
+        loaded = load_model(folder("llama"), "float32", device=FAKE)
+        drafts = Speculation(LookupDrafter(OutputStore(4096)), None, FixedDepth(4), lambda: 0.0)
+        engine = core(loaded, speculation=drafts)
+        device.clear()
+        play(engine, [Job(ask("lookup", prompt, 30))])
+
+    assert sum(sum(one.drafted) for one in engine.stats().drafts) > 0
+    assert [engine.stats().steps_total] * 2 == [len(device.uploads), len(device.waits)]
 
 
 def test_context_shift_and_disk_cache_run_on_a_device(folder: Callable[[str], Path], tmp_path: Path) -> None:
@@ -82,7 +160,7 @@ def test_context_shift_and_disk_cache_run_on_a_device(folder: Callable[[str], Pa
     )
     with fake_device():
         loaded = load_model(folder("llama"), "float32", device=FAKE)
-        engine = core(loaded, device=FAKE, disk_cache=str(tmp_path / "device"), **settings)
+        engine = core(loaded, disk_cache=str(tmp_path / "device"), **settings)
         answers = play(engine, jobs)
         while engine.flush_when_idle():
             pass

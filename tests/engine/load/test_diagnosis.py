@@ -142,7 +142,7 @@ def test_problems_have_a_remedy(change: dict[str, object], topic: str, words: st
 @pytest.mark.parametrize(
     ("change", "topic", "words"),
     [
-        ({"gpus": ("NVIDIA H200",)}, "gpu", "torch cannot use it"),
+        ({"gpus": ("NVIDIA H200",)}, "gpu", "torch 2.13.0 cannot use it"),
         ({"processors": 2}, "processors", "2 of 8"),
         ({"hub_error": "timed out"}, "hub", "unreachable (timed out)"),
     ],

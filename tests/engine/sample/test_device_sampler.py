@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,8 +11,10 @@ from torch import Tensor
 
 from engine.sample.constraints import Constraints
 from engine.sample.device_sampler import DeviceSampler
+from engine.sample.logprobs import SAMPLED, LogprobQuery
 from engine.sample.penalties import PenaltyHistory
-from engine.sample.sampler import SamplingContext, sample_tokens
+from engine.sample.sampler import Sampler, SamplingContext, TorchSampler, sample_tokens
+from engine.types.events import Logprob, TokenLogprob
 from engine.types.request import Dry, ReasoningLimit, Request, SamplingParams, Xtc
 from kvcache.staging import StagingBuffer
 from tests.fake_device import FAKE, fake_device
@@ -108,6 +111,51 @@ def test_spent_reasoning_budget_forces_its_end() -> None:
     own = SamplingContext(params, 1, 2, PenaltyHistory(params, TEXT, VOCABULARY), constraints)
 
     assert [5] == DeviceSampler(StagingBuffer(CPU)).sample(logits_of(1), [own])
+
+
+def described(token: int, logprob: float) -> Logprob:
+    """A token without text."""
+    return Logprob(token, "", b"", logprob)
+
+
+def reported(
+    sampler: Sampler, logits: Tensor, own: list[SamplingContext]
+) -> tuple[list[int | None], list[TokenLogprob | None]]:
+    """Tokens of the rows from 2 on, and log-probabilities of each row but one: with top tokens, labels or neither."""
+    rows = list(range(2, len(logits)))
+    queries = [LogprobQuery(row, 7 if row < 2 else SAMPLED, 5 * (row % 3), (1, 9)[: row % 4]) for row in range(9)]
+    report = sampler.report(logits, rows, queries)
+    tokens = report.sample(own)
+    asked = [
+        replace(query, token=7 if query.row < 2 else token)
+        for query in queries
+        if (token := tokens[max(query.row - 2, 0)]) is not None
+    ]
+    return tokens, list(report.token_logprobs(asked, described))
+
+
+@pytest.mark.parametrize("name", ["greedy", "all", "penalties", "typical_p"])
+def test_log_probabilities_are_those_of_the_cpu(name: str) -> None:
+    """Ties are ordered by token; a row without finite maximum has none."""
+    logits, own = logits_of(10), contexts(8, **(FILTERS | HOST_FILTERS)[name])
+    logits[1, 3] = logits[4, 5] = torch.nan
+    on_device = reported(DeviceSampler(StagingBuffer(CPU)), logits, own)
+
+    assert reported(TorchSampler(), logits, own) == on_device
+    assert on_device[1][1] is None
+    assert on_device[0][2] is None
+
+
+def test_log_probabilities_are_read_with_the_tokens() -> None:
+    """Sampling and log-probabilities of a step take one upload and one wait."""
+    logits, own = logits_of(10), contexts(8, **FILTERS["all"])
+    with fake_device() as device, torch.inference_mode():
+        sampler, copied = DeviceSampler(StagingBuffer(torch.device(FAKE))), logits.to(FAKE)
+        device.clear()
+        found = reported(sampler, copied, own)
+
+    assert reported(TorchSampler(), logits, own) == found
+    assert (1, 1) == (len(device.uploads), len(device.waits))
 
 
 @pytest.mark.parametrize("name", [*FILTERS, *HOST_FILTERS])
