@@ -10,7 +10,7 @@ import torch
 
 from engine.config import ConfigError, EngineConfig
 from engine.errors import DeviceUnavailable, PlanTooLarge
-from engine.load.device import has_bfloat16, resolve_device
+from engine.load.device import has_bfloat16, resolve_device, use_device
 from engine.load.load import choose_dtype
 from engine.load.memory import ModelSizes, available_bytes, plan_memory
 from kvcache.spec import LayerSpec
@@ -131,3 +131,24 @@ def test_old_gpus_compute_in_float32(monkeypatch: pytest.MonkeyPatch, caplog: py
     assert torch.float32 == choose_dtype(config, text, small=False)
     assert "cuda emulates bfloat16: float32 is used; --dtype float16 is faster" in caplog.text
     assert torch.float16 == choose_dtype(EngineConfig(device="cuda", dtype="float16"), text, small=False)
+
+
+def test_products_on_a_gpu_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without TF32 and sums of reduced precision; one GPU is that of the thread."""
+    chosen: list[str] = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    matmul = torch.backends.cuda.matmul
+    flags = ("allow_tf32", "allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
+    before = [getattr(matmul, flag) for flag in flags]
+    try:
+        for flag in flags:
+            setattr(matmul, flag, True)
+        for device in ("cpu", "cuda", "cuda:1"):
+            use_device(device)
+        found = [getattr(matmul, flag) for flag in flags]
+    finally:
+        for flag, value in zip(flags, before, strict=True):
+            setattr(matmul, flag, value)
+
+    assert ["cuda:1"] == chosen
+    assert [False] * 3 == found
