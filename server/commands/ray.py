@@ -47,7 +47,7 @@ def _check_here(settings: Settings) -> int:
     try:
         socket.create_server((settings.host, settings.port), family=family).close()
     except OSError as error:
-        return _fail(f"cannot listen on {settings.host}:{settings.port}: {error}", EXIT_FAILED)
+        return _fail(f"cannot listen on {settings.host}:{settings.port}: {error.strerror}", EXIT_FAILED)
     try:
         # Downloaded once, before several replicas load it.
         resolve(settings.model)

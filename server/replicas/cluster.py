@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import time
 from contextlib import suppress
 from dataclasses import replace
@@ -23,6 +24,7 @@ ENVIRONMENT = {
     "RAY_memory_monitor_refresh_ms": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
+CONNECT_SECONDS = 5.0
 # Values travel in requests; the object store holds none.
 OBJECT_STORE_BYTES = 100 * 2**20
 # Beside the replicas: the proxy and the controller.
@@ -46,9 +48,10 @@ def start(settings: Settings, high: int, address: str | None = None) -> None:
         if address is None:
             _start_here(settings, high)
         else:
+            _check_answers(address)
             ray.init(address, logging_level="warning")
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
-        raise ClusterError(f"Ray does not start: {error}") from error
+        raise ClusterError(f"Ray does not {'start' if address is None else f'answer at {address}'}: {error}") from error
 
 
 def _start_here(settings: Settings, high: int) -> None:
@@ -61,6 +64,13 @@ def _start_here(settings: Settings, high: int) -> None:
         object_store_memory=OBJECT_STORE_BYTES,
         logging_level="warning",
     )
+
+
+def _check_answers(address: str) -> None:
+    """Raise OSError if nothing accepts connections at an address with a port; Ray itself waits for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if host and port.isdecimal():
+        socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
 
 
 def open_port(settings: Settings) -> None:
