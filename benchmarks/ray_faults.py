@@ -19,7 +19,6 @@ from typing import Any
 
 import httpx
 import psutil
-from ray import serve
 
 from benchmarks.result import add_json_option, measured
 from benchmarks.routers import LONG_TOKENS, STREAM_TOKENS, STREAMS, Result, all_conversations, read_stream
@@ -49,12 +48,6 @@ def title(process: psutil.Process) -> str:
         return " ".join(process.cmdline())
     except psutil.Error:
         return ""
-
-
-def running() -> int:
-    """Replicas that serve."""
-    states = serve.status().applications[cluster.NAME].deployments[cluster.NAME].replica_states
-    return states.get("RUNNING", 0)
 
 
 async def loaded(client: httpx.AsyncClient, streams: int, stop: asyncio.Event, ends: Counter[str]) -> None:
@@ -128,7 +121,7 @@ async def scale(client: httpx.AsyncClient) -> list[dict[str, Any]]:
         began = time.perf_counter()
         ends = await under_load(client, streams, wait_for(count))
         seconds = round(time.perf_counter() - began)
-        rows.append({"step": f"scale {step}", "replicas": running(), "streams": ends, "seconds": seconds})
+        rows.append({"step": f"scale {step}", "replicas": cluster.running(), "streams": ends, "seconds": seconds})
     return rows
 
 
@@ -141,7 +134,7 @@ async def deploy(count: int, *, revision: str = "1") -> None:
 async def wait_for(count: int) -> None:
     """Wait for a number of replicas, at most SCALE_SECONDS."""
     deadline = time.monotonic() + SCALE_SECONDS
-    while time.monotonic() < deadline and await asyncio.to_thread(running) != count:
+    while time.monotonic() < deadline and await asyncio.to_thread(cluster.running) != count:
         await asyncio.sleep(1)
 
 

@@ -7,6 +7,8 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Callable
+from typing import NoReturn
 
 from engine.errors import ModelError
 from server.commands.option_sources import EXIT_USAGE
@@ -14,6 +16,7 @@ from server.configuration.settings import Settings
 from server.replicas.options import RayOptions
 
 EXIT_FAILED, EXIT_MODEL = 1, 78
+WATCH_SECONDS = 2.0
 
 
 def run_ray(options: RayOptions, settings: Settings) -> int:
@@ -22,21 +25,12 @@ def run_ray(options: RayOptions, settings: Settings) -> int:
         return _fail("cellar ray needs Ray Serve: pip install 'kvcellar[ray]'", EXIT_USAGE)
     if settings.port == 0:
         return _fail("--port 0 selects a free port for one process; cellar ray needs a number", EXIT_USAGE)
-    if options.cluster is None and (code := _check_here(settings)):
-        return code
-    from server.replicas import cluster
-
     _interrupt_by_signals()
     try:
-        _serve(options, cluster.shared(settings, options.bounds[1]) if options.cluster is None else settings)
-    except cluster.ClusterError as error:
-        return _fail(str(error), EXIT_FAILED)
+        return (options.cluster is None and _check_here(settings)) or _serve(options, settings)
     except (KeyboardInterrupt, SystemExit):
         # While Ray starts, its own handler of SIGTERM raises SystemExit.
-        pass
-    finally:
-        cluster.stop(settings.grace_seconds)
-    return 0
+        return 0
 
 
 def _check_here(settings: Settings) -> int:
@@ -56,17 +50,35 @@ def _check_here(settings: Settings) -> int:
     return 0
 
 
-def _serve(options: RayOptions, settings: Settings) -> None:
+def _serve(options: RayOptions, settings: Settings) -> int:
+    """Serve until KeyboardInterrupt; the exit code of an error before."""
     from server.replicas import cluster
 
     low, high = options.bounds
-    cluster.start(settings, high, options.cluster)
-    _interrupt_by_signals()
-    cluster.open_port(settings)
-    cluster.deploy(settings, (low, high))
-    print_line(f"Cellar serves {', '.join(settings.model_names)} with {options.replicas} replicas")
-    print_line(f"  API        http://{settings.host}:{settings.port}/v1")
-    threading.Event().wait()
+    own = cluster.shared(settings, high) if options.cluster is None else settings
+    try:
+        cluster.start(own, high, options.cluster)
+        _interrupt_by_signals()
+        cluster.open_port(own)
+        cluster.deploy(own, (low, high))
+        print_line(f"Cellar serves {', '.join(settings.model_names)} with {options.replicas} replicas")
+        print_line(f"  API        http://{settings.host}:{settings.port}/v1")
+        _watch(cluster.running)
+    except cluster.ClusterError as error:
+        return _fail(str(error), EXIT_FAILED)
+    finally:
+        cluster.stop(settings.grace_seconds)
+    return 0
+
+
+def _watch(running: Callable[[], int]) -> NoReturn:
+    """Show changes of the number of replicas."""
+    shown, pause = running(), threading.Event()
+    while True:
+        pause.wait(WATCH_SECONDS)
+        if (count := running()) != shown:
+            shown = count
+            print_line(f"cellar: {count} replica{'' if count == 1 else 's'} serving")
 
 
 def _interrupt_by_signals() -> None:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import socket
 import time
 from contextlib import suppress
 from dataclasses import replace
 
+import psutil
 import ray
 from ray import serve
+from ray.exceptions import RayError
 from ray.serve import context
+from ray.serve.schema import DeploymentStatusOverview
 
 from engine.load.resources import processor_count
 from server.configuration.settings import Settings
@@ -24,7 +28,8 @@ ENVIRONMENT = {
     "RAY_memory_monitor_refresh_ms": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
-CONNECT_SECONDS = 5.0
+CONNECT_SECONDS, END_SECONDS = 5.0, 5.0
+_exception_line = re.compile(r"[\w.]*(Error|Exception|Missing|Unsupported|TooLarge|Dead): ")
 # Values travel in requests; the object store holds none.
 OBJECT_STORE_BYTES = 100 * 2**20
 # Beside the replicas: the proxy and the controller.
@@ -49,7 +54,7 @@ def start(settings: Settings, high: int, address: str | None = None) -> None:
             _start_here(settings, high)
         else:
             _check_answers(address)
-            ray.init(address, logging_level="warning")
+            ray.init(address, logging_level="error")
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
         raise ClusterError(f"Ray does not {'start' if address is None else f'answer at {address}'}: {error}") from error
 
@@ -62,7 +67,7 @@ def _start_here(settings: Settings, high: int) -> None:
         include_dashboard=False,
         _node_ip_address="127.0.0.1",
         object_store_memory=OBJECT_STORE_BYTES,
-        logging_level="warning",
+        logging_level="error",
     )
 
 
@@ -75,7 +80,9 @@ def _check_answers(address: str) -> None:
 
 def open_port(settings: Settings) -> None:
     """Start the proxies of Ray Serve. Raises ClusterError if those of a running Serve have another address."""
-    serve.start(http_options={"host": settings.host, "port": settings.port}, logging_config=LOGGING)
+    options = {"host": settings.host, "port": settings.port}
+    # Its errors are tracebacks of replicas, which `deploy` and `running` report.
+    serve.start(http_options=options, logging_config={**LOGGING, "log_level": "CRITICAL"})
     running = context._get_global_client().http_config
     if (running.host, running.port) != (settings.host, settings.port):
         raise ClusterError(
@@ -95,16 +102,40 @@ def deploy(settings: Settings, bounds: tuple[int, int], **options: object) -> No
     try:
         serve.run(application(settings, bounds, **options), name=NAME, route_prefix="/")  # type: ignore[arg-type]
     except RuntimeError as error:
-        raise ClusterError(str(error)) from error
+        raise ClusterError(_reason() or str(error)) from error
+
+
+def running() -> int:
+    """Replicas that serve. Raises ClusterError if the application or Ray has ended."""
+    try:
+        return int(_deployment().replica_states.get("RUNNING", 0))
+    except (KeyError, RayError, RuntimeError) as error:
+        raise ClusterError("the application on Ray Serve was ended") from error
+
+
+def _reason() -> str:
+    """The last error of a replica that does not start, the last line of its traceback; "" without one."""
+    with suppress(KeyError):
+        lines = [line for line in _deployment().message.splitlines() if _exception_line.match(line)]
+        return _exception_line.sub("", lines[-1]) if lines else ""
+    return ""
+
+
+def _deployment() -> DeploymentStatusOverview:
+    return serve.status().applications[NAME].deployments[NAME]
 
 
 def stop(grace_seconds: float) -> None:
     """Drain the replicas, then end Ray here or leave the cluster. KeyboardInterrupt ends the drain."""
-    if not ray.is_initialized():
-        return
-    with suppress(KeyboardInterrupt):
-        _drain(grace_seconds + SHUTDOWN_MARGIN_SECONDS)
-    ray.shutdown()
+    started = psutil.Process().children(recursive=True)
+    if ray.is_initialized():
+        with suppress(KeyboardInterrupt):
+            _drain(grace_seconds + SHUTDOWN_MARGIN_SECONDS)
+        ray.shutdown()
+    # After an interrupted start of Ray, its agents outlive it.
+    for process in psutil.wait_procs(started, END_SECONDS)[1]:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 def _drain(seconds: float) -> None:

@@ -12,6 +12,8 @@ import tempfile
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -26,22 +28,41 @@ pytest.importorskip("ray", reason="needs Ray Serve: pip install 'kvcellar[ray]'"
 
 START_SECONDS = 900
 FLAGS = ("--replicas", "2", "--threads", "1", "--context", "2048", "--slots", "8", "--store", "memory")
+STREAMS = 6
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[tuple[str, psutil.Process]]:
     """The address of the proxy, and the process of the command."""
-    port = free_port()
+    with started(*FLAGS) as process:
+        yield wait_for_address(process), psutil.Process(process.pid)
+        process.send_signal(signal.SIGTERM)
+        assert 0 == process.wait(120)
+
+
+@contextmanager
+def started(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """A process of the command, with a Ray of its own; it is ended if it still runs."""
+    command = [
+        sys.executable,
+        "-c",
+        "from server.cli import main; main()",
+        "ray",
+        "--port",
+        str(free_port()),
+        *arguments,
+    ]
     # Ray's sockets need a short path.
-    with tempfile.TemporaryDirectory(prefix="ray-") as folder:
-        command = [sys.executable, "-c", "from server.cli import main; main()", "ray", "--port", str(port), *FLAGS]
+    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_TMPDIR": folder}
-        with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        pipe = subprocess.PIPE
+        with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, text=True) as process:
             try:
-                yield wait_for_address(process), psutil.Process(process.pid)
+                yield process
             finally:
-                process.send_signal(signal.SIGTERM)
-                assert 0 == process.wait(120)
+                if process.poll() is None:
+                    process.terminate()
+                    process.wait(120)
 
 
 def free_port() -> int:
@@ -53,13 +74,15 @@ def free_port() -> int:
 
 def wait_for_address(process: subprocess.Popen[str]) -> str:
     assert process.stdout is not None
+    assert process.stderr is not None
     stuck = threading.Timer(START_SECONDS, process.kill)
     stuck.start()
     try:
         for line in process.stdout:
             if found := re.search(r"API +(http://\S+)/v1", line):
-                # Ray's processes write to the same pipe.
-                threading.Thread(target=process.stdout.read, daemon=True).start()
+                # Ray's processes write to the same pipes.
+                for pipe in (process.stdout, process.stderr):
+                    threading.Thread(target=pipe.read, daemon=True).start()
                 return found.group(1)
     finally:
         stuck.cancel()
@@ -105,6 +128,31 @@ def test_a_seed_gives_one_text_on_all_replicas(cluster: tuple[str, psutil.Proces
     assert 1 == len(set(texts.values()))
 
 
+def test_responses_meet_their_conversation(cluster: tuple[str, psutil.Process]) -> None:
+    """By previous_response_id alone, at the replica that has their prompt in its cache, and in its own store."""
+    replicas: list[str] = []
+    cached: list[int] = []
+
+    async def answer(connection: httpx.AsyncClient, number: int) -> None:
+        previous, text = None, f"{number} " + "a long first message of the user " * 12
+        for _ in range(4):
+            body = {"input": text, "previous_response_id": previous, "max_output_tokens": 8}
+            created = (await connection.post("/v1/responses", json=body)).raise_for_status()
+            replicas.append(f"{number} {created.headers['x-cellar-replica']}")
+            cached.append(created.json()["usage"]["input_tokens_details"]["cached_tokens"])
+            previous, text = created.json()["id"], "go on"
+        read = await connection.get(f"/v1/responses/{previous}")
+        assert (200, previous) == (read.status_code, read.json()["id"])
+
+    async def answer_all() -> None:
+        async with client(cluster[0]) as connection:
+            await asyncio.gather(*(answer(connection, number) for number in range(6)))
+
+    asyncio.run(answer_all())
+    assert 6 == len(set(replicas))
+    assert 6 * 3 <= sum(tokens > 50 for tokens in cached)
+
+
 def test_a_killed_replica_loses_only_what_it_had_answered(cluster: tuple[str, psutil.Process]) -> None:
     """Its streams end with an error event, waiting requests are repeated on the other one."""
 
@@ -130,3 +178,33 @@ def replica_processes(command: psutil.Process) -> list[psutil.Process]:
         except psutil.Error:
             continue
     return found
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_running_streams_end_before_the_command(number: signal.Signals) -> None:
+    """With exit code 0, and no process of Ray is left."""
+    with started(*FLAGS) as process:
+        address = wait_for_address(process)
+        children = psutil.Process(process.pid).children(recursive=True)
+
+        async def scene() -> list[str]:
+            async with client(address) as connection:
+                streams = [asyncio.create_task(read_stream(connection, f"{at} stop", 600)) for at in range(STREAMS)]
+                await asyncio.sleep(2)
+                process.send_signal(number)
+                return [end for end, _, _ in await asyncio.gather(*streams)]
+
+        assert ["ok"] * STREAMS == asyncio.run(scene())
+        assert 0 == process.wait(120)
+    assert [] == psutil.wait_procs(children, 10)[1]
+
+
+def test_a_model_that_does_not_load_is_one_line(tmp_path: Path) -> None:
+    """Of the reason; each replica has tried once."""
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with started(str(tmp_path), *FLAGS) as process:
+        output, errors = process.communicate(timeout=START_SECONDS)
+
+    assert 1 == process.returncode
+    assert "" == output
+    assert f"cellar: cannot serve the model '{tmp_path}': it has no safetensors weights" in errors.splitlines()[-1]
