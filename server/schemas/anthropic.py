@@ -183,7 +183,7 @@ class AnthropicMetadata(Strict):
 
 
 class CountRequest(Strict):
-    """The fields that determine the prompt."""
+    """A message request without a limit: the fields of the generation do not change the number of prompt tokens."""
 
     documented: ClassVar[Mapping[str, tuple[object, ...]]] = policy.ANTHROPIC
 
@@ -197,12 +197,7 @@ class CountRequest(Strict):
     )
     output_config: OutputConfig | None = None
     cache_control: CacheControl | None = None
-
-
-class MessagesRequest(CountRequest):
-    """A message request."""
-
-    max_tokens: Count
+    max_tokens: Count | None = None
     stop_sequences: Annotated[list[StopString], Field(max_length=16)] | None = None
     stream: bool | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
@@ -210,3 +205,9 @@ class MessagesRequest(CountRequest):
     top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
     metadata: AnthropicMetadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
+
+
+class MessagesRequest(CountRequest):
+    """A message request."""
+
+    max_tokens: Count

@@ -350,8 +350,12 @@ def test_number_overflow_is_the_largest_float() -> None:
 
 
 def test_tokens_are_counted() -> None:
-    """The prompt of the same messages."""
-    assert {"input_tokens": len("be\nhi\n")} == post(engine_emitting(""), "/count_tokens", system="be").json
+    """The prompt of the same messages. Clients may send a whole message request, with fields of the generation."""
+    expected = {"input_tokens": len("be\nhi\n")}
+
+    assert expected == post(engine_emitting(""), "/count_tokens", system="be").json
+    whole = {"max_tokens": 9, "temperature": 1, "stream": True, "stop_sequences": ["x"]}
+    assert expected == post(engine_emitting(""), "/count_tokens", system="be", **whole).json
 
 
 @pytest.mark.parametrize(
