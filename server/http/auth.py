@@ -85,13 +85,13 @@ class AuthMiddleware:
     def _is_authorized(self, scope: Scope) -> bool:
         if not self._digests or scope["path"] in self._open_paths:
             return True
-        presented = list(_credentials(scope))
-        # A proxy may read the other one of two credentials.
-        return len(presented) == 1 and self._is_valid(presented[0])
+        presented = {*_credentials(scope)}
+        # A proxy may read the other one of two credentials. The same one twice is sent by Continue.
+        return len(presented) == 1 and self._is_valid(*presented)
 
     def _owner(self, scope: Scope) -> str:
-        presented = list(_credentials(scope))
-        return self._owners.get(_digest(presented[0]), "") if len(presented) == 1 else ""
+        presented = {*_credentials(scope)}
+        return self._owners.get(_digest(*presented), "") if len(presented) == 1 else ""
 
     def _is_valid(self, key: bytes) -> bool:
         # Digests of equal length, all compared: the time is independent of the keys.

@@ -86,10 +86,11 @@ def test_the_host_header_cannot_bypass_authentication(app: Any, host: str) -> No
         {"Authorization": "bearer second-key"},
         {"x-api-key": "first-key"},
         {"Authorization": "Bearer  first-key "},
+        {"Authorization": "Bearer first-key", "x-api-key": "first-key"},
     ],
 )
 def test_every_key_is_valid_in_either_header(app: Any, headers: dict[str, str]) -> None:
-    """OpenAI's clients send Authorization, Anthropic's x-api-key."""
+    """OpenAI's clients send Authorization, Anthropic's x-api-key, Continue sends both."""
     assert 200 == ask(app, "POST", "/v1/chat/completions", json_body=BODY, headers=headers).status
 
 
@@ -105,7 +106,7 @@ def test_every_key_is_valid_in_either_header(app: Any, headers: dict[str, str]) 
         {"Authorization": "Bearer first-key,second-key"},
         {"x-api-key": ""},
         {"x-api-key": "nein"},
-        {"Authorization": "Bearer first-key", "x-api-key": "first-key"},
+        {"Authorization": "Bearer first-key", "x-api-key": "second-key"},
         {"Authorization": "Bearer " + "k" * 10_000},
         {"X-Forwarded-For": "127.0.0.1", "X-Original-URL": "/health"},
     ],
