@@ -74,6 +74,7 @@ class BatchService:
             transport = httpx.ASGITransport(app, raise_app_exceptions=False)
             self._client = httpx.AsyncClient(transport=transport, base_url="http://localhost")
             self._loop = asyncio.create_task(self._run())
+            self._loop.add_done_callback(_log_failure)
 
     async def close(self) -> None:
         """End all runs; the next server continues them."""
@@ -214,6 +215,9 @@ class BatchService:
     async def _renew(self) -> None:
         for id, run in list(self._runs.items()):
             stored = await self._batches.renew(id)
+            if id not in self._runs:
+                # It ended meanwhile.
+                continue
             if stored is None:
                 self._tasks[id].cancel()
             elif stored.cancelling is not None:
@@ -248,7 +252,7 @@ class BatchService:
 
 def _log_failure(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
-        logger.error("a batch ended with an unexpected exception; it is continued later", exc_info=error)
+        logger.error("batches ended with an unexpected exception; they are continued later", exc_info=error)
 
 
 def _new_body(request: BatchRequest, now: int) -> BatchBody:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import sqlite3
@@ -21,6 +22,7 @@ from engine.errors import EngineDead, Overloaded
 from engine.types.events import Event
 from engine.types.request import Request
 from server.batches import service
+from server.store.batches import BatchStore, StoredBatch
 from tests.server.fakes import WORDS, FakeEngine, Gate, serve_in_thread, settings, speak
 
 FINAL = ("completed", "failed", "expired", "cancelled")
@@ -264,6 +266,29 @@ def test_a_batch_fails_when_its_input_expires_before_its_start(tmp_path: Path) -
         batch = wait(client, id)
 
     assert ("failed", ["input_file_lost"]) == (batch.status, error_codes(batch))
+
+
+def test_a_batch_may_end_while_its_lease_is_renewed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later batches run."""
+    renew = BatchStore.renew
+
+    async def late(self: BatchStore, id: str) -> StoredBatch | None:
+        while (stored := await self.get(id, "")) is not None and not stored.final:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)
+        return await renew(self, id)
+
+    monkeypatch.setattr(service, "POLL_SECONDS", 0.01)
+    with client_of(FakeEngine(script=lambda _: iter((Gate(),)))) as client:
+        first = start(client, [line(0)])
+        wait(client, first.id, lambda batch: batch.status == "in_progress")
+        monkeypatch.setattr(BatchStore, "renew", late)
+        client.batches.cancel(first.id)
+        assert "cancelled" == wait(client, first.id).status
+        second = start(client, [line(0)])
+        assert "in_progress" == wait(client, second.id, lambda batch: batch.status == "in_progress").status
+        client.batches.cancel(second.id)
+        assert "cancelled" == wait(client, second.id).status
 
 
 def test_results_wait_for_space(monkeypatch: pytest.MonkeyPatch) -> None:
