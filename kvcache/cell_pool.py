@@ -28,13 +28,15 @@ class CellPool:
     dtype             storage format: any floating type, or int8 (kvcache/kv_buffer.py)
     reference_counts  int32 [cells]: references from slots and from nodes of the prefix tree; 0: the cell is free
     free_cells        cells without a reference
+    spare_cell        behind all others, for rows of no sequence; on devices only
     """
 
     def __init__(self, spec: GroupSpec, cells: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.keys, self.values = allocate_kv_buffers(spec, cells, dtype, device)
+        stored = cells if device.type == "cpu" else cells + 1
+        self.keys, self.values = allocate_kv_buffers(spec, stored, dtype, device)
         self.dtype, self.device = dtype, device
         self.reference_counts = np.zeros(cells, dtype=np.int32)
-        self.cells = self.free_cells = cells
+        self.cells = self.free_cells = self.spare_cell = cells
 
     def allocate(self, count: int, *, after: int = -1) -> CellArray:
         """Allocate `count` cells with a reference count of 1. Raises OutOfCells and then allocates none.

@@ -21,6 +21,7 @@ from torch import Tensor
 from kvcache.attention_group import AttentionGroup
 from kvcache.cell_pool import CellArray
 from kvcache.kv_buffer import CellIndex, LayerKV, StoreFunction, store_rows
+from kvcache.row_forward import RowForward, row_numbers
 from kvcache.spec import AttentionRange, Span
 
 if TYPE_CHECKING:
@@ -142,6 +143,14 @@ class Forward:
             entries, cells, new = arrays[3 * at : 3 * at + 3]
             group.device_table.write(entries, cells)
             self._new_cells_by_group[group] = new
+
+    def row_numbers(self, rows: int) -> NDArray[np.int64]:
+        """The numbers of `row_forward` for this batch, padded to `rows` rows."""
+        return row_numbers(self._cache, self.spans, rows)
+
+    def row_forward(self, numbers: Tensor, most: int) -> RowForward:
+        """A forward over the same cache of batches that are written into `numbers` [.., rows] later."""
+        return RowForward(self._cache, numbers, most)
 
     def group_cells(self, group: AttentionGroup) -> ForwardCells:
         """The cells of the batch in a group, from which a RepeatedForward can be made."""

@@ -12,6 +12,7 @@ from engine.kernels.reference import ScoreBias
 from engine.types.request import MlaMode
 from kvcache.forward import Segment
 from kvcache.kv_buffer import CellIndex, LayerKV
+from kvcache.row_forward import RowCells
 from kvcache.spec import AttentionRange
 
 
@@ -51,6 +52,26 @@ class CellKernels(ABC):
         mode: MlaMode = "auto",
     ) -> Tensor:
         """See latent.attend."""
+
+    @abstractmethod
+    def attend_rows(
+        self,
+        query: Tensor,
+        keys: LayerKV,
+        values: LayerKV,
+        cells: RowCells,
+        *,
+        scale: float,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """See row_attention.attend_rows."""
+
+    @abstractmethod
+    def attend_latent_rows(
+        self, query: Tensor, latents: LayerKV, cells: RowCells, projection: LatentProjection, *, scale: float
+    ) -> Tensor:
+        """See row_attention.attend_latent_rows."""
 
     @abstractmethod
     def store(self, keys: LayerKV, values: LayerKV, cells: CellIndex, key_rows: Tensor, value_rows: Tensor) -> None:

@@ -27,6 +27,7 @@ from engine.model import hooks, rope
 from engine.model.device_runner import DeviceRunner
 from engine.model.encoder import Encoder
 from engine.model.encoder_mask import EncoderMask
+from engine.model.graph_runner import GraphRunner, recorder_for
 from engine.model.invariant import StableTopK
 from engine.model.layers import CachedLayer, find_cached_layers
 from engine.model.margins import within
@@ -197,10 +198,14 @@ def _packed_runner(model: Any, traits: ModelTraits, layers: Sequence[CachedLayer
     if traits.switch is not None:
         with rope.use_long_factors():
             long_factor_layers = find_cached_layers(model, vocabulary=traits.vocabulary)
-    on_cpu = next(model.parameters()).device.type == "cpu"
-    return (PackedRunner if on_cpu else DeviceRunner)(
-        model, layers, traits.mla, traits.attend, switch=traits.switch, long_factor_layers=long_factor_layers
-    )
+    device = next(model.parameters()).device
+    settings: dict[str, Any] = {"switch": traits.switch, "long_factor_layers": long_factor_layers}
+    if device.type == "cpu":
+        return PackedRunner(model, layers, traits.mla, traits.attend, **settings)
+    recorder = recorder_for(device)
+    if recorder is None or traits.recurrent or traits.encoder is not None:
+        return DeviceRunner(model, layers, traits.mla, traits.attend, **settings)
+    return GraphRunner(model, layers, traits.mla, traits.attend, recorder=recorder, **settings)
 
 
 def _sequential_runner(model: Any, traits: ModelTraits) -> SequentialRunner:

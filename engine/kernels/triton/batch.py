@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvcache.forward import Segment
+from kvcache.row_forward import RowCells
 from kvcache.spec import AttentionRange
 
 # Numbers of a tile, see attention.load_tile.
@@ -141,6 +142,16 @@ def make_tables(
     )
     cells = torch.zeros(1, dtype=torch.int64, device=device) if arrays.cells is None else arrays.cells
     return BatchTables(cells, bounds, tile_sets)
+
+
+def row_tables(cells: RowCells, *, group: int, tiling: Tiling) -> BatchTables:
+    """The tables of a batch with one token a sequence; a tile for each row, as `make_tables` has them."""
+    count = len(cells.latest)
+    at, one = torch.arange(count, device=cells.latest.device), torch.ones_like(cells.latest)
+    columns = (at, one, at, cells.begins, one - 1, cells.oldest, cells.latest + 1)
+    table, bounds = (torch.stack(each, dim).int() for each, dim in ((columns, 1), ((cells.oldest, cells.latest), 0)))
+    splits = -(-cells.most // tiling.split) + 1
+    return BatchTables(cells.table, bounds, (TileSet(table, tiling.decode, splits, count),))
 
 
 def _most_splits(table: NDArray[np.int64], split: int) -> int:

@@ -8,16 +8,17 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from engine.kernels import latent, reference
+from engine.kernels import latent, reference, row_attention
 from engine.kernels.cell_kernels import CellKernels
 from engine.kernels.latent import LatentProjection
 from engine.kernels.reference import ScoreBias
 from engine.kernels.triton import launch
-from engine.kernels.triton.batch import BatchTables, Tiling, make_tables
+from engine.kernels.triton.batch import BatchTables, Tiling, make_tables, row_tables
 from engine.kernels.triton.launch import Scoring, StoredRows, stored_rows
 from engine.types.request import MlaMode
 from kvcache.forward import Segment
 from kvcache.kv_buffer import CellIndex, HadamardInt8KVBuffer, Int8KVBuffer, LayerKV, store_rows
+from kvcache.row_forward import RowCells
 from kvcache.spec import AttentionRange
 
 # Batches with tables on the device: one for each group of a model and of its draft model.
@@ -74,8 +75,7 @@ class TritonKernels(CellKernels):
     ) -> Tensor:
         """See latent.attend: absorbed segments are one batch, expanded ones are computed by torch."""
         stored, width = stored_rows(cells), projection.latent_width
-        is_supported = stored is not None and (stored.parts < 2 or width == launch.power_of_two(width))
-        if stored is None or not is_supported or query.dtype == torch.float64:
+        if stored is None or not _has_latent_kernel(stored, width) or query.dtype == torch.float64:
             return latent.attend(query, cells, segments, attention_range, projection, scale=scale, mode=mode)
         absorbed = [one for one in segments if latent.is_absorbed(one, projection, mode)]
         output = query.new_empty(query.shape[1], query.shape[0], projection.values.shape[1])
@@ -113,6 +113,38 @@ class TritonKernels(CellKernels):
             own = _transform(cells, mixed[rows].transpose(0, 1), latents.width)
             output[rows] = (own @ projection.values.mT).transpose(0, 1)
 
+    def attend_rows(
+        self,
+        query: Tensor,
+        keys: LayerKV,
+        values: LayerKV,
+        cells: RowCells,
+        *,
+        scale: float,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """See row_attention.attend_rows: the bits of `__call__` for the same rows."""
+        k, v = stored_rows(keys), stored_rows(values)
+        if k is None or v is None or query.dtype == torch.float64:
+            return row_attention.attend_rows(query, keys, values, cells, scale=scale, softcap=softcap, sinks=sinks)
+        query = _transform(keys, query, keys.width)
+        tables = row_tables(cells, group=query.shape[0] // k.numbers.shape[0], tiling=self._tiling)
+        return self._launch(query, keys, k, v, tables, Scoring(scale, softcap, sinks))
+
+    def attend_latent_rows(
+        self, query: Tensor, latents: LayerKV, cells: RowCells, projection: LatentProjection, *, scale: float
+    ) -> Tensor:
+        """See row_attention.attend_latent_rows."""
+        stored, width = stored_rows(latents), projection.latent_width
+        if stored is None or not _has_latent_kernel(stored, width) or query.dtype == torch.float64:
+            return row_attention.attend_latent_rows(query, latents, cells, projection, scale=scale)
+        reduced = _transform(latents, latent.absorb_keys(query, projection), latents.width)
+        keys, values = replace(stored, width=latents.width), replace(stored, width=width)
+        tables = row_tables(cells, group=query.shape[0], tiling=self._decode_tiling)
+        mixed = self._launch(reduced, latents, keys, values, tables, Scoring(scale))
+        return (_transform(latents, mixed.transpose(0, 1), width) @ projection.values.mT).transpose(0, 1)
+
     def store(self, keys: LayerKV, values: LayerKV, cells: CellIndex, key_rows: Tensor, value_rows: Tensor) -> None:
         """See kvcache.kv_buffer.store_rows."""
         if not launch.store(keys, values, cells, key_rows, value_rows):
@@ -129,11 +161,22 @@ class TritonKernels(CellKernels):
         scoring: Scoring,
     ) -> Tensor:
         """`query` is transformed as the keys are."""
+        tables = self._tables_of(segments, attention_range, query, query.shape[0] // stored_keys.numbers.shape[0])
+        return self._launch(query, keys, stored_keys, stored_values, tables, scoring)
+
+    def _launch(
+        self,
+        query: Tensor,
+        keys: LayerKV,
+        stored_keys: StoredRows,
+        stored_values: StoredRows,
+        tables: BatchTables,
+        scoring: Scoring,
+    ) -> Tensor:
         _check(query, stored_keys, stored_values, scoring.sinks)
         parts = keys.buffer.parts if isinstance(keys.buffer, Int8KVBuffer) else ()
         query = launch.contiguous_columns(query)
         columns = launch.key_columns(stored_keys, query.shape[2], parts)
-        tables = self._tables_of(segments, attention_range, query, query.shape[0] // stored_keys.numbers.shape[0])
         return launch.attend(query, stored_keys, stored_values, columns, tables, scoring, self._tiling)
 
     def _tables_of(
@@ -148,6 +191,11 @@ class TritonKernels(CellKernels):
                 del self._tables[next(iter(self._tables))]
             self._tables[key] = (segments, tables)
         return self._tables[key][1]
+
+
+def _has_latent_kernel(stored: StoredRows, latent_width: int) -> bool:
+    """Whether the kernel multiplies latents of a width: it takes separate scales at powers of two only."""
+    return stored.parts < 2 or latent_width == launch.power_of_two(latent_width)
 
 
 def _runs(segments: Sequence[Segment]) -> Iterator[slice]:

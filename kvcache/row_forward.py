@@ -1,0 +1,89 @@
+"""Batches of few tokens, as numbers on a device: a recorded step reads them anew at each replay.
+
+Each token is a row with a range of its own, so decoded tokens and draft tokens are alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvcache.kv_buffer import LayerKV, StoreFunction
+from kvcache.spec import Span
+
+if TYPE_CHECKING:
+    from kvcache.cache import Cache
+
+# Rows of numbers: begins and positions; then for each group the first visible position and the cell of the token.
+_COMMON, _OF_GROUP = 2, 2
+
+
+@dataclass(frozen=True, slots=True)
+class RowCells:
+    """The cells of one group, int64 on its device.
+
+    table   of all slots, one after the other
+    begins  [rows]: index in `table` of position 0 of the row's slot
+    oldest  [rows]: the first position that the row attends to
+    latest  [rows]: its own position, the last one
+    new     [rows]: the cell of its token
+    most    positions that a row attends to, at most
+    """
+
+    table: Tensor
+    begins: Tensor
+    oldest: Tensor
+    latest: Tensor
+    new: Tensor
+    most: int
+
+
+def row_numbers(cache: Cache, spans: Sequence[Span], rows: int) -> NDArray[np.int64]:
+    """The numbers of a RowForward for the tokens of spans, padded to `rows` rows that write into a spare cell."""
+    numbers = np.zeros((_COMMON + _OF_GROUP * len(cache.groups), rows), np.int64)
+    positions = np.concatenate([np.arange(span.start, span.stop) for span in spans])
+    count = len(positions)
+    numbers[0, :count] = np.repeat([span.slot * cache.capacity for span in spans], [span.length for span in spans])
+    numbers[1, :count] = positions
+    for at, group in enumerate(cache.groups):
+        oldest, new = numbers[_COMMON + _OF_GROUP * at :][:_OF_GROUP]
+        oldest[:count] = group.spec.attention_range.oldest_visible(positions)
+        new[:] = group.pool.spare_cell
+        new[:count] = np.concatenate([group.table(span.slot)[span.start :] for span in spans])
+    return numbers
+
+
+class RowForward:
+    """Stores and attends to the cells of `numbers`; the transaction is that of an open Forward.
+
+    numbers  of `row_numbers`, on the device of the cells
+    most     positions that a row attends to, at most
+    """
+
+    def __init__(self, cache: Cache, numbers: Tensor, most: int) -> None:
+        self._cache = cache
+        self.positions = numbers[1]
+        self._cells = {}
+        for at, group in enumerate(cache.groups):
+            assert group.device_table is not None, "cells in CPU memory"
+            oldest, new = numbers[_COMMON + _OF_GROUP * at :][:_OF_GROUP]
+            table = group.device_table.cells.view(-1)
+            self._cells[group] = RowCells(table, numbers[0], oldest, self.positions, new, most)
+
+    def store_kv(self, layer: int, keys: Tensor, values: Tensor, store: StoreFunction) -> None:
+        """See Forward.store_kv."""
+        store(*self.layer_kv(layer), self.row_cells(layer).new, keys, values)
+
+    def layer_kv(self, layer: int) -> tuple[LayerKV, LayerKV]:
+        """See Forward.layer_kv."""
+        group, own = self._cache.layer_group(layer)
+        return LayerKV(group.pool.keys, own), LayerKV(group.pool.values, own)
+
+    def row_cells(self, layer: int) -> RowCells:
+        """The cells of a layer: the same object for all layers of a group."""
+        return self._cells[self._cache.layer_group(layer)[0]]

@@ -1,0 +1,134 @@
+"""Recorded steps, replayed by calls on a device that is not there: the text of the CPU in any mix.
+
+A replay computes what was recorded for other sequences, so any number that is not read anew is an error of the text.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+from engine.draft.depth import FixedDepth
+from engine.draft.forced import ForcedDrafter
+from engine.draft.lookup import LookupDrafter
+from engine.draft.outputs import OutputStore
+from engine.draft.speculation import Speculation
+from engine.load import selftest
+from engine.model.graph_runner import CallRecorder, GraphRunner, Replay
+from engine.types.request import SamplingParams
+from tests.engine.mixes import mix, prompts
+from tests.engine.models import core, load_model
+from tests.engine.play import Answer, Job, ask, play
+from tests.fake_device import FAKE, fake_device
+from tests.selection import quick
+
+Folder = Callable[[str], Path]
+# Full and sliding windows, chunks, latent attention, sinks; recurrent layers are not recorded.
+FAMILIES = ("llama", "gemma3", "llama4", "deepseek_v3", "gpt2", "qwen3_next")
+
+
+class CountingRecorder(CallRecorder):
+    """Counts recordings and replays."""
+
+    def __init__(self) -> None:
+        self.recorded = self.replayed = 0
+
+    def record(self, function: Callable[[], Tensor]) -> Replay:
+        self.recorded += 1
+
+        def replay() -> Tensor:
+            self.replayed += 1
+            return function()
+
+        return replay
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[CountingRecorder]:
+    """That of all models loaded in the test."""
+    counting = CountingRecorder()
+    monkeypatch.setattr(selftest, "recorder_for", lambda device: counting)
+    with fake_device():
+        yield counting
+
+
+def texts(answers: dict[str, Answer]) -> dict[str, list[int]]:
+    """The tokens of each answer."""
+    return {name: answer.tokens for name, answer in answers.items()}
+
+
+@pytest.mark.parametrize(
+    ("family", "kv_dtype"), quick([("gemma3", "float32")], itertools.product(FAMILIES, ("float32", "int8")))
+)
+def test_text_is_that_of_the_cpu(family: str, kv_dtype: str, folder: Folder, recorder: CountingRecorder) -> None:
+    """Batches of all sizes, prompts in chunks, shared prefixes, cancels and preemption."""
+    expected_model = load_model(folder(family), "float32", kernels="torch", kv_dtype=kv_dtype)
+    loaded = load_model(folder(family), "float32", device=FAKE, kv_dtype=kv_dtype)
+    for seed in (3, 4):
+        traffic = mix(seed, prompts(len(family)), scarce=seed == 3)
+        settings = {"slots": traffic.slots, "chunk": traffic.chunk, "cells": traffic.cells}
+        expected = play(core(expected_model, **settings), traffic.jobs)
+        answers = play(core(loaded, device=FAKE, **settings), traffic.jobs)
+
+        assert texts(expected) == texts(answers)
+    assert (recorder.replayed > 5 * recorder.recorded > 0) == isinstance(loaded.runner, GraphRunner)
+    assert isinstance(loaded.runner, GraphRunner) == (family != "qwen3_next")
+
+
+def test_a_recorded_step_serves_many_batches(folder: Folder, recorder: CountingRecorder) -> None:
+    """One upload and one wait a step; a shift moves its cells, and logprobs are those of the step."""
+    loaded = load_model(folder("llama"), "float32", device=FAKE)
+    jobs = [
+        Job(ask("shift", range(3, 50), 90, overflow="shift", ignore_eos=True)),
+        Job(ask("logprobs", range(3, 12), 20, logprobs=2, sampling=SamplingParams(temperature=0.7, seed=1)), 5),
+    ]
+    settings = {"slots": 2, "context": 64}
+    before = recorder.recorded
+    answers = play(core(loaded, device=FAKE, **settings), jobs)
+    expected = play(core(load_model(folder("llama"), "float32", kernels="torch"), **settings), jobs)
+
+    assert texts(expected) == texts(answers)
+    own, other = ([each.chosen.logprob for each in found["logprobs"].logprobs] for found in (expected, answers))
+    assert 20 == len(own)
+    assert own == pytest.approx(other, abs=1e-4)
+    assert 2 == recorder.recorded - before
+
+
+def test_draft_tokens_are_rows_of_a_recorded_step(folder: Folder, recorder: CountingRecorder) -> None:
+    """Accepted and rejected ones, of repeated text; the text is that without drafts."""
+    prompt = [*range(3, 20), *range(3, 15)]
+    jobs = [Job(ask(f"{at}", prompt[at:], 40, ignore_eos=True), at) for at in range(3)]
+    loaded = load_model(folder("gemma3"), "float32", device=FAKE)
+    settings = {"slots": 3, "context": 128}
+    lookup = Speculation(LookupDrafter(OutputStore(4096)), None, FixedDepth(4), lambda: 0.0, forced=ForcedDrafter())
+    engine = core(loaded, device=FAKE, speculation=lookup, **settings)
+    answers = play(engine, jobs)
+    expected = play(core(load_model(folder("gemma3"), "float32", kernels="torch"), **settings), jobs)
+    drafted, accepted = (
+        sum(sum(getattr(one, name)) for one in engine.stats().drafts) for name in ("drafted", "accepted")
+    )
+
+    assert texts(expected) == texts(answers)
+    assert drafted > accepted > 2
+    assert recorder.replayed > 5 * recorder.recorded > 0
+
+
+def test_a_model_that_cannot_be_recorded_runs_as_before(
+    folder: Folder, recorder: CountingRecorder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With one warning that has the reason."""
+
+    def fail(function: Callable[[], Tensor]) -> Replay:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(recorder, "record", fail)
+    loaded = load_model(folder("llama"), "float32", device=FAKE)
+    job = Job(ask("one", range(3, 30), 9))
+    answers = play(core(loaded, device=FAKE), [job])
+
+    assert texts(play(core(load_model(folder("llama"), "float32", kernels="torch")), [job])) == texts(answers)
+    assert 1 == caplog.text.count("steps are not recorded, and slower: operation not permitted")
