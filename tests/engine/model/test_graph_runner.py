@@ -72,7 +72,7 @@ def test_text_is_that_of_the_cpu(family: str, kv_dtype: str, folder: Folder, rec
         traffic = mix(seed, prompts(len(family)), scarce=seed == 3)
         settings = {"slots": traffic.slots, "chunk": traffic.chunk, "cells": traffic.cells}
         expected = play(core(expected_model, **settings), traffic.jobs)
-        answers = play(core(loaded, device=FAKE, **settings), traffic.jobs)
+        answers = play(core(loaded, **settings), traffic.jobs)
 
         assert texts(expected) == texts(answers)
     assert (recorder.replayed > 5 * recorder.recorded > 0) == isinstance(loaded.runner, GraphRunner)
@@ -88,7 +88,7 @@ def test_a_recorded_step_serves_many_batches(folder: Folder, recorder: CountingR
     ]
     settings = {"slots": 2, "context": 64}
     before = recorder.recorded
-    answers = play(core(loaded, device=FAKE, **settings), jobs)
+    answers = play(core(loaded, **settings), jobs)
     expected = play(core(load_model(folder("llama"), "float32", kernels="torch"), **settings), jobs)
 
     assert texts(expected) == texts(answers)
@@ -105,7 +105,7 @@ def test_draft_tokens_are_rows_of_a_recorded_step(folder: Folder, recorder: Coun
     loaded = load_model(folder("gemma3"), "float32", device=FAKE)
     settings = {"slots": 3, "context": 128}
     lookup = Speculation(LookupDrafter(OutputStore(4096)), None, FixedDepth(4), lambda: 0.0, forced=ForcedDrafter())
-    engine = core(loaded, device=FAKE, speculation=lookup, **settings)
+    engine = core(loaded, speculation=lookup, **settings)
     answers = play(engine, jobs)
     expected = play(core(load_model(folder("gemma3"), "float32", kernels="torch"), **settings), jobs)
     drafted, accepted = (
@@ -128,7 +128,7 @@ def test_a_model_that_cannot_be_recorded_runs_as_before(
     monkeypatch.setattr(recorder, "record", fail)
     loaded = load_model(folder("llama"), "float32", device=FAKE)
     job = Job(ask("one", range(3, 30), 9))
-    answers = play(core(loaded, device=FAKE), [job])
+    answers = play(core(loaded), [job])
 
     assert texts(play(core(load_model(folder("llama"), "float32", kernels="torch")), [job])) == texts(answers)
     assert 1 == caplog.text.count("steps are not recorded, and slower: operation not permitted")
