@@ -26,6 +26,8 @@ ENVIRONMENT = {
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "server.replicas.proxy:middlewares",
     # It ends replicas on a machine with little free memory, which --memory limits already.
     "RAY_memory_monitor_refresh_ms": "0",
+    # By default replicas yield to all other processes of the machine.
+    "RAY_worker_niceness": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
 CONNECT_SECONDS, END_SECONDS = 5.0, 5.0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from server.affinity.chooser import ReplicaChooser
@@ -14,6 +16,7 @@ class AffinityRouter(RequestRouter):
     def initialize_state(self, **_: object) -> None:
         """Called by Ray after the constructor."""
         self._chooser = ReplicaChooser()
+        self._running: Counter[str] = Counter()
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -26,6 +29,7 @@ class AffinityRouter(RequestRouter):
         pending_request.routing_context.should_backoff = True
         if self._chooser.replicas != replicas.keys():
             self._chooser.replace(replicas)
+            self._running = Counter({name: self._running[name] for name in replicas})
         session = pending_request.metadata.session_id
         requested = requested_replica(session)
         if requested is not None:
@@ -41,5 +45,16 @@ class AffinityRouter(RequestRouter):
         if session and requested_replica(session) is None:
             self._chooser.record(decode_keys(session), replica_id.unique_id)
 
+    def on_send_request(self, replica_id: ReplicaID) -> None:
+        """Count a request that is sent to a replica; `on_request_completed` follows exactly once."""
+        super().on_send_request(replica_id)
+        self._running[replica_id.unique_id] += 1
+
+    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
+        """Count the end of a request, in whatever way it ended."""
+        self._running[replica_id.unique_id] -= 1
+
     def _load(self, replica: RunningReplica) -> int:
-        return self.replica_queue_len_cache.get(replica.replica_id) or 0
+        """Requests of this proxy, or of all by the last answer of the replica, which Ray forgets after 10 seconds."""
+        known = self.replica_queue_len_cache.get(replica.replica_id) or 0
+        return max(known, self._running[replica.replica_id.unique_id])
