@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from gguf.constants import GGMLQuantizationType
 from torch import Tensor, nn
 
 from engine.gguf.deferred import DeferredWeights
@@ -20,7 +19,7 @@ from engine.kernels.packing import PackedMatrix, PackedStorage
 from engine.kernels.rounding import pack_floats
 from engine.quantize.plan import QuantizationPlan
 from engine.quantize.quantizer import PlannedEmbedding, PlannedMatrix, matrix_name, planned_matrices
-from engine.quantize.stacks import experts_of
+from engine.quantize.stacks import Experts, experts_of
 
 log = logging.getLogger("cellar.engine")
 
@@ -54,14 +53,15 @@ class FileMatrices:
         return any(tensor.type not in PLAIN_TYPES for tensor in tensors)
 
     def limit(self, plan: QuantizationPlan) -> QuantizationPlan:
-        """The plan without matrices that the files hold as floats; sets `formats`."""
+        """The plan without matrices that the files hold as floats, and with the parts of experts; sets `formats`."""
+        plan = replace(plan, experts={name: self._divided(name, own) for name, own in plan.experts.items()})
         plain = {each.name for each in planned_matrices(plan) if self._is_plain(each.name)}
         groups = [tuple(layer for layer in group if layer.name not in plain) for group in plan.groups]
-        # The experts of a layer have one type in published files.
+        # One tensor holds the matrices of all experts, so those of the first one have all types.
         experts = {
             name: own
             for name, own in plan.experts.items()
-            if not {matrix_name(name, stack, 0) for stack in (own.up, own.down)} & plain
+            if not {matrix_name(name, stack, at) for stack in (own.up, own.down) for at in range(stack.parts)} & plain
         }
         skipped = Counter(plan.skipped)
         if kept := sum(layer.name in plain for layer in plan.layers):
@@ -91,7 +91,7 @@ class FileMatrices:
         embedding = self.embedding(model, plan)
         exact = {own.name for own in planned_matrices(plan) if self._has_exact_format(own)}
         stacks = {
-            f"{name}.{stack.parameter}": [matrix_name(name, stack, number) for number in range(len(stack.stored))]
+            f"{name}.{stack.parameter}": [matrix_name(name, stack, number) for number in range(len(stack.matrices))]
             for name, experts in plan.experts.items()
             for stack in (experts.up, experts.down)
         }
@@ -141,13 +141,19 @@ class FileMatrices:
             log.warning("%s are stored as %s, with a relative squared error of %.1e", types, _WIDER, loss)
 
     def _matrix(self, name: str) -> FileMatrix | None:
-        """The matrix of a layer or of one expert; None: the file holds it in another form."""
+        """The matrix of a layer, or a part of one of an expert; None: the file holds it in another form."""
         source = self._sources.get(self._tied.get(f"{name}.weight", f"{name}.weight"))
         if source is not None:
             return source.matrices[0] if isinstance(source, Matrices) and len(source.matrices) == 1 else None
         stack, _, number = name.rpartition(".")
         source = self._sources.get(stack)
-        return source.matrices[int(number)] if isinstance(source, Matrices) and number.isdecimal() else None
+        return source.part(int(number)) if isinstance(source, Matrices) and number.isdecimal() else None
+
+    def _divided(self, name: str, experts: Experts) -> Experts:
+        """Experts with gate and up projections in parts if their types differ."""
+        source = self._sources.get(f"{name}.{experts.up.parameter}")
+        parts = source.parts if isinstance(source, Matrices) else 1
+        return replace(experts, up=replace(experts.up, parts=parts))
 
     def _is_plain(self, name: str) -> bool:
         matrix = self._matrix(name)
@@ -170,9 +176,9 @@ class FileMatrices:
 def _is_deferrable(name: str, source: Matrices) -> bool:
     # The expansion of latent keys is read when its hooks are installed (engine/model/hooks.py).
     is_read_early = name.endswith("kv_b_proj.weight")
-    return not is_read_early and not source.shift and all(own.type in EXACT_FORMATS for own in source.matrices)
+    return not is_read_early and not source.shift and all(own.type in EXACT_FORMATS for own in source.tensors)
 
 
 def _type_name(matrix: FileMatrix | None) -> str:
-    kind: GGMLQuantizationType | None = None if matrix is None else matrix.type
-    return "several types" if kind is None else str(kind.name)
+    types = () if matrix is None else dict.fromkeys(each.tensor.type.name for each in matrix.ranges)
+    return " and ".join(types) or "several types"

@@ -128,6 +128,18 @@ class Matrices:
     shift: float = 0.0
 
     @property
+    def parts(self) -> int:
+        """Ranges of one type that each matrix consists of; 1 for a mix of rows."""
+        first = self.matrices[0]
+        return len(first.ranges) if first.type is None and first.order is None else 1
+
+    def part(self, number: int) -> FileMatrix:
+        """A part of a matrix; `number` counts the parts of all matrices."""
+        at, part = divmod(number, self.parts)
+        matrix = self.matrices[at]
+        return matrix if self.parts == 1 else FileMatrix((matrix.ranges[part],))
+
+    @property
     def tensors(self) -> tuple[GgufTensor, ...]:
         """See ParameterSource."""
         return tuple({each.tensor.name: each.tensor for own in self.matrices for each in own.ranges}.values())

@@ -293,13 +293,13 @@ class ExpertActivation:
 class ExpertsSpec:
     """A mixture of experts.
 
-    inner        with 2 * width outputs, gates and ups
+    inner        one matrix with 2 * width outputs, gates and ups; or the one of the gates and the one of the ups
     down         with width columns
     shared_gate  with one output; the dense MLP beside the experts is multiplied by its sigmoid. None: by 1
     """
 
     router: Router
-    inner: ExpertMatrices
+    inner: tuple[ExpertMatrices, ...]
     activation: ExpertActivation
     down: ExpertMatrices
     shared_gate: Linear | None

@@ -172,9 +172,9 @@ def _describe_gated_mlp(mlp: GatedMlp, fields: LayerFields) -> None:
 def describe_experts(experts: ExpertsSpec) -> ExpertsFields:
     """The experts of a layer. Raises UnsupportedArchitecture for an unsupported dtype or memory layout."""
     router, activation = experts.router, experts.activation
-    inner, down = (
+    inner, *up, down = (
         (LinearFields * len(matrices))(*map(describe_linear, matrices))
-        for matrices in (experts.inner.matrices(), experts.down.matrices())
+        for matrices in [each.matrices() for each in (*experts.inner, experts.down)]
     )
     return ExpertsFields(
         router=describe_linear(router.linear),
@@ -184,6 +184,7 @@ def describe_experts(experts: ExpertsSpec) -> ExpertsFields:
         normalised=router.normalised,
         scaling_factor=router.scaling_factor,
         inner=inner,
+        up=up[0] if up else None,
         down=down,
         activation=_ACTIVATIONS[activation.activation],
         interleaved=activation.interleaved,

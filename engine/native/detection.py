@@ -117,5 +117,6 @@ def linears(decoder: DecoderSpec) -> Iterator[Linear]:
         if mlp.gated is not None:
             yield from (*mlp.gated.inner, mlp.gated.down)
         if mlp.experts is not None:
-            yield from (*mlp.experts.inner.matrices(), *mlp.experts.down.matrices())
+            for each in (*mlp.experts.inner, mlp.experts.down):
+                yield from each.matrices()
     yield decoder.output_head.head

@@ -66,7 +66,9 @@ def find_expert_activation(traced: TracedExperts) -> ExpertActivation:
         _candidate_activations(numbers),
         key=lambda own: relative_difference(apply_expert_activation(own, inner), activated),
     )
-    is_quantised = not isinstance(traced.inner.weight, Tensor)
+    is_quantised = not isinstance(traced.inner[0].weight, Tensor)
+    if best.interleaved and len(traced.inner) > 1:
+        raise UnsupportedArchitecture("the gates and ups of its experts alternate in two matrices")
     if is_close(apply_expert_activation(best, inner), activated) and (
         is_quantised or is_close(_expected_output(traced), traced.output)
     ):
@@ -103,7 +105,7 @@ def _expected_output(traced: TracedExperts) -> Tensor:
     output = torch.zeros_like(traced.input)
     for row, rank in itertools.product(range(traced.chosen.shape[0]), range(traced.chosen.shape[1])):
         expert = int(traced.chosen[row, rank])
-        activated = traced.experts.activate(_product(traced.input[row][None], traced.inner.matrix(expert)))
+        activated = traced.experts.activate(_product(traced.input[row][None], traced.inner[0].matrix(expert)))
         output[row] += traced.weights[row, rank] * _product(activated, traced.down.matrix(expert))[0]
     return output
 

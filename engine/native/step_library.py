@@ -81,7 +81,7 @@ class ExpertsFields(Structure):
         ("score_correction", c_void_p),
         *((name, c_int64) for name in ("scoring", "top_k", "normalised")),
         ("scaling_factor", c_float),
-        *((name, POINTER(LinearFields)) for name in ("inner", "down")),
+        *((name, POINTER(LinearFields)) for name in ("inner", "up", "down")),
         *((name, c_int64) for name in ("activation", "interleaved")),
         *((name, c_float) for name in ("limit", "slope", "shift")),
         ("shared_gate", LinearFields),

@@ -83,10 +83,13 @@ class TracedRouter:
 
 @dataclass(frozen=True, slots=True)
 class TracedExperts:
-    """A call of experts with rows, and weights and numbers of the chosen experts [rows, top_k]."""
+    """A call of experts with rows, and weights and numbers of the chosen experts [rows, top_k].
+
+    inner  see ExpertsSpec
+    """
 
     experts: stacks.Experts
-    inner: ExpertMatrices
+    inner: tuple[ExpertMatrices, ...]
     down: ExpertMatrices
     input: Tensor
     weights: Tensor
@@ -213,7 +216,7 @@ class _ModuleRecorder:
             return
         quantised = module if isinstance(module, QuantizedExperts) else None
         inner = _expert_matrices(experts.up, None if quantised is None else quantised.up)
-        down = _expert_matrices(experts.down, None if quantised is None else quantised.down)
+        [down] = _expert_matrices(experts.down, None if quantised is None else quantised.down)
         weights, chosen = inputs[2].float(), inputs[1]
         self._events.append(TracedExperts(experts, inner, down, rows, weights, chosen, output.flatten(0, -2).clone()))
 
@@ -241,9 +244,19 @@ class _ModuleRecorder:
             self._is_probing = False
 
 
-def _expert_matrices(stack: stacks.ExpertStack, quantised: tuple[PackedMatrix, ...] | None) -> ExpertMatrices:
-    bias = None if stack.bias is None else stack.bias.detach().float().contiguous()
-    return ExpertMatrices(stack.stored if quantised is None else quantised, stack.transposed, bias)
+def _expert_matrices(
+    stack: stacks.ExpertStack, quantised: tuple[PackedMatrix, ...] | None
+) -> tuple[ExpertMatrices, ...]:
+    """The matrices of all experts, by parts."""
+    biases = (None,) * stack.parts if stack.bias is None else stack.bias.detach().float().chunk(stack.parts, 1)
+    return tuple(
+        ExpertMatrices(
+            stack.stored if quantised is None else quantised[part :: stack.parts],
+            stack.transposed,
+            None if bias is None else bias.contiguous(),
+        )
+        for part, bias in enumerate(biases)
+    )
 
 
 def embedding_table(module: nn.Embedding | QuantizedEmbedding) -> tuple[Tensor | PackedMatrix, bool]:

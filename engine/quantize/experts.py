@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from engine.kernels.linear import MultiplyRows, PrepareMatrices
 from engine.kernels.packing import PackedMatrix
-from engine.quantize.stacks import Experts
+from engine.quantize.stacks import Experts, ExpertStack
 
 
 class QuantizedExperts(nn.Module):
-    """Experts with quantised matrices: one up and one down projection each."""
+    """Experts with quantised matrices: one up and one down projection each, in one or more parts (ExpertStack)."""
 
     def __init__(
         self, experts: Experts, up: Sequence[PackedMatrix], down: Sequence[PackedMatrix], prepare: PrepareMatrices
@@ -22,7 +22,7 @@ class QuantizedExperts(nn.Module):
         super().__init__()
         self.experts, self.up, self.down = experts, tuple(up), tuple(down)
         self.original = experts.module
-        self._up, self._down = ([prepare([matrix]) for matrix in matrices] for matrices in (up, down))
+        self._up, self._down = _Products(experts.up, up, prepare), _Products(experts.down, down, prepare)
 
     @property
     def weights(self) -> int:
@@ -42,14 +42,11 @@ class QuantizedExperts(nn.Module):
         """
         # Pairs of a row and a rank, sorted by expert.
         experts, order = indices.flatten().sort(stable=True)
-        experts = experts[experts < len(self.up)]
+        experts = experts[experts < self._up.experts]
         order = order[: len(experts)]
         inputs = rows[order // indices.shape[1]]
-        up = _multiply(self._up, inputs, experts, self.up[0].outputs, self.experts.up.bias)
-        hidden = self.experts.activate(up)
-        outputs = self.experts.post_norm(
-            _multiply(self._down, hidden, experts, self.down[0].outputs, self.experts.down.bias)
-        )
+        hidden = self.experts.activate(self._up.multiply(inputs, experts))
+        outputs = self.experts.post_norm(self._down.multiply(hidden, experts))
         weighted = outputs * weights.flatten()[order][:, None]
         parts = weighted.new_zeros(indices.numel(), outputs.shape[1])
         parts[order] = weighted
@@ -60,14 +57,24 @@ class QuantizedExperts(nn.Module):
         return total.to(rows.dtype)
 
 
-def _multiply(
-    matrices: Sequence[MultiplyRows], inputs: Tensor, experts: Tensor, width: int, biases: Tensor | None
-) -> Tensor:
-    """Each input [inputs, columns] times the matrix of its expert index, plus its bias; indices are ascending."""
-    outputs = inputs.new_empty(len(inputs), width)
-    start = 0
-    for matrix, count in zip(matrices, torch.bincount(experts, minlength=len(matrices)).tolist(), strict=True):
-        if count:
-            [outputs[start : start + count]] = matrix(inputs[start : start + count])
-            start += count
-    return outputs if biases is None else outputs + biases[experts]
+class _Products:
+    """The products with the matrices of one stack.
+
+    experts  their number
+    """
+
+    def __init__(self, stack: ExpertStack, matrices: Sequence[PackedMatrix], prepare: PrepareMatrices) -> None:
+        starts = range(0, len(matrices), stack.parts)
+        self._multiply: list[MultiplyRows] = [prepare(matrices[start : start + stack.parts]) for start in starts]
+        self._width = sum(matrix.outputs for matrix in matrices[: stack.parts])
+        self._stack, self.experts = stack, len(starts)
+
+    def multiply(self, inputs: Tensor, experts: Tensor) -> Tensor:
+        """Each input [inputs, columns] times the matrix of its expert index, plus its bias; indices are ascending."""
+        outputs = inputs.new_empty(len(inputs), self._width)
+        start = 0
+        for multiply, count in zip(self._multiply, experts.bincount(minlength=self.experts).tolist(), strict=True):
+            if count:
+                outputs[start : start + count] = torch.cat(multiply(inputs[start : start + count]), 1)
+                start += count
+        return outputs if self._stack.bias is None else outputs + self._stack.bias[experts]

@@ -211,7 +211,7 @@ class _QuantizedMatrices:
 
 def _quantize_stack(quantized: _QuantizeMatrix, name: str, stack: ExpertStack) -> list[PackedMatrix]:
     """The matrices of all experts; the original parameter is freed."""
-    packed = [quantized(matrix_name(name, stack, number), weight) for number, weight in enumerate(stack.weight)]
+    packed = [quantized(matrix_name(name, stack, number), weight) for number, weight in enumerate(stack.matrices)]
     stack.module.register_parameter(stack.parameter, None)
     return packed
 

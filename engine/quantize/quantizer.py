@@ -51,7 +51,7 @@ def planned_matrices(plan: QuantizationPlan) -> Iterator[PlannedMatrix]:
         yield PlannedMatrix(layer.name, layer.weight, layer.name)
     for name, experts in plan.experts.items():
         for stack, statistics in ((experts.up, name), (experts.down, None)):
-            for number, weight in enumerate(stack.weight):
+            for number, weight in enumerate(stack.matrices):
                 yield PlannedMatrix(matrix_name(name, stack, number), weight, statistics)
 
 
@@ -64,7 +64,7 @@ def matrix_shapes(plan: QuantizationPlan, embedding: PlannedEmbedding | None = N
 
 
 def matrix_name(experts: str, stack: ExpertStack, number: int) -> str:
-    """The name of one expert's matrix."""
+    """The name of a matrix of experts; `number` counts the parts of all experts."""
     return f"{experts}.{stack.parameter}.{number}"
 
 

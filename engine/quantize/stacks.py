@@ -16,10 +16,14 @@ _INTERFACE_FLAGS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transpos
 
 @dataclass(frozen=True, slots=True)
 class ExpertStack:
-    """A parameter of a module with one matrix for each expert."""
+    """A parameter of a module with one matrix for each expert.
+
+    parts  of equal height that each matrix is divided into, because their weights have different formats
+    """
 
     module: nn.Module
     parameter: str
+    parts: int = 1
 
     @property
     def stored(self) -> Tensor:
@@ -37,6 +41,11 @@ class ExpertStack:
     def weight(self) -> Tensor:
         """[experts, outputs, columns]"""
         return self.stored.transpose(1, 2) if self.transposed else self.stored
+
+    @property
+    def matrices(self) -> list[Tensor]:
+        """All matrices [outputs, columns], the parts of an expert one after the other."""
+        return [part for matrix in self.weight for part in matrix.chunk(self.parts)]
 
     @property
     def bias(self) -> Tensor | None:

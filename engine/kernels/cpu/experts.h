@@ -3,7 +3,8 @@
 //     scores   [row][expert]          of the router
 //     lines    (row, rank), sorted by expert: the weights of an expert are read once for all its lines
 //     inputs   [line][columns]        the rows
-//     inner    [line][2 * width], activated [line][width], outputs [line][columns]
+//     inner    [line][2 * width], or gates [line][width] and then ups [line][width] of separate matrices
+//     outputs  [line][columns], of activated [line][width]
 //
 // The outputs for a row are added in the order of their scores, independent of the batch and of threads.
 #pragma once
@@ -40,6 +41,7 @@ class MixtureOfExperts {
         for (int64_t line = 0; line < scratch.lines; ++line)
             memcpy(scratch.inputs + line * columns, from + scratch.row[line] * columns, columns * sizeof(float));
         multiply(scratch, experts.inner, scratch.inputs, scratch.inner);
+        if (experts.up) multiply(scratch, experts.up, scratch.inputs, scratch.inner + scratch.lines * scratch.width);
 #pragma omp for schedule(static)
         for (int64_t line = 0; line < scratch.lines; ++line) activate(experts, scratch, line);
         multiply(scratch, experts.down, scratch.activated, scratch.outputs);
@@ -155,19 +157,24 @@ class MixtureOfExperts {
         }
     }
 
+    static void add_bias(const Linear &matrix, float *outputs) {
+        if (matrix.bias) add_row(outputs, matrix.bias, nullptr, matrix.outputs);
+    }
+
     // The input of the `down` matrix of a line.
     static void activate(const Experts &experts, const Scratch &scratch, int64_t line) {
-        const int64_t width = scratch.width;
-        float *outputs = scratch.inner + 2 * line * width, *up_values = scratch.up_values + line * width,
-              *to = scratch.activated + line * width;
-        const float *bias = experts.inner[scratch.line_expert[line]].bias;
-        if (bias) add_row(outputs, bias, nullptr, 2 * width);
+        const int64_t width = scratch.width, expert = scratch.line_expert[line];
+        float *up_values = scratch.up_values + line * width, *to = scratch.activated + line * width;
+        float *gates = scratch.inner + (experts.up ? 1 : 2) * line * width;
+        float *ups = experts.up ? gates + scratch.lines * width : gates + (experts.interleaved ? 1 : width);
+        add_bias(experts.inner[expert], gates);
+        if (experts.up) add_bias(experts.up[expert], ups);
         if (!experts.interleaved && experts.limit == INFINITY && experts.slope == 1 && experts.shift == 0)
-            return activate_row(experts.activation, outputs, nullptr, outputs + width, nullptr, to, width);
-        const int64_t step = experts.interleaved ? 2 : 1, distance = experts.interleaved ? 1 : width;
+            return activate_row(experts.activation, gates, nullptr, ups, nullptr, to, width);
+        const int64_t step = experts.interleaved ? 2 : 1;
         for (int64_t at = 0; at < width; ++at) {
             // These comparisons keep a NaN.
-            const float gate = outputs[step * at], up = outputs[step * at + distance], limit = experts.limit;
+            const float gate = gates[step * at], up = ups[step * at], limit = experts.limit;
             to[at] = experts.slope * (gate > limit ? limit : gate);
             up_values[at] = ((up > limit ? limit : up < -limit ? -limit : up) + experts.shift) / experts.slope;
         }
@@ -178,9 +185,8 @@ class MixtureOfExperts {
         memset(to, 0, scratch.columns * sizeof(float));
         for (int64_t rank = 0; rank < experts.top_k; ++rank) {
             const int64_t at = row * experts.top_k + rank;
-            const float *bias = experts.down[scratch.expert[at]].bias;
             float *outputs = scratch.outputs + scratch.line[at] * scratch.columns;
-            if (bias) add_row(outputs, bias, nullptr, scratch.columns);
+            add_bias(experts.down[scratch.expert[at]], outputs);
             for (int64_t i = 0; i < scratch.columns; ++i) to[i] += scratch.weights[at] * outputs[i];
         }
     }

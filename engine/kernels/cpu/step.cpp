@@ -393,7 +393,7 @@ EXPORT_LAYOUT(
     LAYOUT(Embedding, table, scales, kind, count, rounds_to_bfloat16, scale)
     LAYOUT(Rotary, cosine, sine, pairs, offset, interleaved)
     LAYOUT(CellGroup, segments, count, cells)
-    LAYOUT(Experts, router, score_correction, scoring, top_k, normalised, scaling_factor, inner, down, activation,
+    LAYOUT(Experts, router, score_correction, scoring, top_k, normalised, scaling_factor, inner, up, down, activation,
            interleaved, limit, slope, shift, shared_gate)
     LAYOUT(StateRange, row, rows, span)
     LAYOUT(ColumnRange, matrix, offset, target, count)

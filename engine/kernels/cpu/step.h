@@ -69,7 +69,8 @@ struct Experts {
     Scoring scoring;
     int64_t top_k, normalised;   // experts per row; whether their weights are normalised to a sum of 1
     float scaling_factor;        // multiplies the weights
-    const Linear *inner, *down;  // of each expert; the inner matrix makes gates and ups
+    const Linear *inner, *up;    // of each expert: gates and ups; or gates alone, where `up` is not null
+    const Linear *down;          // of each expert
     Activation activation;       // input of `down`: activation(slope * gate) / slope * (up + shift)
     int64_t interleaved;         // gates and ups alternate; else all gates come first
     float limit, slope, shift;   // gates are clamped to at most `limit`, ups to [-limit, limit]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from engine.load.gguf_model import read_gguf_config, read_gguf_model
 from engine.load.load import LoadedModel, load
 from engine.quantize.experts import QuantizedExperts
 from engine.quantize.layers import QuantizedLinear
+from engine.quantize.stacks import ExpertStack
 from kvcache.cache import Cache
 from kvcache.spec import Span
 from tests.engine.convert.checkpoints import CHECKPOINTS, SIZE, byte_level, conversion, save_checkpoint, save_model
@@ -66,21 +67,30 @@ def write_checkpoint(name: str, folder: Path, weight_type: Any = "f32") -> Path:
     return folder / "model.gguf"
 
 
-def write_types(source: GgufModel, file: Path, kind: Type, changes: dict[str, Any] | None = None) -> None:
+def write_types(
+    source: GgufModel,
+    file: Path,
+    kind: Type,
+    changes: dict[str, Any] | None = None,
+    others: Mapping[str, Type] | None = None,
+) -> None:
     """Write a model with its matrices in another type: quantised by the gguf package, or random blocks.
 
     changes  metadata to replace
+    others   types of tensors with a part of their name
     """
+    types = dict(others or {})
     writer = GGUFWriter(file, source.metadata.text("general.architecture"))
     for key, value in (dict(source.metadata) | (changes or {})).items():
         if key != "general.architecture":
             add(writer, key, value)
     for number, tensor in enumerate(source.tensors.values()):
         weights = gguf.dequantize(tensor.rows, tensor.type).reshape(tensor.shape)
-        block, _ = gguf.GGML_QUANT_SIZES[kind]
+        own = next((type for part, type in types.items() if part in tensor.name), kind)
+        block, _ = gguf.GGML_QUANT_SIZES[own]
         quantised = tensor.name.endswith(".weight") and weights.ndim > 1 and "gate_inp" not in tensor.name
         if quantised and weights.shape[-1] % block == 0 and "conv.conv" not in tensor.name:
-            writer.add_tensor(tensor.name, blocks(weights, kind, number), raw_dtype=kind)
+            writer.add_tensor(tensor.name, blocks(weights, own, number), raw_dtype=own)
         else:
             writer.add_tensor(tensor.name, np.ascontiguousarray(weights))
     writer.write_header_to_file()
@@ -184,9 +194,10 @@ def inexact_layers(loaded: LoadedModel, dequantised: Any) -> list[str]:
     return wrong
 
 
-def _experts(state: dict[str, Tensor], name: str, stack: Any) -> Tensor:
+def _experts(state: dict[str, Tensor], name: str, stack: ExpertStack) -> list[Tensor]:
     stored = state[f"{name}.{stack.parameter}"]
-    return stored.mT if stack.transposed else stored
+    weights = stored.mT if stack.transposed else stored
+    return [part for matrix in weights for part in matrix.chunk(stack.parts)]
 
 
 def check_type(source: GgufModel, file: Path, kind: Type) -> str:

@@ -13,12 +13,16 @@ from transformers import AutoModelForCausalLM
 
 from engine.errors import ModelUnsupported
 from engine.gguf.container import read_model
+from engine.load.gguf_model import read_gguf_config, read_gguf_model
+from engine.load.load import LoadedModel
+from engine.quantize.experts import QuantizedExperts
 from tests.engine.convert.checkpoints import CHECKPOINTS
 from tests.engine.gguf.files import (
     TYPES,
     add,
     check_type,
     greedy,
+    inexact_layers,
     load_file,
     prompt,
     reference_greedy,
@@ -28,6 +32,7 @@ from tests.engine.gguf.files import (
 )
 
 QUICK = ("llama", "gemma3", "deepseek_v3", "lfm2", "gpt_oss")
+ROUTED = ("qwen3_moe", "deepseek_v2")
 CASES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in CHECKPOINTS]
 
 
@@ -51,6 +56,46 @@ def test_layers_keep_the_weights_of_the_file(kind: Type, tmp_path: Path) -> None
     source = read_model(write_wide("llama", tmp_path))
 
     assert "PASS" == check_type(source, tmp_path / "other.gguf", kind)
+
+
+@pytest.mark.parametrize("name", ["mixtral", *(pytest.param(name, marks=pytest.mark.slow) for name in ROUTED)])
+def test_gates_and_ups_of_experts_keep_two_types(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Each weight of all layers, in the native step if the model has one."""
+    served, dequantised = _served_experts(name, {"ffn_up_exps": Type.Q6_K}, tmp_path)
+
+    experts = [module for module in served.model.modules() if isinstance(module, QuantizedExperts)]
+    assert {("q4_k", "q6_k")} == {(first.format, second.format) for first, second, *_ in (each.up for each in experts)}
+    assert [] == inexact_layers(served, dequantised)
+    assert (name in ("mixtral", "qwen3_moe")) == (served.info.not_native_reason is None)
+    assert "are stored as int8" not in caplog.text
+
+
+@pytest.mark.slow
+def test_experts_with_a_float_part_stay_floats(tmp_path: Path) -> None:
+    served, dequantised = _served_experts("mixtral", {"ffn_up_exps": Type.F16}, tmp_path)
+
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    assert not any(isinstance(module, QuantizedExperts) for module in served.model.modules())
+    assert torch.equal(dequantised.get_parameter(name), served.model.get_parameter(name).float())
+
+
+@pytest.mark.slow
+def test_alternating_gates_and_ups_of_two_types_become_int8(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The log names their types and the loss."""
+    served, _ = _served_experts("gpt_oss", {"ffn_up_exps": Type.Q6_K}, tmp_path)
+
+    experts = [module for module in served.model.modules() if isinstance(module, QuantizedExperts)]
+    assert {"int8"} == {matrix.format for each in experts for matrix in each.up}
+    assert {"q4_k"} == {matrix.format for each in experts for matrix in each.down}
+    assert "million weights in Q4_K and Q6_K are stored as int8, with a relative squared error of" in caplog.text
+
+
+def _served_experts(name: str, others: dict[str, Type], folder: Path) -> tuple[LoadedModel, Any]:
+    """A model in Q4_K with some tensors in other types, and the model with its dequantised weights."""
+    file = folder / "other.gguf"
+    write_types(read_model(write_wide(name, folder)), file, Type.Q4_K, others=others)
+    dequantised, _, _ = read_gguf_model(file, read_gguf_config(file), torch.float32)
+    return load_file(file), dequantised
 
 
 def test_the_model_names_the_type_of_its_file(tmp_path: Path) -> None:

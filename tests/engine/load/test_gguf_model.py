@@ -62,6 +62,14 @@ def test_a_later_start_reads_fewer_weights(name: str, tmp_path: Path, monkeypatc
     assert {name for name in read[0] if "norm" in name} <= read[1]
 
 
+@pytest.mark.slow
+def test_a_later_start_with_experts_of_two_types(tmp_path: Path) -> None:
+    file = tmp_path / "other.gguf"
+    write_types(read_model(write_wide("mixtral", tmp_path)), file, Type.Q4_K, others={"ffn_up_exps": Type.Q6_K})
+
+    assert torch.equal(logits(load_file(file)), logits(load_file(file)))
+
+
 def test_a_later_start_dequantises_types_without_a_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their matrices become int8, of the same weights."""
     monkeypatch.setattr(matrices, "EXACT_FORMATS", {})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import count
 from typing import Any, Literal
@@ -79,10 +79,13 @@ def tiny_model(family: str, weights: Weights = 32) -> TinyModel:
     return model_of_config(AutoConfig.for_model(family, **settings(family)), weights)
 
 
-def model_of_config(config: Any, weights: Weights = 32, formats: Sequence[WeightFormat] = ()) -> TinyModel:
+def model_of_config(
+    config: Any, weights: Weights = 32, formats: Sequence[WeightFormat] = (), *, gate_parts: int = 1
+) -> TinyModel:
     """A tiny model with a configuration.
 
-    formats  of random quantised matrices in place of its own, one after the other; none: as `weights` says
+    formats     of random quantised matrices in place of its own, one after the other; none: as `weights` says
+    gate_parts  2: gate and up projections of experts have a format each
     """
     torch.set_num_threads(1)
     dtype = torch.bfloat16 if weights == 16 else torch.float32
@@ -100,7 +103,8 @@ def model_of_config(config: Any, weights: Weights = 32, formats: Sequence[Weight
     plan = survey.close()
     assert isinstance(packed, PackedRunner)
     if formats:
-        replace_weights(model, plan, formats)
+        experts = {name: replace(own, up=replace(own.up, parts=gate_parts)) for name, own in plan.experts.items()}
+        replace_weights(model, replace(plan, experts=experts), formats)
     elif weights == 8 or weights == 4:
         quantize(model, plan, WeightStore(family, weights), linear.prepare)
     runner = choosing.select(model, packed, traits, context=CONTEXT).runner
@@ -122,7 +126,7 @@ def replace_weights(model: Any, plan: QuantizationPlan, formats: Sequence[Weight
         for number, (layer, packed) in enumerate(zip(group, matrices, strict=True)):
             replacements[layer.module] = QuantizedLinear(shared, number, packed, layer)
     for experts in plan.experts.values():
-        up, down = ([matrix(weight) for weight in stack.weight] for stack in (experts.up, experts.down))
+        up, down = ([matrix(weight) for weight in stack.matrices] for stack in (experts.up, experts.down))
         replacements[experts.module] = QuantizedExperts(experts, up, down, linear.prepare)
     replace_modules(model, replacements)
 

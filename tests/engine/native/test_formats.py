@@ -29,9 +29,10 @@ MIXES: dict[str, Sequence[WeightFormat]] = {
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def quantised(family: str, formats: Sequence[WeightFormat], **others: int) -> TinyModel:
+def quantised(family: str, formats: Sequence[WeightFormat], gate_parts: int = 1, **others: int) -> TinyModel:
     """A tiny model with matrices of some formats, in the native step."""
-    model = model_of_config(AutoConfig.for_model(family, **{**settings(family), **others}), formats=formats)
+    config = AutoConfig.for_model(family, **{**settings(family), **others})
+    model = model_of_config(config, formats=formats, gate_parts=gate_parts)
     assert isinstance(model.runner, NativeRunner)
     return model
 
@@ -60,6 +61,21 @@ def test_experts_equal_the_modules(family: str, formats: Sequence[WeightFormat])
 
     assert float(found.quantile(0.5)) < 1e-5
     assert float(found.max()) < 0.2
+
+
+def test_gates_and_ups_of_two_formats_equal_the_modules() -> None:
+    """As above; the matrices of an expert are those of the gates, of the ups, and down projections."""
+    model = quantised("mixtral", ("q4_k", "q6_k"), gate_parts=2)
+    found = errors(model)
+
+    assert float(found.quantile(0.5)) < 1e-5
+    assert float(found.max()) < 0.2
+
+
+def test_gates_and_ups_that_alternate_are_not_native_in_two_formats() -> None:
+    config = AutoConfig.for_model("gpt_oss", **settings("gpt_oss"))
+
+    assert not isinstance(model_of_config(config, formats=("q4_k", "q6_k"), gate_parts=2).runner, NativeRunner)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_oss", "lfm2"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -113,6 +114,24 @@ def test_quantised_experts_approximate_the_original(
     assert lost(expected, quantised(rows, *chosen)) < allowed
     assert (0, COLUMNS) == quantised(rows[:0], *(one[:0] for one in chosen)).shape
     assert [] == [parameter for parameter in quantised.parameters() if parameter.dim() == 3]
+
+
+@pytest.mark.parametrize("kind", [KINDS[0], KINDS[1]], ids=str)
+def test_parts_of_experts_have_the_same_products(kind: tuple[bool, bool, bool, bool]) -> None:
+    """Gate and up projections in a matrix each, with biases too."""
+    module, rows, chosen = experts(kind), torch.randn(40, COLUMNS), _chosen(40)
+    own = experts_of(module)
+    assert own is not None
+    divided = replace(own, up=replace(own.up, parts=2))
+    down = [pack_floats(weight, 8) for weight in own.down.matrices]
+
+    whole, parts = (
+        QuantizedExperts(each, [pack_floats(weight, 8) for weight in each.up.matrices], down, linear.prepare)
+        for each in (own, divided)
+    )
+
+    assert (EXPERTS, 2 * EXPERTS) == (len(whole.up), len(parts.up))
+    assert torch.equal(whole(rows, *chosen), parts(rows, *chosen))
 
 
 def test_expert_index_beyond_all_experts_adds_nothing() -> None:
