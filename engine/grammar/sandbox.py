@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import json
-import math
 import os
 import random
 import resource
@@ -39,9 +38,10 @@ LOG_LEVEL = 0
 # For one mask, llguidance would compute all of an endless forced text, as of /a+/ "a". The last declaration counts.
 NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
 
-# Elapsed time, as the machine may be busy. A new subprocess builds the vocabulary first, in 1 s for 150,000 tokens.
-_START_TIMEOUT_SECONDS, _COMPILE_TIMEOUT_SECONDS = 60.0, 5.0
-# A wait is split into polls: after a suspension of both processes only one of them has timed out.
+# Elapsed time of an answer on a busy machine. A new subprocess builds the vocabulary first, in 1 s for 150,000 tokens.
+_ANSWER_TIMEOUT_SECONDS = 60.0
+# Processor time of a check: elapsed time depends on the other work of the machine.
+_MAX_COMPILE_SECONDS = 5.0
 _POLLS = 10
 # Processor time of one mask and one token.
 _MAX_STEP_SECONDS = 0.2
@@ -96,16 +96,14 @@ class GrammarSandbox:
         self._end: Callable[[], object] = lambda: None
 
     def check(self, source: str) -> str:
-        """Why the grammar must not be compiled in this process, or ""."""
+        """Why the grammar must not be compiled in this process, or "". Raises TimeoutError without an answer."""
         pipe = self._wait_ready()
         try:
             pipe.send_bytes(source.encode())
-            if _poll(pipe, _COMPILE_TIMEOUT_SECONDS):
-                return pipe.recv_bytes().decode()
+            return self._answer(pipe)
         except (EOFError, BrokenPipeError, ConnectionResetError):
-            pass
-        self.close()
-        return COMPILE_LIMIT_EXCEEDED
+            self.close()
+            return COMPILE_LIMIT_EXCEEDED
 
     def close(self) -> None:
         """End the subprocess; the next check starts another one."""
@@ -121,17 +119,22 @@ class GrammarSandbox:
     def _wait_ready(self) -> Connection:
         pipe = self.start()
         if not self._ready:
-            if not _poll(pipe, _START_TIMEOUT_SECONDS):
-                self.close()
-                raise TimeoutError("the grammar sandbox does not start")
-            pipe.recv_bytes()
+            self._answer(pipe)
             self._ready = True
         return pipe
+
+    def _answer(self, pipe: Connection) -> str:
+        """The next message. Raises TimeoutError, EOFError."""
+        # A wait is split into polls: after a suspension of both processes only one of them has timed out.
+        if not any(pipe.poll(_ANSWER_TIMEOUT_SECONDS / _POLLS) for _ in range(_POLLS)):
+            self.close()
+            raise TimeoutError(f"the grammar sandbox does not answer within {_ANSWER_TIMEOUT_SECONDS:g} s")
+        return pipe.recv_bytes().decode()
 
     def _start(self) -> Connection:
         here, there = Pipe()
         # Isolated: modules of this folder would shadow the standard library.
-        command = [sys.executable, "-I", __file__, str(there.fileno())]
+        command = [sys.executable, "-I", __file__, str(there.fileno()), str(_MAX_COMPILE_SECONDS)]
         # No messages of a crash, and no signals from the terminal.
         process = subprocess.Popen(
             command, pass_fds=[there.fileno()], stdin=_DEVNULL, stderr=_DEVNULL, start_new_session=True
@@ -143,19 +146,14 @@ class GrammarSandbox:
         return here
 
 
-def _poll(pipe: Connection, seconds: float) -> bool:
-    """Whether a message arrives within `seconds`."""
-    return any(pipe.poll(seconds / _POLLS) for _ in range(_POLLS))
-
-
 def _terminate(process: subprocess.Popen[bytes], pipe: Connection) -> None:
     pipe.close()
     process.kill()
     process.wait()
 
 
-def _serve(pipe: Connection) -> None:
-    """The main loop of the subprocess, until the pipe is closed."""
+def _serve(pipe: Connection, max_seconds: float) -> None:
+    """The main loop of the subprocess, until the pipe is closed or a check takes `max_seconds` of processor time."""
     os.nice(_NICE_INCREMENT)
     lengths, markers, end_tokens = json.loads(pipe.recv_bytes())
     text = io.BytesIO(pipe.recv_bytes())
@@ -169,10 +167,10 @@ def _serve(pipe: Connection) -> None:
             source = pipe.recv_bytes().decode()
         except EOFError:
             return
-        # Ends the subprocess if its parent is gone.
-        signal.alarm(2 * math.ceil(_COMPILE_TIMEOUT_SECONDS))
+        # Its signal ends the subprocess.
+        signal.setitimer(signal.ITIMER_PROF, max_seconds)
         fault = _check_grammar(sliced, source)
-        signal.alarm(0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         pipe.send_bytes(fault.encode())
 
 
@@ -220,4 +218,4 @@ def _random_token(mask: bytes, generator: random.Random) -> int | None:
 
 
 if __name__ == "__main__":
-    _serve(Connection(int(sys.argv[1])))
+    _serve(Connection(int(sys.argv[1])), float(sys.argv[2]))

@@ -54,7 +54,7 @@ def grammars_of(folder: Path) -> GrammarCompiler:
 
 
 def test_prepare_builds_the_vocabulary(tmp_path: Path) -> None:
-    """Part by part; a concurrent request waits for a part. A model without an end token has none."""
+    """Part by part; a concurrent request waits for a part, and needs no slices."""
     save_tokenizer(tmp_path)
     early = grammars_of(tmp_path)
     with early._compiling:
@@ -63,11 +63,15 @@ def test_prepare_builds_the_vocabulary(tmp_path: Path) -> None:
         assert early._vocabulary is None
     preparing.join()
     assert early._vocabulary is None
-    assert [True, False, False] == [early.prepare() for _ in range(3)]
+    first = early.compile(Grammar('start: "a"'))
+    unsliced = early._vocabulary
+    assert first is early.compile(Grammar('start: "a"'))
+    assert [False, False] == [early.prepare() for _ in range(2)]
     vocabulary = early._vocabulary
 
-    early.compile(Grammar('start: "a"'))
-    assert vocabulary is not None
+    assert first is not early.compile(Grammar('start: "a"'))
+    assert None not in (unsliced, vocabulary)
+    assert unsliced is not vocabulary
     assert vocabulary is early._vocabulary
     assert not GrammarCompiler(early._tokenizer, vocabulary_size=VOCABULARY, end_tokens=()).prepare()
 

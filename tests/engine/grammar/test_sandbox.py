@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer
 
-from engine.errors import GrammarTooCostly
+from engine.errors import GrammarTooCostly, Overloaded
 from engine.grammar import sandbox as trial
 from engine.grammar.sandbox import GrammarSandbox, GrammarVocabulary
 from engine.text.tokenizer import Tokenizer
@@ -37,7 +39,7 @@ def multiple_of(number: int) -> str:
 
 def test_slow_compilation_is_refused(tried: GrammarSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next grammar is checked in a new subprocess."""
-    monkeypatch.setattr(trial, "_COMPILE_TIMEOUT_SECONDS", 0.2)
+    monkeypatch.setattr(trial, "_MAX_COMPILE_SECONDS", 0.2)
     assert trial.COMPILE_LIMIT_EXCEEDED == tried.check(multiple_of(999_983))
     monkeypatch.undo()
 
@@ -46,8 +48,8 @@ def test_slow_compilation_is_refused(tried: GrammarSandbox, monkeypatch: pytest.
 
 @pytest.mark.slow
 def test_excessive_memory_is_refused(tried: GrammarSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It ends the subprocess before the timeout."""
-    monkeypatch.setattr(trial, "_COMPILE_TIMEOUT_SECONDS", 60.0)
+    """It ends the subprocess before the limit of time."""
+    monkeypatch.setattr(trial, "_MAX_COMPILE_SECONDS", 60.0)
 
     several = {"allOf": [{"type": "integer", "multipleOf": number} for number in (9973, 9967, 9949, 9941)]}
     assert trial.COMPILE_LIMIT_EXCEEDED == tried.check(of_schema(several).source)
@@ -71,13 +73,40 @@ def test_a_sandbox_failure_is_an_invalid_request(tmp_path: Path, monkeypatch: py
     """The result is cached; other grammars still compile."""
     save_tokenizer(tmp_path)
     known = grammars_of(tmp_path)
+    monkeypatch.setattr(trial, "_MAX_COMPILE_SECONDS", 0.2)
     known.compile(Grammar('start: "a"'))
-    monkeypatch.setattr(trial, "_COMPILE_TIMEOUT_SECONDS", 0.2)
     costly = Grammar(multiple_of(999_983))
     with pytest.raises(GrammarTooCostly, match="too long or too much memory"):
         known.compile(costly)
-    monkeypatch.setattr(trial, "_COMPILE_TIMEOUT_SECONDS", 60.0)
+    monkeypatch.undo()
 
     with pytest.raises(GrammarTooCostly, match="too long or too much memory"):
         known.compile(costly)
     assert json.dumps("b") in known.compile(Grammar('start: "b"')).source
+
+
+def test_the_limit_of_a_compilation_is_processor_time(tried: GrammarSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that waits for the processor uses none of it."""
+    monkeypatch.setattr(trial, "_MAX_COMPILE_SECONDS", 0.5)
+    assert "" == tried.check('start: "a"')
+    process, _ = tried._end.peek()[2]  # type: ignore[attr-defined]
+    process.send_signal(signal.SIGSTOP)
+    continued = threading.Timer(2 * trial._MAX_COMPILE_SECONDS, process.send_signal, [signal.SIGCONT])
+    continued.start()
+
+    assert "" == tried.check('start: "b"')
+    continued.join()
+
+
+def test_a_grammar_without_an_answer_of_the_sandbox_may_be_sent_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a machine without processor time for it."""
+    save_tokenizer(tmp_path)
+    known = grammars_of(tmp_path)
+    monkeypatch.setattr(trial, "_ANSWER_TIMEOUT_SECONDS", 0.0)
+    with pytest.raises(Overloaded):
+        known.compile(Grammar('start: "a"'))
+    monkeypatch.undo()
+
+    assert known.compile(Grammar('start: "a"'))
