@@ -66,7 +66,7 @@ elif grep -q -e '^find-links' -e 'index-url' "$pip_conf"; then
     set -- "$@" --build-arg TORCH_BACKEND=
 fi
 
-buildah build --isolation chroot --pull-never --layers=false --format docker --file docker/Dockerfile \
+buildah build --target runtime --isolation chroot --pull-never --layers=false --format docker --file docker/Dockerfile \
     --platform "linux/$arch" --build-arg "BUILDPLATFORM=linux/$own_arch" \
     --build-arg "BASE=$base" --build-arg "BUILD_BASE=$(image cellar-base "$own_arch")" \
     --secret "id=pip,src=$pip_conf" "$@" --tag "$(image cellar "$arch")" .

@@ -33,6 +33,11 @@ def stages() -> list[list[Instruction]]:
     return found
 
 
+def stage(name: str) -> list[Instruction]:
+    """Return the stage of a name."""
+    return next(found for found in stages() if found[0].rest.endswith(f" AS {name}"))
+
+
 def last(keyword: str) -> str:
-    """Return what the last stage says last under `keyword`."""
-    return [step.rest for step in stages()[-1] if step.keyword == keyword][-1]
+    """Return the last instruction of the image with `keyword`."""
+    return [step.rest for step in stage("runtime") if step.keyword == keyword][-1]

@@ -12,7 +12,7 @@ import yaml
 
 from engine.kernels.cache_folder import cache_folder
 from server.configuration.options import options
-from tests.container.dockerfile import ROOT, last, stages
+from tests.container.dockerfile import ROOT, last, stage, stages
 
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "compose.yaml").read_text())
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
@@ -128,18 +128,29 @@ def test_quantised_weights_outlive_the_container(monkeypatch: pytest.MonkeyPatch
 def test_the_health_check_runs_without_a_shell() -> None:
     """The probe is a JSON array, and the script in it is in the image."""
     command = json.loads(last("HEALTHCHECK").partition("CMD")[2])
-    copied = [step.rest.split() for step in stages()[-1] if step.keyword == "COPY"]
+    copied = [step.rest.split() for step in stage("runtime") if step.keyword == "COPY"]
 
     assert ["python", "/opt/cellar/healthcheck.py"] == command
     assert ["docker/healthcheck.py", command[1]] in copied
 
 
-def test_the_last_stage_installs_nothing() -> None:
+def test_the_image_installs_nothing() -> None:
     """pip, its cache and its settings stay in the stage that is thrown away."""
-    runs = [step.rest for step in stages()[-1] if step.keyword == "RUN"]
+    runs = [step.rest for step in stage("runtime") if step.keyword == "RUN"]
 
-    assert 3 == len(stages())
+    assert ["FROM runtime"] == [f"{step.keyword} {step.rest}" for step in stages()[-1]]
     assert not [run for run in runs if re.search(r"\b(pip|apt|curl|wget)\b", run)]
+
+
+def test_the_service_for_gpus_is_hardened_alike() -> None:
+    """It differs in its image, its device and the limit of its memory."""
+    service = SERVICES["gpu"]
+    differing = {key for key in SERVICE.keys() | service.keys() if SERVICE.get(key) != service.get(key)}
+
+    assert {"build", "environment", "gpus", "image", "mem_limit", "profiles"} == differing
+    assert "cuda" == service["build"]["target"]
+    assert {**SERVICE["environment"], "CELLAR_DEVICE": "${CELLAR_DEVICE:-cuda}"} == service["environment"]
+    assert "10001:10001" == [step.rest for step in stage("cuda") if step.keyword == "USER"][-1]
 
 
 def test_the_build_sees_only_what_is_named() -> None:
