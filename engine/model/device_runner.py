@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.model.encoder_mask import EncoderMask
-from engine.model.runner import BatchInputs, PackedRunner
+from engine.model.runner import BatchInputs, PackedRunner, single_rows
 from engine.sample.device_sampler import DeviceSampler
 from engine.sample.device_sampling import SamplingBatch, sample_batch
 from engine.sample.sampler import SamplingContext
@@ -48,7 +48,8 @@ class DeviceRunner(PackedRunner):
     ) -> tuple[BatchInputs, list[Tensor]]:
         """The inputs of the model and `more` arrays on the device; the forward gets its cells there."""
         positions = np.concatenate([np.arange(span.start, span.stop) for span in forward.spans])
-        own = [np.asarray(tokens, np.int64), positions, np.asarray(logit_rows, np.int64)]
+        indices = (np.asarray(rows, np.int64) for rows in (logit_rows, [*single_rows(forward.spans)]))
+        own = [np.asarray(tokens, np.int64), positions, *indices]
         cells = forward.device_arrays()
         parts = self._staging.upload([*own, *cells, *more])
         forward.set_device_arrays(parts[len(own) : len(own) + len(cells)])

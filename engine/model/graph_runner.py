@@ -95,7 +95,7 @@ class RecordedStep:
         self.size, self.most = size, most
         self.numbers = torch.zeros(self.arrange(forward, ()).shape, dtype=torch.long, device=device)
         self.cells = forward.row_forward(self.numbers[1:], most)
-        self.inputs = BatchInputs(self.numbers[0], self.cells.positions, torch.arange(size, device=device))
+        self.inputs = BatchInputs(self.numbers[0], self.cells.positions, torch.arange(size, device=device), None)
         self.replay: Replay | None = None
 
     def arrange(self, forward: Forward, tokens: Sequence[int]) -> NDArray[np.int64]:
@@ -147,7 +147,7 @@ class GraphRunner(DeviceRunner):
         forward.set_device_arrays(parts[: len(cells)])
         step.numbers.copy_(numbers)
         inputs = step.inputs
-        return _RecordedInputs(inputs.tokens, inputs.positions, inputs.logit_rows, step), parts[len(cells) :]
+        return _RecordedInputs(inputs.tokens, inputs.positions, inputs.logit_rows, None, step), parts[len(cells) :]
 
     def _run(self, forward: Forward, inputs: BatchInputs, encoder_masks: Sequence[EncoderMask | None]) -> Tensor:
         if not isinstance(inputs, _RecordedInputs):
@@ -165,7 +165,7 @@ class GraphRunner(DeviceRunner):
             log.warning("steps are not recorded, and slower: %s", error)
         self._is_recordable = False
         own = step.inputs
-        unpadded = BatchInputs(own.tokens[:count], own.positions[:count], own.logit_rows[:count])
+        unpadded = BatchInputs(own.tokens[:count], own.positions[:count], own.logit_rows[:count], None)
         return super()._run(forward, unpadded, encoder_masks)
 
     def _compute(self, step: RecordedStep) -> Tensor:

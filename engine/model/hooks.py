@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -62,8 +62,20 @@ class AttentionCall:
     is_cross: bool = False
 
 
-# Computes tokens [start, stop) of an operation from the state before them (None: zeros): the output and the next state.
-RecurrentOperation: TypeAlias = Callable[[int, int, Tensor | None], tuple[Tensor, Tensor]]
+class RecurrentOperation(Protocol):
+    """An operation that mixes the tokens of a sequence, over the rows of a packed batch."""
+
+    def __call__(self, start: int, stop: int, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The output of tokens [start, stop) from the state before them (None: zeros), and the next state."""
+        ...
+
+    def run_rows(self, rows: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+        """The outputs [rows, ...] of single tokens of different sequences, and the next states.
+
+        rows    int64, of the batch
+        states  [rows, ...]: a state of `__call__` each
+        """
+        ...
 
 
 class AttentionBackend(Protocol):

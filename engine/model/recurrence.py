@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from types import ModuleType
 from typing import Any, TypeAlias
@@ -69,11 +69,21 @@ class Convolution:
         channels, kernel = self.weight.shape
         before = self.rows.new_zeros(channels, kernel - 1) if state is None else state
         inputs = torch.cat((before, _slice(self.rows[0], 1, start, stop)), -1)
-        result = functional.conv1d(inputs[None].to(self.weight.dtype), self.weight[:, None], self.bias, groups=channels)
+        # A copy: a view would keep the whole chunk in memory.
+        return self._convolve(inputs[None]), inputs[:, inputs.shape[-1] - kernel + 1 :].clone()
+
+    def run_rows(self, rows: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+        """See RecurrentOperation."""
+        inputs = torch.cat((states, _as_batch(self.rows, 2, rows)), -1)
+        return self._convolve(inputs), inputs[..., 1:]
+
+    def _convolve(self, inputs: Tensor) -> Tensor:
+        """The output [batch, channels, length] of inputs [batch, channels, kernel - 1 + length]."""
+        weight, groups = self.weight[:, None], len(self.weight)
+        result = functional.conv1d(inputs.to(self.weight.dtype), weight, self.bias, groups=groups)
         if self.activation is not None:
             result = ACT2FN[self.activation](result)
-        # A copy: a view would keep the whole chunk in memory.
-        return result.to(self.rows.dtype), inputs[:, inputs.shape[-1] - kernel + 1 :].clone()
+        return result.to(self.rows.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +111,13 @@ class GatedDelta:
         result, final = form(*parts, **cut, **self.settings, initial_state=state)
         return result, final
 
+    def run_rows(self, rows: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+        """See RecurrentOperation."""
+        parts: dict[str, Any] = {name: _as_batch(getattr(self, name), 1, rows) for name in ("query", "key", "value")}
+        gates = {name: _as_batch(gate, 1, rows) for name, gate in self.gates.items()}
+        result, final = replace(self, **parts, gates=gates)(0, 1, states.flatten(0, 1))
+        return result, final[:, None]
+
 
 @dataclass(frozen=True, slots=True)
 class StateSpace:
@@ -124,6 +141,53 @@ class StateSpace:
         size = min(self.chunk_size, stop - start)
         result, final = self.scan(rows, dt, self.a, b, c, size, **self.settings, initial_states=state)
         return result, final
+
+    def run_rows(self, rows: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+        """See RecurrentOperation."""
+        parts: dict[str, Any] = {name: _as_batch(getattr(self, name), 1, rows) for name in ("rows", "dt", "b", "c")}
+        result, final = replace(self, **parts)(0, 1, states.flatten(0, 1))
+        return result, final[:, None]
+
+
+@dataclass(frozen=True, slots=True)
+class SelectiveScan:
+    """Mamba-1 (RecurrentOperation): rows, dt and gate [1, channels, length], a [channels, state], b and c [1, state,
+    length].
+
+    The original starts from zeros. The scan is linear in its state, so an initial state adds exp(a * sum of dt so far)
+    * state, multiplied by c and the gate.
+    """
+
+    rows: Tensor
+    dt: Tensor
+    a: Tensor
+    b: Tensor
+    c: Tensor
+    gate: Tensor | None
+    settings: Mapping[str, Any]
+    scan: Operation
+
+    def __call__(self, start: int, stop: int, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The output of tokens [start, stop) from a state [1, channels, state], and the next state."""
+        rows, dt, b, c = (_slice(tensor, -1, start, stop) for tensor in (self.rows, self.dt, self.b, self.c))
+        gate = None if self.gate is None else _slice(self.gate, -1, start, stop)
+        result, final = self.scan(rows, dt, self.a, b, c, z=gate, **self.settings)
+        if state is None:
+            return result, final
+        bias = self.settings.get("delta_bias")
+        step = dt if bias is None else dt + bias.to(dt.dtype)[..., None]
+        elapsed = (functional.softplus(step) if self.settings.get("delta_softplus") else step).cumsum(-1)
+        carried = torch.exp(self.a[None, :, :, None] * elapsed[:, :, None]) * state[..., None]
+        carried_output = torch.einsum("bdst,bst->bdt", carried, c.to(carried.dtype))
+        carried_output = carried_output if gate is None else carried_output * functional.silu(gate)
+        return result + carried_output.to(result.dtype), final + carried[..., -1].to(final.dtype)
+
+    def run_rows(self, rows: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+        """See RecurrentOperation."""
+        parts: dict[str, Any] = {name: _as_batch(getattr(self, name), 2, rows) for name in ("rows", "dt", "b", "c")}
+        gate = None if self.gate is None else _as_batch(self.gate, 2, rows)
+        result, final = replace(self, **parts, gate=gate)(0, 1, states.flatten(0, 1))
+        return result, final[:, None]
 
 
 def _convolve(
@@ -176,27 +240,9 @@ def _mamba1(
     c: Tensor,
     **settings: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Mamba-1: rows, dt and gate z [1, channels, length], a [channels, state], b and c [1, state, length].
-
-    The original starts from zeros. The scan is linear in its state, so an initial state adds exp(a * sum of dt so far)
-    * state, multiplied by c and the gate.
-    """
-    gate, bias = settings.pop("z", None), settings.get("delta_bias")
+    gate = settings.pop("z", None)
     settings |= {"return_last_state": True}
-
-    def run(start: int, stop: int, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        cut = [_slice(tensor, -1, start, stop) for tensor in (rows, dt, b, c)]
-        z = None if gate is None else _slice(gate, -1, start, stop)
-        result, final = original(cut[0], cut[1], a, cut[2], cut[3], z=z, **settings)
-        if state is None:
-            return result, final
-        step = cut[1] if bias is None else cut[1] + bias.to(cut[1].dtype)[..., None]
-        elapsed = (functional.softplus(step) if settings.get("delta_softplus") else step).cumsum(-1)
-        carried = torch.exp(a[None, :, :, None] * elapsed[:, :, None]) * state[..., None]
-        carried_output = torch.einsum("bdst,bst->bdt", carried, cut[3].to(carried.dtype))
-        carried_output = carried_output if z is None else carried_output * functional.silu(z)
-        return result + carried_output.to(result.dtype), final + carried[..., -1].to(final.dtype)
-
+    run = SelectiveScan(rows, dt, a, b, c, gate, settings, original)
     return torch.cat(hooks.recur("scan", run), -1), _no_state(rows)
 
 
@@ -204,6 +250,11 @@ def _slice(tensor: Tensor, dimension: int, start: int, stop: int) -> Tensor:
     """Tokens [start, stop). A single token gets the strides of a batch of one: matrix products depend on them."""
     tokens = tensor.narrow(dimension, start, stop - start)
     return tokens.clone(memory_format=torch.contiguous_format) if stop - start == 1 else tokens
+
+
+def _as_batch(tensor: Tensor, dimension: int, rows: Tensor) -> Tensor:
+    """Some tokens of a tensor [1, ...], with tokens along `dimension`, as a batch of sequences of one token."""
+    return tensor.index_select(dimension, rows).transpose(0, dimension)
 
 
 def _no_state(like: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Container, Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -24,15 +25,27 @@ from engine.sample.sampler import Sampler, TorchSampler
 from engine.types.request import MlaMode
 from kvcache.forward import Forward
 from kvcache.kv_buffer import store_rows
+from kvcache.spec import Span
 
 
 @dataclass(frozen=True, slots=True)
 class BatchInputs:
-    """Inputs of the model, int64 on its device: tokens and positions [batch tokens], and `logit_rows` among them."""
+    """Inputs of the model, int64 on its device: tokens and positions [batch tokens], and indices of rows.
+
+    logit_rows   rows with logits
+    single_rows  of `single_rows`, whose recurrent operations are computed together; None: each alone
+    """
 
     tokens: Tensor
     positions: Tensor
     logit_rows: Tensor
+    single_rows: Tensor | None
+
+
+def single_rows(spans: Sequence[Span]) -> dict[int, Span]:
+    """By row the spans of one token that is not the first of its sequence."""
+    ends = itertools.accumulate(span.length for span in spans)
+    return {end - 1: span for span, end in zip(spans, ends, strict=True) if span.length == 1 and span.start > 0}
 
 
 class PackedRunner(LocalRunner):
@@ -109,19 +122,30 @@ class PackedRunner(LocalRunner):
 
     def _inputs(self, forward: Forward, tokens: Sequence[int], logit_rows: Sequence[int]) -> BatchInputs:
         positions = [position for span in forward.spans for position in range(span.start, span.stop)]
-        return BatchInputs(self._tensor(tokens), self._tensor(positions), self._tensor(logit_rows))
+        return BatchInputs(self._tensor(tokens), self._tensor(positions), self._tensor(logit_rows), None)
 
     def _run(self, forward: Forward, inputs: BatchInputs, encoder_masks: Sequence[EncoderMask | None]) -> Tensor:
         rows = (inputs.tokens, inputs.positions, inputs.logit_rows)
         invariant = self._invariant or nullcontext()
         factors = rope.use_long_factors(None if self.switch is None else self.switch.long_factors(forward.spans))
-        with torch.inference_mode(), hooks.use_backend(self._backend(forward, encoder_masks)), factors, invariant:
+        backend = self._backend(forward, encoder_masks, inputs.single_rows)
+        with torch.inference_mode(), hooks.use_backend(backend), factors, invariant:
             return hooks.forward(self.model, *rows, cross_mask=self._cross_mask(forward, encoder_masks))
 
-    def _backend(self, forward: Forward, encoder_masks: Sequence[EncoderMask | None]) -> _CacheBackend:
+    def _backend(
+        self, forward: Forward, encoder_masks: Sequence[EncoderMask | None], single_rows: Tensor | None = None
+    ) -> _CacheBackend:
         by_rows = self._invariant is not None
+        together = None if by_rows else single_rows
         return _CacheBackend(
-            forward, self._cache_layers, self._sharing_layers, self._mla, self._attend, encoder_masks, by_rows
+            forward,
+            self._cache_layers,
+            self._sharing_layers,
+            self._mla,
+            self._attend,
+            encoder_masks,
+            by_rows,
+            together,
         )
 
     def _cross_mask(self, forward: Forward, encoder_masks: Sequence[EncoderMask | None]) -> Tensor | None:
@@ -154,9 +178,11 @@ class _CacheBackend:
         attend: AttentionFunction,
         encoder_masks: Sequence[EncoderMask | None],
         row_by_row: bool,
+        single_rows: Tensor | None,
     ) -> None:
         self._forward, self._encoder_masks, self._row_by_row = forward, encoder_masks, row_by_row
         self._cache_layers, self._sharing_layers, self._mla, self._attend = cache_layers, sharing_layers, mla, attend
+        self._single_rows = single_rows
         self._store = attend.store if isinstance(attend, CellKernels) else store_rows
         self._attend_latent = attend.attend_latent if isinstance(attend, CellKernels) else latent.attend
 
@@ -200,8 +226,13 @@ class _CacheBackend:
 
     def recur(self, name: Hashable, operation: hooks.RecurrentOperation) -> list[Tensor]:
         """Run a recurrent operation for each piece of a span, from the slot's state to its next one."""
+        together = {} if self._single_rows is None else self._recur_together(name, operation, self._single_rows)
         outputs, row = [], 0
         for span in self._forward.spans:
+            if row in together:
+                outputs.append(together[row])
+                row += 1
+                continue
             for start, stop in span.state_ranges:
                 state, length = self._forward.recurrent_state(span.slot, start, name), stop - start
                 tokens, after = (_run_rows if self._row_by_row else _run_chunk)(operation, row, row + length, state)
@@ -209,6 +240,19 @@ class _CacheBackend:
                 outputs += tokens
                 row += length
         return outputs
+
+    def _recur_together(self, name: Hashable, operation: hooks.RecurrentOperation, index: Tensor) -> dict[int, Tensor]:
+        """The outputs of `single_rows`, whose number has no effect on the number of operations."""
+        spans = single_rows(self._forward.spans)
+        if len(spans) < 2:
+            return {}
+        found = (self._forward.recurrent_state(span.slot, span.start, name) for span in spans.values())
+        states = [state for state in found if state is not None]
+        outputs, after = operation.run_rows(index, torch.stack(states))
+        # Copies: a view would keep the states of the whole batch in memory.
+        for span, state in zip(spans.values(), torch._foreach_clone(after.unbind()), strict=True):
+            self._forward.store_recurrent_state(span.slot, span.stop, name, state)
+        return dict(zip(spans, torch.split(outputs, 1), strict=True))
 
 
 def _run_chunk(
