@@ -167,8 +167,8 @@ def draft_loop(
         if logits is None or not drafting:
             break
         rows = [row for row, at in enumerate(tokens) if at in drafting]
-        drafting_logits = logits if len(rows) == len(tokens) else logits[rows]
-        sampled = sampler.sample(drafting_logits, [requests[at].draw.after(drafts[at]) for at in drafting])
+        contexts = [requests[at].draw.after(drafts[at]) for at in drafting]
+        sampled = sampler.report(logits, rows, ()).sample(contexts)
         found = {at: [token] for at, token in zip(drafting, sampled, strict=True) if token is not None}
         for at, own in found.items():
             drafts[at] += own

@@ -6,6 +6,7 @@ Numbers are computed by the CPU, so any difference is an error of the engine and
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 
@@ -18,10 +19,12 @@ from engine.draft.outputs import OutputStore
 from engine.draft.speculation import Speculation
 from engine.model.device_runner import DeviceRunner
 from engine.types.request import Dry, SamplingParams
+from tests.conftest import skip_without_gpu
 from tests.engine.mixes import mix, prompts
-from tests.engine.models import core, load_model
+from tests.engine.models import Reference, core, load_model
 from tests.engine.play import Answer, Job, ask, play
 from tests.engine.speculated import Case, played
+from tests.engine.test_oracle import run
 from tests.fake_device import FAKE, fake_device
 from tests.selection import quick
 
@@ -47,6 +50,23 @@ def logprobs(answers: dict[str, Answer]) -> list[tuple[int, float]]:
     entries = [*scored, *(entry for one in answers.values() for entry in one.logprobs)]
     found = [each for entry in entries if entry is not None for each in (entry.chosen, *entry.top, *entry.labels)]
     return [(each.token, each.logprob) for each in found]
+
+
+@pytest.mark.parametrize(
+    "device", [pytest.param(FAKE, marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu)]
+)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_any_mix_equals_generate(
+    family: str, device: str, folder: Callable[[str], Path], reference: Callable[..., Reference]
+) -> None:
+    """In float32, except for ties."""
+    if device == "cuda":
+        skip_without_gpu()
+    with fake_device() if device == FAKE else nullcontext():
+        loaded = load_model(folder(family), "float32", device=device)
+        judged = run(lambda *_: loaded, reference, family, range(1000, 1006), "float32")
+
+    assert 100 < judged
 
 
 @pytest.mark.parametrize("family", quick(["llama"], FAMILIES))

@@ -21,7 +21,6 @@ from tests.fake_device import FAKE, fake_device
 from tests.selection import quick
 
 VOCABULARY = 203
-CPU = torch.device("cpu")
 FILTERS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "temperature": {"temperature": 0.8},
@@ -67,38 +66,43 @@ def logits_of(rows: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return ((8 * logits).round() / 8).to(dtype)
 
 
+def sampler_on(device: str) -> DeviceSampler:
+    """A sampler for logits on a device."""
+    return DeviceSampler(StagingBuffer(torch.device(device)))
+
+
 @pytest.mark.parametrize("rows", quick([1000], [1000, 10_000]))
 @pytest.mark.parametrize("name", [*FILTERS, *HOST_FILTERS])
-def test_tokens_are_those_of_the_cpu(name: str, rows: int) -> None:
+def test_tokens_are_those_of_the_cpu(name: str, rows: int, device: str) -> None:
     """The logits are not modified."""
     rows = rows if name in FILTERS else rows // 10
     logits, own = logits_of(rows), contexts(rows, **(FILTERS | HOST_FILTERS)[name])
     before = logits.clone()
 
-    assert sample_tokens(logits, own) == DeviceSampler(StagingBuffer(CPU)).sample(logits, own)
+    assert sample_tokens(logits, own) == sampler_on(device).sample(logits.to(device), own)
     assert torch.equal(before, logits)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_rows_with_different_filters_share_a_batch(dtype: torch.dtype) -> None:
+def test_rows_with_different_filters_share_a_batch(dtype: torch.dtype, device: str) -> None:
     params = [SamplingParams(**{"temperature": 1.0, **own}) for own in (FILTERS | HOST_FILTERS).values()]
     own = [context(params[row % len(params)], row) for row in range(8 * len(params))]
     logits = logits_of(len(own), dtype)
-    sampler = DeviceSampler(StagingBuffer(CPU))
+    sampler, copied = sampler_on(device), logits.to(device)
 
-    assert sample_tokens(logits, own) == sampler.sample(logits, own)
-    assert sample_tokens(logits[3:5], own[3:5]) == sampler.sample(logits[3:5], own[3:5])
+    assert sample_tokens(logits, own) == sampler.sample(copied, own)
+    assert sample_tokens(logits[3:5], own[3:5]) == sampler.sample(copied[3:5], own[3:5])
 
 
 @pytest.mark.parametrize("name", ["greedy", "temperature", "all"])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_non_finite_row_affects_itself_only(name: str, value: float) -> None:
+def test_non_finite_row_affects_itself_only(name: str, value: float, device: str) -> None:
     """Minus infinity is no error."""
     logits, own = logits_of(5), contexts(5, **FILTERS[name])
     logits[1, 0] = logits[4, VOCABULARY - 1] = value
     logits[3] = -torch.inf
     logits[0, ::2] = -torch.inf
-    tokens = DeviceSampler(StagingBuffer(CPU)).sample(logits, own)
+    tokens = sampler_on(device).sample(logits.to(device), own)
 
     assert sample_tokens(logits, own) == tokens
     assert [1, 3, 4] == [row for row, token in enumerate(tokens) if token is None]
@@ -110,7 +114,7 @@ def test_spent_reasoning_budget_forces_its_end() -> None:
     constraints = Constraints.for_request(request, TEXT, vocabulary=VOCABULARY, end_tokens=(0,), matcher=None)
     own = SamplingContext(params, 1, 2, PenaltyHistory(params, TEXT, VOCABULARY), constraints)
 
-    assert [5] == DeviceSampler(StagingBuffer(CPU)).sample(logits_of(1), [own])
+    assert [5] == sampler_on("cpu").sample(logits_of(1), [own])
 
 
 def described(token: int, logprob: float) -> Logprob:
@@ -139,7 +143,7 @@ def test_log_probabilities_are_those_of_the_cpu(name: str) -> None:
     """Ties are ordered by token; a row without finite maximum has none."""
     logits, own = logits_of(10), contexts(8, **(FILTERS | HOST_FILTERS)[name])
     logits[1, 3] = logits[4, 5] = torch.nan
-    on_device = reported(DeviceSampler(StagingBuffer(CPU)), logits, own)
+    on_device = reported(sampler_on("cpu"), logits, own)
 
     assert reported(TorchSampler(), logits, own) == on_device
     assert on_device[1][1] is None
@@ -150,7 +154,7 @@ def test_log_probabilities_are_read_with_the_tokens() -> None:
     """Sampling and log-probabilities of a step take one upload and one wait."""
     logits, own = logits_of(10), contexts(8, **FILTERS["all"])
     with fake_device() as device, torch.inference_mode():
-        sampler, copied = DeviceSampler(StagingBuffer(torch.device(FAKE))), logits.to(FAKE)
+        sampler, copied = sampler_on(FAKE), logits.to(FAKE)
         device.clear()
         found = reported(sampler, copied, own)
 
@@ -162,11 +166,11 @@ def test_log_probabilities_are_read_with_the_tokens() -> None:
 def test_a_device_gets_one_upload_and_is_waited_for_once(name: str) -> None:
     """Rows that are sampled on the host take another wait."""
     logits, own = logits_of(4), contexts(4, **(FILTERS | HOST_FILTERS)[name])
-    with fake_device() as device, torch.inference_mode():
-        sampler, on_device = DeviceSampler(StagingBuffer(torch.device(FAKE))), logits.to(FAKE)
-        device.clear()
+    with fake_device() as recorder, torch.inference_mode():
+        sampler, on_device = sampler_on(FAKE), logits.to(FAKE)
+        recorder.clear()
         tokens = sampler.sample(on_device, own)
 
     assert sample_tokens(logits, own) == tokens
-    assert len(device.uploads) == (name != "greedy")
-    assert len(device.waits) == (1 if name in FILTERS else 2)
+    assert len(recorder.uploads) == (name != "greedy")
+    assert len(recorder.waits) == (1 if name in FILTERS else 2)
