@@ -1,16 +1,15 @@
 """Compiles the Triton kernels for GPUs that need not be there, and lists registers, spills and shared memory.
 
-    python -m benchmarks.gpu_kernels [--target sm_90 --target sm_80 --target gfx942] [--output FILE] [--only WORDS]
+    python -m benchmarks.gpu_kernels [--target sm_80 --target sm_90 --target gfx942] [--only WORDS] [--json FILE]
 
 Needs triton (`pip install --no-deps triton==3.7.1` beside torch for CPUs), no GPU and no CUDA toolkit. Kernels are
 compiled as engine/kernels/triton/launch.py launches them: with its constants, and the alignment of its pointers.
-Spills are bytes of local memory a thread; on sm_80 and later a program may use 99 KiB of shared memory on every GPU.
+Spilled bytes are those of a thread, shared bytes those of a program: every GPU of sm_80 and later has 99 KiB.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import subprocess
 import tempfile
@@ -27,8 +26,10 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from benchmarks.result import add_json_option, measured
 from engine.kernels.triton import launch
 from engine.kernels.triton.batch import BatchTables, TileSet, Tiling
+from engine.kernels.triton.kernels import PROMPT_WIDTH
 from engine.kernels.triton.launch import Scoring, stored_rows
 from kvcache.kv_buffer import Int8KVBuffer, LayerKV, allocate_kv_buffers
 from kvcache.spec import AttentionRange, GroupSpec
@@ -55,6 +56,7 @@ class Shape:
     """Attention of a model over cells of a format.
 
     latent  columns of a latent, at the beginning of the key; 0: no latent attention
+    cells   of the pool
     """
 
     name: str
@@ -67,6 +69,7 @@ class Shape:
     latent: int = 0
     softcap: float | None = None
     has_sinks: bool = False
+    cells: int = 4096
 
 
 SHAPES = (
@@ -74,6 +77,7 @@ SHAPES = (
     Shape("Qwen3-8B", 32, 8, 128, 128),
     Shape("Qwen3-8B, int8 cells", 32, 8, 128, 128, kv_dtype=torch.int8),
     Shape("Qwen3-8B, float32", 32, 8, 128, 128, torch.float32, torch.float32),
+    Shape("Qwen3-8B, 20 million cells", 32, 8, 128, 128, cells=20 * 10**6),
     Shape("SmolLM2-135M", 9, 3, 64, 64),
     Shape("gpt-oss-20b", 64, 8, 64, 64, has_sinks=True),
     Shape("Gemma 3 4B", 8, 4, 256, 256),
@@ -137,7 +141,9 @@ def launches_of(shape: Shape) -> dict[str, Launch]:
         (None,),
         shape.latent,
     )
-    keys, values = (LayerKV(one, 0) for one in allocate_kv_buffers(spec, 4096, shape.kv_dtype, torch.device("meta")))
+    keys, values = (
+        LayerKV(one, 0) for one in allocate_kv_buffers(spec, shape.cells, shape.kv_dtype, torch.device("meta"))
+    )
     stored_keys = stored_rows(keys)
     stored_values = stored_rows(values)
     assert stored_keys is not None
@@ -182,7 +188,7 @@ def launches_of(shape: Shape) -> dict[str, Launch]:
         "decode, split": split,
         "decode, join": join,
         "decode, one split": attend(tiling.decode, 1)[0],
-        "prompt": attend(tiling.prompt, 1)[0],
+        "prompt": attend(tiling.prompt if shape.width <= PROMPT_WIDTH else tiling.decode, 1)[0],
     }
     return named | dict(zip(("store", "transform"), stored(), strict=False))
 
@@ -253,7 +259,7 @@ def table(rows: list[Resources]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--target", action="append", choices=TARGETS, help="default: all")
-    parser.add_argument("--output", type=Path, help="JSON file")
+    add_json_option(parser)
     parser.add_argument("--only", default="", help="part of the names of shapes and kernels")
     options = parser.parse_args()
     rows = []
@@ -261,10 +267,9 @@ def main() -> None:
         for name, one in launches_of(shape).items():
             if options.only in f"{shape.name}, {name}":
                 rows += [resources(shape, name, one, target) for target in options.target or TARGETS]
-                print(rows[-1], flush=True)
     print(table(rows))
-    if options.output:
-        options.output.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+    if options.json:
+        measured("gpu_kernels", map(asdict, rows), f"triton {triton.__version__}").write(options.json)
 
 
 if __name__ == "__main__":

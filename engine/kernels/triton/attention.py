@@ -128,7 +128,7 @@ def sink_part(sinks: tl.tensor, head: tl.tensor, SINKS: tl.constexpr, TILE: tl.c
 @triton.jit
 def attend_positions(
     q: tl.tensor,
-    q_rest: tl.tensor,
+    q_second: tl.tensor,
     keys: tl.tensor,
     values: tl.tensor,
     key_scales: tl.tensor,
@@ -144,7 +144,7 @@ def attend_positions(
     softcap: tl.tensor,
     WIDTH: tl.constexpr,
     FIRST: tl.constexpr,
-    REST: tl.constexpr,
+    SECOND: tl.constexpr,
     VALUE: tl.constexpr,
     VALUE_COLUMNS: tl.constexpr,
     VALUE_STRIDE: tl.constexpr,
@@ -161,7 +161,7 @@ def attend_positions(
     weight_sum = tl.zeros([TILE], tl.float32)
     total = tl.zeros([TILE, VALUE_COLUMNS], tl.float32)
     value_columns = tl.arange(0, VALUE_COLUMNS)
-    rest_part: tl.constexpr = PARTS - 1 if PARTS > 1 else 0
+    second_part: tl.constexpr = PARTS - 1 if PARTS > 1 else 0
     for block in range(start // BLOCK * BLOCK, stop, BLOCK):
         position = block + tl.arange(0, BLOCK)
         inside = (position >= start) & (position < stop)
@@ -171,8 +171,10 @@ def attend_positions(
             # Offsets in a head of 2^31 numbers or more; they take twice the registers.
             own = own.to(tl.int64)
         scores = part_scores(q, keys, key_scales, own, inside, 0, WIDTH, 0, FIRST, PARTS, EXACT)
-        if REST > 0:
-            scores += part_scores(q_rest, keys, key_scales, own, inside, rest_part, WIDTH, FIRST, REST, PARTS, EXACT)
+        if SECOND > 0:
+            scores += part_scores(
+                q_second, keys, key_scales, own, inside, second_part, WIDTH, FIRST, SECOND, PARTS, EXACT
+            )
         scores *= scale
         if CAPPED:
             scores = bend(scores, softcap)
@@ -223,7 +225,7 @@ def attend_kernel(
     HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
     FIRST: tl.constexpr,
-    REST: tl.constexpr,
+    SECOND: tl.constexpr,
     VALUE: tl.constexpr,
     VALUE_COLUMNS: tl.constexpr,
     VALUE_STRIDE: tl.constexpr,
@@ -247,7 +249,7 @@ def attend_kernel(
     output       [rows, heads, VALUE]
     partial      float32 [partial rows, heads, splits, VALUE], statistics [partial rows, heads, splits, 2]
     GROUP        query heads of a key head; HEADS: of them in a tile
-    FIRST, REST  columns of a key that are multiplied together, powers of two: the first ones, and those behind them
+    FIRST, SECOND  padded columns of a key that are multiplied first and second; SECOND 0: one product
     PARTS        scales of a key; 0: it has none
     EXACT        multiply in float32
     """
@@ -260,10 +262,10 @@ def attend_kernel(
     first_columns = tl.arange(0, FIRST)
     q_rows = query + (row.to(tl.int64) * query_row_stride + head.to(tl.int64) * query_head_stride)[:, None]
     q = load_rows(q_rows + first_columns[None, :], used, first_columns, WIDTH, 0, FIRST)
-    q_rest = q
-    if REST > 0:
-        rest_columns = FIRST + tl.arange(0, REST)
-        q_rest = load_rows(q_rows + rest_columns[None, :], used, rest_columns, WIDTH, FIRST, REST)
+    q_second = q
+    if SECOND > 0:
+        second_columns = FIRST + tl.arange(0, SECOND)
+        q_second = load_rows(q_rows + second_columns[None, :], used, second_columns, WIDTH, FIRST, SECOND)
 
     shares: tl.constexpr = (GROUP + HEADS - 1) // HEADS
     head_cells = (tl.program_id(1) // shares).to(tl.int64) * pool_cells
@@ -282,10 +284,10 @@ def attend_kernel(
         total = tl.zeros([TILE, VALUE_COLUMNS], tl.float32)
         for split in range(first_split, (stop + SPLIT - 1) // SPLIT):
             split_max, split_sum, split_total = attend_positions(
-                q, q_rest, keys, values, key_scales, value_scales, cells, base, is_run,
+                q, q_second, keys, values, key_scales, value_scales, cells, base, is_run,
                 tl.maximum(split * SPLIT, start), tl.minimum(split * SPLIT + SPLIT, stop),
                 oldest, latest, scale, softcap,
-                WIDTH, FIRST, REST, VALUE, VALUE_COLUMNS, VALUE_STRIDE, PARTS, VALUE_PARTS,
+                WIDTH, FIRST, SECOND, VALUE, VALUE_COLUMNS, VALUE_STRIDE, PARTS, VALUE_PARTS,
                 CAPPED, EXACT, WIDE, TILE, BLOCK,
             )  # fmt: skip
             maximum, weight_sum, total = merge(maximum, weight_sum, total, split_max, split_sum, split_total)
@@ -295,10 +297,10 @@ def attend_kernel(
         split = first_split + tl.program_id(2)
         if split * SPLIT < stop:
             maximum, weight_sum, total = attend_positions(
-                q, q_rest, keys, values, key_scales, value_scales, cells, base, is_run,
+                q, q_second, keys, values, key_scales, value_scales, cells, base, is_run,
                 tl.maximum(split * SPLIT, start), tl.minimum(split * SPLIT + SPLIT, stop),
                 oldest, latest, scale, softcap,
-                WIDTH, FIRST, REST, VALUE, VALUE_COLUMNS, VALUE_STRIDE, PARTS, VALUE_PARTS,
+                WIDTH, FIRST, SECOND, VALUE, VALUE_COLUMNS, VALUE_STRIDE, PARTS, VALUE_PARTS,
                 CAPPED, EXACT, WIDE, TILE, BLOCK,
             )  # fmt: skip
             part = ((partial_row + tile_row).to(tl.int64) * heads + head) * splits + tl.program_id(2)

@@ -24,7 +24,7 @@ from kvcache.spec import AttentionRange
 # Batches with tables on the device: one for each group of a model and of its draft model.
 _KEPT_TABLES = 16
 # Columns of keys at most for the tiles of prompts: larger ones exceed the shared memory.
-_PROMPT_WIDTH = 256
+PROMPT_WIDTH = 256
 
 
 class TritonKernels(CellKernels):
@@ -183,7 +183,7 @@ class TritonKernels(CellKernels):
         self, segments: Sequence[Segment], attention_range: AttentionRange, query: Tensor, group: int
     ) -> BatchTables:
         _, rows, width = query.shape
-        tiling = self._tiling if width <= _PROMPT_WIDTH else self._decode_tiling
+        tiling = self._tiling if width <= PROMPT_WIDTH else self._decode_tiling
         key = (*map(id, segments), attention_range, rows, group, tiling)
         if key not in self._tables:
             tables = make_tables(segments, attention_range, rows, group=group, tiling=tiling, device=query.device)

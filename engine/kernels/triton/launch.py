@@ -72,10 +72,9 @@ def kernel_sizes(width: int, lanes: int, *, exact: bool) -> KernelSizes:
     exact  products are computed in float32
     """
     if exact:
-        return KernelSizes(block=32 if width <= 128 else 16, warps=8 if width > 128 else 4, stages=1)
-    if width <= 128:
-        return KernelSizes(block=64 if lanes <= 16 else 32, warps=4, stages=2)
-    return KernelSizes(block=32 if width <= 256 else 16, warps=8, stages=2)
+        return KernelSizes(block=32 if width <= 128 else 16, warps=4 if width <= 128 else 8, stages=1)
+    is_small = lanes <= 16 and width <= 128
+    return KernelSizes(block=64 if is_small else 32 if width <= 256 else 16, warps=4 if is_small else 8, stages=2)
 
 
 def key_columns(keys: StoredRows, query_width: int, part_widths: Sequence[int]) -> tuple[int, int]:
@@ -164,7 +163,7 @@ def _attend_tiles(
         tile_set.splits,
         WIDTH=width,
         FIRST=columns[0],
-        REST=columns[1],
+        SECOND=columns[1],
         VALUE_STRIDE=values.numbers.shape[2],
         PARTS=keys.parts,
         VALUE_PARTS=values.parts,
@@ -224,14 +223,14 @@ def store(keys: LayerKV, values: LayerKV, cells: CellIndex, key_rows: Tensor, va
 
 def _hadamard_constants(parts: Sequence[int]) -> dict[str, int]:
     """Widths, padded columns and stages of the first and of the second part, of 0 columns if there is none."""
-    first, rest = parts[0], sum(parts[1:])
+    first, second = parts[0], sum(parts[1:])
     return {
         "FIRST": first,
         "FIRST_COLUMNS": power_of_two(first),
         "FIRST_STAGES": _stages(first),
-        "REST": rest,
-        "REST_COLUMNS": power_of_two(rest),
-        "REST_STAGES": _stages(rest),
+        "SECOND": second,
+        "SECOND_COLUMNS": power_of_two(second),
+        "SECOND_STAGES": _stages(second),
     }
 
 

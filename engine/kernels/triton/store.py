@@ -111,21 +111,21 @@ def store_int8_kernel(
     FIRST: tl.constexpr,
     FIRST_COLUMNS: tl.constexpr,
     FIRST_STAGES: tl.constexpr,
-    REST: tl.constexpr,
-    REST_COLUMNS: tl.constexpr,
-    REST_STAGES: tl.constexpr,
+    SECOND: tl.constexpr,
+    SECOND_COLUMNS: tl.constexpr,
+    SECOND_STAGES: tl.constexpr,
     VALUE: tl.constexpr,
     VALUE_COLUMNS: tl.constexpr,
 ) -> None:
-    """A key behind the Hadamard transform, in parts of FIRST and REST columns, and a value. Grid: rows, key heads."""
+    """A key behind the Hadamard transform, in parts of FIRST and SECOND columns, and a value. Grid: rows, key heads."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     cell = head * pool_cells + target_cell(targets, first_cell, RUN)
     key = key_rows + row * key_row_stride + head * key_head_stride
-    parts: tl.constexpr = 2 if REST > 0 else 1
-    own = keys + cell * (FIRST + REST)
+    parts: tl.constexpr = 2 if SECOND > 0 else 1
+    own = keys + cell * (FIRST + SECOND)
     quantise_part(key, own, key_scales + cell * parts, 0, FIRST, FIRST_COLUMNS, FIRST_STAGES)
-    if REST > 0:
-        quantise_part(key, own, key_scales + cell * parts + 1, FIRST, REST, REST_COLUMNS, REST_STAGES)
+    if SECOND > 0:
+        quantise_part(key, own, key_scales + cell * parts + 1, FIRST, SECOND, SECOND_COLUMNS, SECOND_STAGES)
     if VALUE > 0:
         value = value_rows + row * value_row_stride + head * value_head_stride
         quantise_part(value, values + cell * VALUE, value_scales + cell, 0, VALUE, VALUE_COLUMNS, 0)
@@ -156,17 +156,17 @@ def transform_kernel(
     FIRST: tl.constexpr,
     FIRST_COLUMNS: tl.constexpr,
     FIRST_STAGES: tl.constexpr,
-    REST: tl.constexpr,
-    REST_COLUMNS: tl.constexpr,
-    REST_STAGES: tl.constexpr,
+    SECOND: tl.constexpr,
+    SECOND_COLUMNS: tl.constexpr,
+    SECOND_STAGES: tl.constexpr,
 ) -> None:
-    """Rows [heads, rows, FIRST + REST], each part behind the Hadamard transform. Grid: rows, heads.
+    """Rows [heads, rows, FIRST + SECOND], each part behind the Hadamard transform. Grid: rows, heads.
 
-    target  [rows, heads, FIRST + REST], contiguous
+    target  [rows, heads, FIRST + SECOND], contiguous
     """
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     own = source + row * row_stride + head * head_stride
-    place = target + (row * tl.num_programs(1) + head) * (FIRST + REST)
+    place = target + (row * tl.num_programs(1) + head) * (FIRST + SECOND)
     transform_part(own, place, 0, FIRST, FIRST_COLUMNS, FIRST_STAGES)
-    if REST > 0:
-        transform_part(own, place, FIRST, REST, REST_COLUMNS, REST_STAGES)
+    if SECOND > 0:
+        transform_part(own, place, FIRST, SECOND, SECOND_COLUMNS, SECOND_STAGES)
