@@ -21,7 +21,7 @@ WATCH_SECONDS = 2.0
 
 def run_ray(options: RayOptions, settings: Settings) -> int:
     """Serve until SIGTERM or Ctrl-C; the exit code. A second signal ends the drain of running requests."""
-    if importlib.util.find_spec("ray") is None:
+    if not _has_ray():
         return _fail("cellar ray needs Ray Serve: pip install 'kvcellar[ray]'", EXIT_USAGE)
     if settings.port == 0:
         return _fail("--port 0 selects a free port for one process; cellar ray needs a number", EXIT_USAGE)
@@ -31,6 +31,10 @@ def run_ray(options: RayOptions, settings: Settings) -> int:
     except (KeyboardInterrupt, SystemExit):
         # While Ray starts, its own handler of SIGTERM raises SystemExit.
         return 0
+
+
+def _has_ray() -> bool:
+    return importlib.util.find_spec("ray") is not None
 
 
 def _check_here(settings: Settings) -> int:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import socket
+from pathlib import Path
+
 import pytest
 
 from server.commands import ray
@@ -37,3 +40,41 @@ def test_a_free_port_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 
     assert ray.EXIT_USAGE == ray.run_ray(RayOptions(), Settings(port=0))
     assert "--port 0" in capsys.readouterr().err
+
+
+@pytest.fixture
+def with_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if Ray were installed; the handlers of signals stay those of the tests."""
+    monkeypatch.setattr(ray, "_has_ray", lambda: True)
+    monkeypatch.setattr(ray, "_interrupt_by_signals", lambda: None)
+
+
+@pytest.mark.usefixtures("with_ray")
+def test_a_port_in_use_is_an_error_before_ray_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        assert ray.EXIT_FAILED == ray.run_ray(RayOptions(), Settings(port=port))
+
+    assert f"cellar: cannot listen on 127.0.0.1:{port}: Address already in use\n" == capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("with_ray")
+def test_a_missing_model_is_an_error_before_ray_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = str(tmp_path / "none")
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+
+    assert ray.EXIT_MODEL == ray.run_ray(RayOptions(), Settings(model=model, port=port))
+    assert capsys.readouterr().err.startswith(f"cellar: cannot find the model '{model}'")
+
+
+def test_changes_of_the_number_of_replicas_are_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Until the application ends."""
+    monkeypatch.setattr(ray, "WATCH_SECONDS", 0)
+    counts = iter([2, 2, 1, 1, 2])
+
+    with pytest.raises(StopIteration):
+        ray._watch(lambda: next(counts))
+    assert "cellar: 1 replica serving\ncellar: 2 replicas serving\n" == capsys.readouterr().out
