@@ -43,7 +43,9 @@ def _check_here(settings: Settings) -> int:
 
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     try:
-        socket.create_server((settings.host, settings.port), family=family).close()
+        with socket.socket(family) as listening:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind((settings.host, settings.port))
     except OSError as error:
         return _fail(f"cannot listen on {settings.host}:{settings.port}: {error.strerror}", EXIT_FAILED)
     try:
