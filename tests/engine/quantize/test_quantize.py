@@ -280,6 +280,17 @@ def test_weights_that_are_not_finite_are_refused(folder: Folder, monkeypatch: py
             load_model(folder("llama"), "float32", quantize=kind)
 
 
+def test_quantised_weights_without_kernels_are_a_warning(folder: Folder, caplog: pytest.LogCaptureFixture) -> None:
+    load_model(folder("llama"), "float32", kernels="torch")
+    load_model(folder("llama"), "float32", quantize="int8")
+    assert "without compiled kernels" not in caplog.text
+
+    load_model(folder("llama"), "float32", quantize="int8", kernels="torch")
+
+    expected = "--quantize int8 without compiled kernels: decoding is about 8 times slower than without --quantize"
+    assert expected in caplog.text
+
+
 def test_quantisation_is_refused_for_other_devices() -> None:
     with pytest.raises(ValueError, match="quantize int8 is for the device cpu"):
         EngineConfig(quantize="int8", device="cuda")
