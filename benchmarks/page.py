@@ -23,6 +23,8 @@ SPEEDS = {
     "8 streams": ("8 streams", RATE),
     "32 streams": ("32 streams", RATE),
 }
+# Rows of the table of accuracy: by Cellar from float weights, then types of GGUF files.
+QUALITY_WEIGHTS = ("float32", "bfloat16", "int8", "int4", "F32", "BF16", "Q8_0", "Q6_K", "Q4_K_M", "Q4_0")
 # The model of which the table of speeds names the accuracy of a format, and llama.cpp's format beside it.
 TRAINED, PEER_WEIGHTS = "Gemma 3 270M", {"int8": "Q8_0", "int4": "Q4_0"}
 LATENCIES = ("first token p50, ms", "first token p99, ms", "between p50, ms", "between p99, ms")
@@ -80,8 +82,9 @@ depths; `auto`: the depth is chosen at run time.
 QUALITY_NOTE = """\
 Perplexity relative to float32, and the mean divergence of the predictions from float32 in nats. The bundled model on
 held-out conversations, also with outliers: 1 % of the columns scaled by 32, which changes nothing in float32 and makes
-the model hard to quantise. Cellar's int4 is made from float weights: K formats of 4 to 8 bits, 5.2 on average at most,
-chosen with a calibration text.
+the model hard to quantise. Cellar's int8 and int4 are made from float weights; int4 has K formats of 4 to 8 bits, 5.2
+on average at most, chosen with a calibration text. The other formats are those of GGUF files by llama-quantize, which
+both servers read.
 """
 
 TRAINED_NOTE = """\
@@ -265,7 +268,7 @@ def quality(figures: Figures) -> str:
         models = list(dict.fromkeys((row["model"], row["outliers"]) for row in found))
         rows = []
         formats = dict.fromkeys((row["server"], row["weights"]) for row in found)
-        for server, weights in sorted(formats, key=lambda one: one[0]):
+        for server, weights in sorted(formats, key=lambda one: (one[0], place(QUALITY_WEIGHTS, one[1]))):
             own = {"server": server, "weights": weights}
             cells = (figures.row("quality", cpu, model=model, outliers=kind, **own) for model, kind in models)
             rows.append([server, weights, *(loss(row) for row in cells)])

@@ -17,6 +17,8 @@ from benchmarks.result import MODELS
 # The same text and ids in every run, so that a plot changes with its data only.
 STYLE: Any = {"svg.fonttype": "none", "svg.hashsalt": "cellar", "font.size": 9}
 SERVERS = {"cellar": "Cellar", "other": "llama.cpp"}
+# Weights that no bar shows.
+FLOATS = ("float32", "bfloat16", "F32", "BF16")
 
 
 def write_plots(figures: Figures, folder: Path) -> None:
@@ -104,7 +106,7 @@ def quality(figures: Figures, figure: Figure) -> None:
         return
     rows = figures.rows("quality", cpus[0])
     models = list(dict.fromkeys((row["model"], row["outliers"]) for row in rows))
-    formats = [pair for pair in dict.fromkeys((row["server"], row["weights"]) for row in rows) if pair[1] != "float32"]
+    formats = [pair for pair in dict.fromkeys((row["server"], row["weights"]) for row in rows) if pair[1] not in FLOATS]
     heights = {
         f"{server} {weights}": [
             next((row["divergence"] for row in rows if is_of(row, model, outliers, server, weights)), 0.0)

@@ -4,7 +4,8 @@
     python -m benchmarks.quality --program llama-server --quantizer llama-quantize
 
 Predictions of held-out texts are compared with transformers in float32, for the bundled model, for two models with
-outliers made of it, and for Gemma 3 270M where the package of benchmarks.gemma is installed. Outliers are 1 % of the
+outliers made of it, and for Gemma 3 270M where the package of benchmarks.gemma is installed. Both servers read the same
+GGUF files; Cellar also quantises the float weights by itself. Outliers are 1 % of the
 columns after every norm: the column is scaled by 32 and its norm weight by 1/32, or the other way round. In float32 the
 three models are the same, so every difference is a quantisation error.
 
@@ -57,7 +58,8 @@ BUNDLED, GEMMA = "bundled", "Gemma 3 270M"
 # Types of the weights that are not quantised, and all of Cellar's.
 DTYPES = ("float32", "bfloat16")
 FORMATS = (*DTYPES, "int8", "int4")
-PEER_FORMATS = ("Q8_0", "Q6_K", "Q4_K_M", "Q4_0")
+# Types of GGUF files, which both servers read.
+FILE_FORMATS = ("F32", "BF16", "Q8_0", "Q6_K", "Q4_K_M", "Q4_0")
 # Predictions are compared by the LIKELY most likely tokens in float32, and all others as one: a peer lists its LISTED
 # most likely tokens only. Texts are compared where their next token is among the LIKELY.
 # Gemma's texts: tokens of each, and how many.
@@ -122,7 +124,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--quantizer", default="llama-quantize", metavar="PATH", help="llama-quantize")
     parser.add_argument("--texts", type=int, default=40, metavar="N", help="held-out conversations (default 40)")
     parser.add_argument("--every", type=int, default=4, metavar="N", help="compare every N-th token (default 4)")
-    formats = ",".join((*FORMATS, *PEER_FORMATS))
+    formats = ",".join((*FORMATS, *FILE_FORMATS))
     parser.add_argument("--formats", default=formats, metavar="NAMES", help=f"default: {formats}")
     parser.add_argument("--models", default=f"{BUNDLED},{GEMMA}", metavar="NAMES", help=f"default: {BUNDLED},{GEMMA}")
     parser.add_argument("--out", type=Path, default=Path("out/quality"), metavar="FOLDER", help="default: out/quality")
@@ -169,12 +171,16 @@ def gemma_texts(folder: Path) -> list[list[int]]:
 def compare(given: argparse.Namespace, subject: Subject) -> Iterator[Losses]:
     """Measure one model in each format; yield the errors of each."""
     places, names = list(likely(subject.folder, subject.texts, given.every)), given.formats.split(",")
+
+    def own(name: str, model: Path, format: str | None = None) -> Losses:
+        return reported(subject, name, "Cellar", loss(places, score_ours(ours(model, format), subject.texts, places)))
+
     for name in filter(names.__contains__, FORMATS):
-        yield reported(
-            subject, name, "Cellar", loss(places, score_ours(ours(subject.folder, name), subject.texts, places))
-        )
-    for name in filter(names.__contains__, PEER_FORMATS if given.program else ()):
-        with theirs(subject.gguf(name), given.program, given.out) as url:
+        yield own(name, subject.folder, name)
+    for name in filter(names.__contains__, FILE_FORMATS if given.program else ()):
+        file = subject.gguf(name)
+        yield own(name, file)
+        with theirs(file, given.program, given.out) as url:
             scores = asyncio.run(score_peer(url, subject.texts, places))
         yield reported(subject, name, "llama.cpp", loss(places, scores))
 
@@ -216,10 +222,10 @@ def likely(folder: Path, texts: Sequence[list[int]], every: int) -> Iterator[Pre
                 yield Prediction(number, position, tuple(tokens), tuple(scores), tokens.index(text[position]))
 
 
-def ours(folder: Path, format: str) -> LoadedModel:
-    """Load a model as it is served, with weights of a dtype or quantised weights of its own."""
-    settings: dict[str, Any] = {"dtype": format} if format in DTYPES else {"quantize": format}
-    return load(EngineConfig(model=str(folder), context=1024, slots=1, **settings), lambda phase: None)
+def ours(model: Path, format: str | None = None) -> LoadedModel:
+    """Load a model as it is served, with weights of a dtype or in a format of Cellar; None: as its file has them."""
+    settings: dict[str, Any] = {} if format is None else {"dtype": format} if format in DTYPES else {"quantize": format}
+    return load(EngineConfig(model=str(model), context=1024, slots=1, **settings), lambda phase: None)
 
 
 def score_ours(loaded: LoadedModel, texts: Sequence[list[int]], places: Sequence[Prediction]) -> list[list[float]]:
