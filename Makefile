@@ -9,7 +9,7 @@ CPU_TORCH = $(BIN)/python -m pip --disable-pip-version-check install --quiet "uv
 	$(BIN)/uv pip install --python $(BIN)/python --torch-backend cpu --no-deps -c constraints.txt torch
 WHEEL = $(BIN)/python -m pip --disable-pip-version-check wheel --quiet --no-deps --wheel-dir dist .
 KERNELS := build/kernels
-CLIENTS := current older evaluation fuzz openresponses ollama_examples
+CLIENTS := current older evaluation fuzz openresponses ollama_examples programs open_webui
 # Kernels for other processors without optimisations; bytecode is kept for the processes that the tests start.
 QUICK := QUICK_KERNELS=1 PYTHONDONTWRITEBYTECODE=
 FAST := not slow and not gpu and not container and not arm64 and not browser and not ray
@@ -124,6 +124,18 @@ server/page/node_modules: server/page/package-lock.json
 	$(@D)/bin/python -m pip --disable-pip-version-check install --quiet -r $<
 	$(@D)/bin/python -m pip --disable-pip-version-check download --quiet --no-deps --no-binary ollama -d $(@D)/source $(firstword $(shell cat $<))
 	if command -v npm > /dev/null; then npm install --prefix $(@D) --no-audit --no-fund --silent ollama@0.6.4; fi
+	@touch $@
+# Without the packages for speech and for models of its own: a gigabyte less, and torch is not needed.
+.venv/clients-open_webui/done: tests/clients/open_webui.txt tests/clients/open_webui.overrides .venv/bin/python
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip --disable-pip-version-check install --quiet "uv==0.13.*"
+	$(@D)/bin/uv pip install --quiet --python $(@D)/bin/python --override tests/clients/open_webui.overrides -r $<
+	@touch $@
+# Programs of npm.
+.venv/clients-programs/done: tests/clients/programs.txt tests/clients/programs.npm .venv/bin/python
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip --disable-pip-version-check install --quiet -r $<
+	if command -v npm > /dev/null; then npm install --prefix $(@D) --no-audit --no-fund --silent $(shell cat tests/clients/programs.npm); fi
 	@touch $@
 .venv/mutants: .venv/test
 	$(PIP) -e ".[mutants]"

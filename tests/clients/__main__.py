@@ -3,12 +3,15 @@
 The page is written only where all environments are named: it would lose the rows of the others.
 
 python -m tests.clients current=.venv/clients-current older=.venv/clients-older evaluation=.venv/clients-evaluation \
-    fuzz=.venv/clients-fuzz openresponses=.venv/clients-openresponses ollama_examples=.venv/clients-ollama_examples
+    fuzz=.venv/clients-fuzz openresponses=.venv/clients-openresponses \
+    ollama_examples=.venv/clients-ollama_examples programs=.venv/clients-programs open_webui=.venv/clients-open_webui
 """
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -20,13 +23,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 import uvicorn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.e2e.serving import serving
 from tests.engine.load.test_hub import Hub
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
+BUNDLED = ROOT / "models" / "target"
 PAGE = ROOT / "docs" / "compatibility.md"
 KEY = "clients-key"
 MODEL = "cellar"
@@ -34,12 +40,18 @@ MODEL = "cellar"
 PACKAGES = {
     "test_agents": "openai-agents",
     "test_anthropic": "anthropic",
+    "test_claude_code": "@anthropic-ai/claude-code",
+    "test_codex": "@openai/codex",
+    "test_continue": "@continuedev/cli",
+    "test_continue_adapters": "@continuedev/openai-adapters",
     "test_instructor": "instructor",
     "test_langchain": "langchain-openai",
     "test_litellm": "litellm",
+    "test_llama_index": "llama-index-llms-openai-like",
     "test_lm_eval": "lm-eval",
     "test_ollama": "ollama",
     "test_ollama_examples": "ollama",
+    "test_open_webui": "open-webui",
     "test_openai": "openai",
     "test_openresponses": "openresponses-types",
     "test_pydantic_ai": "pydantic-ai-slim",
@@ -49,6 +61,9 @@ PACKAGES = {
 ENVIRONMENTS = frozenset(path.name for path in HERE.iterdir() if path.with_suffix(".txt").exists() and path.is_dir())
 # What else a server is started with, by the name of an environment: ten thousand answers had better be short.
 FLAGS = {"fuzz": ("--context", "256")}
+# Agents: they ask for models by names of their own, and their prompts have tens of thousands of tokens.
+PROGRAMS = "programs"
+PROGRAMS_CONTEXT = 262144
 # Names of the models in Ollama's examples, which have no key.
 OLLAMA_EXAMPLES = "ollama_examples"
 OLLAMA_MODELS = (
@@ -85,12 +100,29 @@ def _server_of(name: str) -> Iterator[str]:
     """The address of the server for an environment."""
     if name != OLLAMA_EXAMPLES:
         flags = ("--api-key", KEY, "--served-model-name", MODEL, *FLAGS.get(name, ()))
-        with _server(flags, {}) as url:
-            yield url
+        with tempfile.TemporaryDirectory() as folder:
+            if name == PROGRAMS:
+                model = _long_context_model(Path(folder) / "model")
+                context = ("--context", f"{PROGRAMS_CONTEXT}", "--slots", "2")
+                flags = (*flags, "--served-model-name", "*", "--lenient", *context, "--model", str(model))
+            with _server(flags, {}) as url:
+                yield url
         return
     names = [word for each in OLLAMA_MODELS for word in ("--served-model-name", each)]
     with _hub() as hub, tempfile.TemporaryDirectory() as cache, _server(names, _hub_variables(hub, cache)) as url:
         yield url
+
+
+def _long_context_model(folder: Path) -> Path:
+    """A random model of one small layer: a prompt of a hundred thousand tokens takes seconds."""
+    shape = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 64, "head_dim": 16}
+    heads = {"num_attention_heads": 1, "num_key_value_heads": 1}
+    config = AutoConfig.from_pretrained(BUNDLED, max_position_embeddings=PROGRAMS_CONTEXT, **shape, **heads)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    for file in BUNDLED.glob("tokenizer*.json"):
+        shutil.copy(file, folder)
+    return folder
 
 
 def _hub_variables(hub: str, cache: str) -> dict[str, str]:
@@ -110,7 +142,7 @@ def _server(flags: Sequence[str], variables: Mapping[str, str]) -> Iterator[str]
 def _hub() -> Iterator[str]:
     """The address of a hub with the bundled model."""
     listener = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(Hub(ROOT / "models" / "target").app, log_level="critical", lifespan="off"))
+    server = uvicorn.Server(uvicorn.Config(Hub(BUNDLED).app, log_level="critical", lifespan="off"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     try:
@@ -127,7 +159,7 @@ def _results(url: str, name: str, folder: Path) -> dict[str, dict[str, list[bool
         "CELLAR_CLIENTS_URL": url,
         "CELLAR_CLIENTS_KEY": KEY,
         "CELLAR_CLIENTS_MODEL": MODEL,
-        "CELLAR_CLIENTS_FOLDER": str(ROOT / "models" / "target"),
+        "CELLAR_CLIENTS_FOLDER": str(BUNDLED),
         "PYTHONPATH": str(HERE),
     }
     with tempfile.TemporaryDirectory() as report:
@@ -145,6 +177,9 @@ def _results(url: str, name: str, folder: Path) -> dict[str, dict[str, list[bool
 
 
 def _version(folder: Path, package: str) -> str:
+    of_npm = folder / "node_modules" / package / "package.json"
+    if of_npm.exists():
+        return str(json.loads(of_npm.read_text())["version"])
     code = f"from importlib.metadata import version; print(version({package!r}))"
     return subprocess.run(
         [str(folder / "bin" / "python"), "-c", code], capture_output=True, text=True, check=True

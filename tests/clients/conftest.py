@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 URL = os.environ.get("CELLAR_CLIENTS_URL")
-collect_ignore_glob = (
-    [] if URL else ["current/*", "older/*", "evaluation/*", "fuzz/*", "openresponses/*", "ollama_examples/*"]
-)
+collect_ignore_glob = [] if URL else [f"{path.name}/*" for path in Path(__file__).parent.iterdir() if path.is_dir()]
 
 
 @pytest.fixture(scope="session")
