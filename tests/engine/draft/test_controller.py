@@ -26,6 +26,7 @@ from tests.engine.draft.simulate import (
     steady,
     two_cores,
 )
+from tests.selection import quick
 
 by_cost = pytest.mark.parametrize("cost", COSTS.values(), ids=COSTS)
 
@@ -122,15 +123,15 @@ def test_cold_processor_caches_do_not_hide_the_speed_without_drafts(cost: Cost) 
     assert min(share(steady(cost, 0.1, seconds, 1000), cold=0.5) for seconds in (0.0, 0.1, 0.24)) > 0.93
 
 
-@pytest.mark.parametrize("cost", [linear(0.15), linear(0.6), roof(8), two_cores])
-@pytest.mark.parametrize(("before", "after"), [(0.1, 0.95), (0.95, 0.1), (0.5, 0.8)])
+@pytest.mark.parametrize("cost", [linear(0.15), roof(8), *quick((), (linear(0.6), two_cores))])
+@pytest.mark.parametrize(("before", "after"), [(0.1, 0.95), (0.95, 0.1), *quick((), ((0.5, 0.8),))])
 def test_a_change_of_the_acceptance_rate_is_followed(cost: Cost, before: float, after: float) -> None:
     """About as fast as the best depth that is fixed over the change, or faster."""
     assert share(steady(cost, before, 0.1, 1000) + steady(cost, after, 0.1, 1000)) > 0.95
 
 
 @pytest.mark.parametrize("change", [(flat, linear(0.6)), (linear(0.6), flat), (linear(0.3), roof(4))])
-@pytest.mark.parametrize("rate", [0.5, 0.8])
+@pytest.mark.parametrize("rate", quick((0.8,), (0.5, 0.8)))
 def test_a_change_of_the_step_cost_is_followed(change: tuple[Cost, Cost], rate: float) -> None:
     """About as fast as the best depth that is fixed over the change, or faster."""
     before, after = change

@@ -28,11 +28,13 @@ from tests.engine.play import Job, ask, play
 from tests.engine.speculated import Case, differences
 from tests.engine.test_oracle import run
 from tests.libraries import built
+from tests.selection import quick
 
 Models = Callable[..., LoadedModel]
 References = Callable[..., Reference]
 
 FAMILIES = ("phi3_long", "phimoe_long", "llama_long")
+every_family = pytest.mark.parametrize("family", quick(("phi3_long",), FAMILIES))
 SHORT = tuple(range(3, 3 + ORIGINAL - 10))
 LONG = tuple(range(60, 60 + ORIGINAL + 10))
 
@@ -63,7 +65,7 @@ def alone(folder: Callable[[str], Path]) -> Callable[[str, tuple[int, ...], int]
     return generate
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@every_family
 def test_longrope_sequences_of_all_lengths_share_a_batch(loaded: Models, alone: Callable, family: str) -> None:
     """A text within the original length, one that crosses it and one beyond it have the logits of each alone."""
     prompts = {"within": SHORT[:9], "across": SHORT, "beyond": LONG}
@@ -71,7 +73,7 @@ def test_longrope_sequences_of_all_lengths_share_a_batch(loaded: Models, alone: 
     assert {name: alone(family, prompt, 24) for name, prompt in prompts.items()} == answers(loaded(family), prompts)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@every_family
 def test_long_factors_change_the_text(loaded: Models, alone: Callable, family: str) -> None:
     """The tiny models are sensitive to the factors."""
     output = alone(family, SHORT[:9], 24)
@@ -86,7 +88,7 @@ def test_long_factors_change_the_text(loaded: Models, alone: Callable, family: s
         runner.switch = switch
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@every_family
 def test_longrope_text_equals_generate_in_any_batch(loaded: Models, reference: References, family: str) -> None:
     """Chunks, shared prefixes, cancellation and preemption, with prompts on both sides of the original length."""
     judged = run(loaded, reference, family, range(3), "float64")
@@ -95,7 +97,7 @@ def test_longrope_text_equals_generate_in_any_batch(loaded: Models, reference: R
     assert 200 < judged
 
 
-@pytest.mark.parametrize("family", ["phi3_long", "llama_long"])
+@pytest.mark.parametrize("family", quick(("llama_long",), ("phi3_long", "llama_long")))
 def test_native_step_text_equals_generate_with_longrope(
     folder: Callable[[str], Path], reference: References, family: str
 ) -> None:
@@ -107,7 +109,7 @@ def test_native_step_text_equals_generate_with_longrope(
     assert 200 < run(lambda name, dtype: native, reference, family, range(3000, 3004), "float32")
 
 
-@pytest.mark.parametrize("family", ["phi3_long", "llama_long"])
+@pytest.mark.parametrize("family", quick(("llama_long",), ("phi3_long", "llama_long")))
 def test_sequential_runner_text_equals_generate_with_longrope(
     loaded: Models, reference: References, family: str
 ) -> None:
@@ -122,7 +124,7 @@ def test_sequential_runner_text_equals_generate_with_longrope(
         model.set_attn_implementation(packed)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@every_family
 def test_context_within_the_original_length_uses_short_factors(loaded: Models, alone: Callable, family: str) -> None:
     """Nothing switches, and a shift rotates keys by the short factors."""
     short = replace(loaded(family), info=replace(loaded(family).info, context=ORIGINAL))
@@ -133,7 +135,7 @@ def test_context_within_the_original_length_uses_short_factors(loaded: Models, a
     assert alone(family, SHORT[:9], 24) == tokens["one"]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@every_family
 def test_prefix_with_short_factors_is_not_reused_beyond_the_length(
     loaded: Models, alone: Callable, family: str
 ) -> None:
@@ -153,7 +155,7 @@ def test_prefix_with_short_factors_is_not_reused_beyond_the_length(
     assert alone(family, third, 8) == last.tokens
 
 
-@pytest.mark.parametrize("family", ["phi3_long", "llama_long"])
+@pytest.mark.parametrize("family", quick(("llama_long",), ("phi3_long", "llama_long")))
 @pytest.mark.parametrize(
     ("drafter", "batch", "chunk", "event"),
     [
@@ -174,7 +176,7 @@ def test_drafts_batches_and_shifts_change_no_token_with_longrope(
     assert [] == differences(Case(drafter, family, batch, chunk, event), loaded)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@every_family
 @pytest.mark.parametrize("long_factors", [False, True])
 def test_shift_rotates_keys_by_their_own_factors(loaded: Models, family: str, long_factors: bool) -> None:
     """The first layer's keys depend on tokens and positions only: rotated keys equal recomputed ones."""
@@ -198,7 +200,7 @@ def test_shift_rotates_keys_by_their_own_factors(loaded: Models, family: str, lo
     assert torch.allclose(moved, fresh, atol=1e-9)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@every_family
 @pytest.mark.parametrize("long_factors", [True, False])
 def test_self_test_refuses_one_kind_of_factors_for_all_tokens(
     folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, family: str, long_factors: bool
