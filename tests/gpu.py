@@ -1,0 +1,126 @@
+"""`make test-gpu`: what only a GPU can show, in stages; the first that fails ends the run.
+
+`python -m tests.gpu` prints a line for each stage and writes out/gpu/report.json. Without a GPU it says why.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.config import EngineConfig
+from engine.load.device import describe_gpus, device_memory, no_gpu_reason
+from engine.load.load import load
+from engine.types.request import SamplingParams
+from tests.engine.models import core
+from tests.engine.play import Job, ask, play
+
+REPORT = Path("out/gpu/report.json")
+DEVICE = "cuda"
+_COPIED_BYTES, _LAUNCHES = 2**31, 200
+_TESTS = ("tests/engine", "tests/kvcache")
+
+
+def machine() -> dict[str, Any]:
+    """The GPU, the bandwidth of a copy in GB/s, and the time of a launch in microseconds, alone and in a graph."""
+    source = torch.empty(_COPIED_BYTES, dtype=torch.uint8, device=DEVICE)
+    target, small = torch.empty_like(source), torch.zeros(1, device=DEVICE)
+    copy = _seconds(lambda: target.copy_(source))
+    launches = _seconds(lambda: [small.add_(1) for _ in range(_LAUNCHES)])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(_LAUNCHES):
+            small.add_(1)
+    return {
+        "torch": torch.__version__,
+        "gpus": describe_gpus(),
+        "free_bytes": device_memory(DEVICE).free_bytes,
+        "copy_gb_per_second": round(2 * _COPIED_BYTES / copy / 1e9),
+        "launch_us": round(launches / _LAUNCHES * 1e6, 2),
+        "graph_launch_us": round(_seconds(graph.replay) / _LAUNCHES * 1e6, 2),
+    }
+
+
+def marked_tests() -> dict[str, Any]:
+    """The tests with the marker gpu."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "gpu", *_TESTS]
+    outcome = subprocess.run(command, capture_output=True, text=True, check=False)
+    lines = outcome.stdout.strip().splitlines()
+    if outcome.returncode:
+        raise AssertionError("\n".join(lines[-40:]))
+    return {"summary": lines[-1]}
+
+
+def bundled_model() -> dict[str, Any]:
+    """The bundled model in float32 gives the text of the CPU, and how many tokens a second with 1 and 64 sequences."""
+    on_cpu, on_gpu = (load(_config(device), lambda phase: None) for device in ("cpu", DEVICE))
+    prompt = on_cpu.tokenizer.encode("Once upon a time")
+    sampling = (SamplingParams(temperature=0.0), SamplingParams(temperature=0.8, top_p=0.9, top_k=40, seed=1))
+    jobs = [Job(ask(f"{at}", prompt, 60, sampling=own)) for at, own in enumerate(sampling)]
+    expected, found = (play(core(loaded, context=512), jobs) for loaded in (on_cpu, on_gpu))
+    for job in jobs:
+        assert expected[job.request.id].tokens == found[job.request.id].tokens, f"request {job.request.id}"
+    speeds = {}
+    for streams in (1, 64):
+        engine, began = core(on_gpu, slots=streams, context=512), time.perf_counter()
+        answers = play(engine, [Job(ask(f"{at}", prompt, 200, ignore_eos=True)) for at in range(streams)])
+        tokens = sum(len(answer.tokens) for answer in answers.values())
+        speeds[streams] = round(tokens / (time.perf_counter() - began))
+    return {"tokens_per_second": speeds}
+
+
+STAGES: dict[str, Callable[[], dict[str, Any]]] = {
+    "machine": machine,
+    "tests": marked_tests,
+    "bundled model": bundled_model,
+}
+
+
+def main() -> int:
+    """Run the stages; returns the exit code."""
+    if not torch.cuda.is_available():
+        print(f"skipped: {no_gpu_reason()}")
+        return _write({"skipped": no_gpu_reason()})
+    report: dict[str, Any] = {}
+    for name, stage in STAGES.items():
+        began = time.monotonic()
+        try:
+            report[name] = stage()
+        except Exception as error:
+            report[name] = {"failed": f"{type(error).__name__}: {error}"}
+        seconds = time.monotonic() - began
+        print(f"{name}, {seconds:.0f} s: {report[name]}", flush=True)
+        if "failed" in report[name]:
+            break
+    return _write(report)
+
+
+def _config(device: str) -> EngineConfig:
+    return EngineConfig(device=device, dtype="float32", context=512, slots=64, drafter="none")
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    """Of a call on the GPU, after one that warms up."""
+    run()
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    run()
+    torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+def _write(report: dict[str, Any]) -> int:
+    REPORT.parent.mkdir(parents=True, exist_ok=True)
+    REPORT.write_text(json.dumps(report, indent=2) + "\n")
+    return int(any("failed" in part for part in report.values() if isinstance(part, dict)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
