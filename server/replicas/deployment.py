@@ -131,8 +131,8 @@ def application(
         ray_actor_options={"num_cpus": settings.threads or 1},
         request_router_config=RequestRouterConfig(request_router_class=router),
         logging_config=LOGGING,
-        # A model that does not load fails in every replica.
-        max_constructor_retry_count=low,
+        # Failures before the first replica serves: a model that does not load fails in all of them.
+        max_constructor_retry_count=max(low, 2),
         **scale,
     )
     # Replicas write through their proxy, never to a socket of their own.
