@@ -82,6 +82,7 @@ class EngineConfig:
                        None: 60, or three times the duration of a step without prompts if that is more
     device             cpu, a GPU of CUDA such as cuda or cuda:1, or auto: the first GPU if there is one and `quantize`
                        allows it, else cpu
+    enforce_eager      no CUDA graphs
     memory             limit of the process's memory on the device: a size such as 8GiB, or a share of the machine or
                        the GPU such as 40%; None: all free memory
     threads            of torch, of all ranks together; None: all cores, or one for a small model
@@ -112,6 +113,7 @@ class EngineConfig:
     chunk: int = 256
     itl_target_ms: float | None = None
     device: str = "cpu"
+    enforce_eager: bool = False
     memory: str | None = None
     threads: int | None = None
     tensor_parallel: int = 1

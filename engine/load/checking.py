@@ -104,6 +104,7 @@ class ModelChecks:
             attend=self._attend,
             encoder=encoder,
             switch=switch,
+            records=not self._config.enforce_eager,
         )
 
     def find_runner(self, name: str) -> None:

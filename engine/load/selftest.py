@@ -62,6 +62,7 @@ class ModelTraits:
     kv_dtype   of cached keys and values; None: the same
     attend     the preferred attention kernel
     switch     the length at which its rotary factors change: the checks run with both; None: never
+    records    whether decoding steps may be recorded, on a GPU
     """
 
     vocabulary: int
@@ -72,6 +73,7 @@ class ModelTraits:
     attend: AttentionFunction = reference.attend
     encoder: Encoder | None = None
     switch: RopeSwitch | None = None
+    records: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +204,7 @@ def _packed_runner(model: Any, traits: ModelTraits, layers: Sequence[CachedLayer
     settings: dict[str, Any] = {"switch": traits.switch, "long_factor_layers": long_factor_layers}
     if device.type == "cpu":
         return PackedRunner(model, layers, traits.mla, traits.attend, **settings)
-    recorder = recorder_for(device)
+    recorder = recorder_for(device) if traits.records else None
     if recorder is None or traits.recurrent or traits.encoder is not None:
         return DeviceRunner(model, layers, traits.mla, traits.attend, **settings)
     return GraphRunner(model, layers, traits.mla, traits.attend, recorder=recorder, **settings)

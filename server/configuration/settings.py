@@ -93,6 +93,10 @@ class Settings:
             "--quantize allows it, else cpu. CUDA was built and checked without a card (docs/gpu.md)."
         ),
     ] = "cpu"
+    enforce_eager: Annotated[
+        bool,
+        Parameter(show_default="off", help="On a GPU, launch kernels one by one, without CUDA graphs."),
+    ] = False
     dtype: Annotated[
         Dtype,
         Parameter(
@@ -381,6 +385,7 @@ class Settings:
         return EngineConfig(
             model=self.model,
             device=self.device,
+            enforce_eager=self.enforce_eager,
             dtype=self.dtype,
             kv_dtype=self.kv_dtype,
             quantize=self.quantize,

@@ -26,6 +26,7 @@ ALONE = {"tensor_parallel"}
 # Options with texts of a certain form.
 TEXTS = {
     "memory": "9GiB",
+    "device": "auto",
     "host": "localhost",
     "disk_cache": "{folder}",
     "store": "memory",
