@@ -19,6 +19,7 @@ import signal
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -115,7 +116,16 @@ async def seeded_texts(client: httpx.AsyncClient, result: Result) -> list[str | 
     return texts
 
 
-async def read_stream(client: httpx.AsyncClient, content: str, tokens: int) -> tuple[str, float, int]:
+def ignore_head(answer: httpx.Response) -> None:
+    """Do nothing."""
+
+
+async def read_stream(
+    client: httpx.AsyncClient,
+    content: str,
+    tokens: int,
+    on_head: Callable[[httpx.Response], None] = ignore_head,
+) -> tuple[str, float, int]:
     """The end of a stream ("ok", "error event", "cut" or "refused"), the seconds to its first chunk, and its tokens.
 
     Of a stream that is not "ok", the chunks count as tokens.
@@ -133,6 +143,7 @@ async def read_stream(client: httpx.AsyncClient, content: str, tokens: int) -> t
         async with client.stream("POST", CHAT, json=body, headers={"x-session-id": content}) as answer:
             if answer.status_code != 200:
                 return "refused", 0.0, 0
+            on_head(answer)
             async for line in answer.aiter_lines():
                 if line.startswith('data: {"error"'):
                     end = "error event"

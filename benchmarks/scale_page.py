@@ -54,8 +54,8 @@ def fault(row: dict[str, Any]) -> tuple[str, ...]:
         result = f"{row['errors']} of {row['requests']} requests with an error, cached share {row['cached_share']:.3f}"
     else:
         result = ", ".join(f"{count} {end}" for end, count in sorted(row["streams"].items(), reverse=True))
-        if "computed by the killed one" in row:
-            result += f"; the killed one computed {row['computed by the killed one']}"
+        if "losing" in row:
+            result += f"; {row['losing']} replica lost streams, {row['its others']} of its streams ended well"
         if "old replicas" in row:
             result += f"; {row['old replicas']} old replicas left"
     return row["step"], f"{row['replicas']}", result, f"{row.get('seconds', '')}"

@@ -60,6 +60,6 @@ def test_a_page_without_the_place_of_a_table_is_an_error() -> None:
 
 def test_steps_name_the_ends_of_their_streams() -> None:
     streams = {"ok": 16, "error event": 8}
-    kill = {"step": "kill", "replicas": 3, "streams": streams, "computed by the killed one": 8}
+    kill = {"step": "kill", "replicas": 3, "streams": streams, "losing": 1, "its others": 0}
 
-    assert ("kill", "3", "16 ok, 8 error event; the killed one computed 8", "") == fault(kill)
+    assert ("kill", "3", "16 ok, 8 error event; 1 replica lost streams, 0 of its streams ended well", "") == fault(kill)
