@@ -147,11 +147,11 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, 
     program = "import sys; sys.argv[0] = 'cellar'; from server.cli import main; main()"
     script.write_text(f'#!/bin/sh\nexec "{sys.executable}" -c "{program}" "$@"\n')
     script.chmod(0o755)
-    files = folder / "files"
-    shutil.copytree(BUNDLED, files)
-    # Some pages ask for a longer context than that of the bundled model.
-    config = json.loads((files / "config.json").read_text())
-    (files / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 65536}))
+    files = shutil.copytree(BUNDLED, folder / "files")
+    # Some pages ask for a longer context than that of the bundled model, and GGUF has no name for its pre-tokenizer.
+    splits = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    _change(files / "config.json", max_position_embeddings=65536)
+    _change(files / "tokenizer.json", pre_tokenizer=splits)
     encoder = save_embedder("bert", folder / "encoder")
     lay_out(encoder, {"pooling_mode_mean_tokens": True}, "Normalize")
     variables = {
@@ -164,7 +164,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, 
         "CELLAR_THREADS": "1",
     }
     (folder / "gguf").mkdir()
-    convert = ["cellar", "convert", str(BUNDLED), str(folder / "gguf" / "model-Q4_K_M.gguf"), "--type", "q4_k_m"]
+    convert = ["cellar", "convert", str(files), str(folder / "gguf" / "model-Q4_K_M.gguf"), "--type", "q4_k_m"]
     subprocess.run(convert, env=variables, check=True, capture_output=True)
     listener = socket.create_server(("127.0.0.1", 0))
     hub = DocumentedHub(files, folder / "gguf", encoder)
@@ -174,6 +174,10 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, 
     yield {**variables, "HF_ENDPOINT": f"http://127.0.0.1:{listener.getsockname()[1]}"}
     server.should_exit = True
     thread.join()
+
+
+def _change(file: Path, **values: object) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
 
 
 @pytest.fixture

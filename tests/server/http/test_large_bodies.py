@@ -253,10 +253,13 @@ def test_a_conversation_is_translated_and_rendered_off_the_loop(monkeypatch: pyt
     assert threads != [threading.get_ident()]
 
 
+SHORT = st.text(max_size=3)
+
+
 @given(
     st.recursive(
-        st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
-        lambda inner: st.lists(inner, max_size=2 * NESTED_SLICE + 1) | st.dictionaries(st.text(), inner, max_size=4),
+        st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | SHORT,
+        lambda inner: st.lists(inner, max_size=2 * NESTED_SLICE + 1) | st.dictionaries(SHORT, inner, max_size=4),
         max_leaves=20,
     )
 )
