@@ -14,7 +14,7 @@ CLIENTS := current older evaluation fuzz openresponses ollama_examples programs 
 QUICK := QUICK_KERNELS=1 PYTHONDONTWRITEBYTECODE=
 FAST := not slow and not gpu and not container and not arm64 and not browser and not ray
 
-.PHONY: help serve test test-all test-container test-arm64 test-clients test-browser test-gpu test-ray page mutants check bench train wheel sbom clean
+.PHONY: help serve test test-all test-container test-arm64 test-clients test-browser test-gpu bench-gpu test-ray page mutants check bench train wheel sbom clean
 .DEFAULT_GOAL := help
 
 help:  ## show this list
@@ -42,6 +42,9 @@ test-clients: .venv/test $(CLIENTS:%=.venv/clients-%/done)  ## run other people'
 test-browser: .venv/browser server/page/node_modules  ## drive the web page in Chromium (Debian: apt-get install chromium npm)
 	$(BIN)/python -m pytest -q -m browser tests/page $(ARGS)
 	$(BIN)/python -m pytest -q tests/page/test_build.py
+
+bench-gpu: .venv/test  ## measure a GPU with random weights of published shapes; rows in out/gpu/bench.json
+	$(BIN)/python -m benchmarks.gpu --json out/gpu/bench.json $(ARGS)
 
 test-gpu: .venv/test  ## what only a GPU can show, in stages; report in out/gpu (without a GPU: why not)
 	$(BIN)/python -m tests.gpu

@@ -14,6 +14,7 @@ Rows by benchmark:
     gguf         model, weights, cell, figure, cellar, other, ratio (above 1: Cellar is better) or limit or neither
     routers      name, requests, errors, cached_share, equal_texts, unary_p50_ms, first_chunk_p50_ms, tokens_per_second
     ray_faults   step, replicas, streams by their ends, seconds; or requests, errors, cached_share
+    gpu          device, shape, mode, cell, tokens_per_second, step_ms, host_ms, share_of_bandwidth, teraflops
     gpu_kernels  target, shape, kernel, registers, spilled_bytes, shared_bytes
     memory       model, weights, slots, context, weights_bytes, cache_bytes, idle_bytes, peak_bytes
 """
@@ -43,6 +44,7 @@ KEYS = {
     "memory": ("model", "weights", "slots", "context"),
     "gguf": ("model", "weights", "cell", "figure"),
     "fleet": ("replicas", "policy", "load"),
+    "gpu": ("device", "shape", "mode", "cell"),
     "gpu_kernels": ("target", "shape", "kernel"),
 }
 # The same, of results on docs/scale.md.

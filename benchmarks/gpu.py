@@ -1,0 +1,184 @@
+"""Measures one GPU: `make bench-gpu`. Needs no download: models have published shapes and random weights.
+
+    python -m benchmarks.gpu [SHAPE ...] [--device cuda] [--streams 1 8 64] [--prompts 512 2048 8192] [--json FILE]
+
+For each shape: decoding behind 512 tokens with and without CUDA graphs, prompts, and the decoding of many streams. A
+share compares the bytes of the weights that each step reads with the bandwidth of a copy on the same device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from benchmarks.result import add_json_option, add_rows, measured
+from benchmarks.shapes import SHAPES, write_folder
+from engine.config import EngineConfig
+from engine.core import Core
+from engine.load.load import LoadedModel, load
+from engine.types.events import Delta
+from engine.types.request import Request, SamplingParams
+
+SHAPE_NAMES = ("qwen3-0.6b", "qwen3-8b")
+BEHIND, STEPS, WARM_STEPS, FIRST_TOKEN = 512, 64, 8, 300
+COPIED_BYTES = {"cuda": 2**31, "cpu": 2**27}
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The command line."""
+
+    device: str
+    streams: Sequence[int]
+    prompts: Sequence[int]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure the shapes, print a line for each figure, and add the rows to a file."""
+    parser = argparse.ArgumentParser(prog="benchmarks.gpu", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("shapes", nargs="*", choices=[[], *sorted(SHAPES)], metavar="SHAPE")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--streams", type=int, nargs="+", default=(1, 8, 64))
+    parser.add_argument("--prompts", type=int, nargs="+", default=(512, 2048, 8192))
+    add_json_option(parser)
+    given = parser.parse_args(arguments)
+    if given.device.startswith("cuda") and not torch.cuda.is_available():
+        print("benchmarks.gpu: torch can use no GPU here", file=sys.stderr)
+        return 1
+    options = Options(given.device, given.streams, given.prompts)
+    for shape in given.shapes or SHAPE_NAMES:
+        with tempfile.TemporaryDirectory() as folder:
+            write_folder(SHAPES[shape], Path(folder))
+            for row in shape_rows(shape, Path(folder), options):
+                print("  ".join(f"{name} {value}" for name, value in row.items()), flush=True)
+                if given.json:
+                    add_rows(given.json, measured("gpu", [row]))
+    return 0
+
+
+def shape_rows(shape: str, folder: Path, options: Options) -> Iterator[dict[str, Any]]:
+    """The figures of a shape, the most important first."""
+    bandwidth = copy_bandwidth(options.device)
+    for mode, enforce_eager in (("graphs", False), ("eager", True)):
+        config = EngineConfig(
+            model=str(folder),
+            device=options.device,
+            enforce_eager=enforce_eager,
+            context=max(*options.prompts, BEHIND) + STEPS + WARM_STEPS + max(options.streams) + 8,
+            slots=max(options.streams),
+            drafter="none",
+        )
+        loaded = load(config, lambda phase: None)
+        core = Core(loaded, config)
+        about = {"device": device_name(options.device), "shape": shape, "mode": mode}
+        for streams in options.streams:
+            whole, outside = decode_seconds(core, loaded, streams)
+            yield about | {
+                "cell": f"{streams} streams",
+                "tokens_per_second": round(streams / whole, 1),
+                "step_ms": round(1000 * whole, 3),
+                "host_ms": round(1000 * outside, 3),
+                "share_of_bandwidth": round(read_bytes(loaded) / whole / bandwidth, 3),
+            }
+        for length in () if enforce_eager else options.prompts:
+            whole = prompt_seconds(core, length)
+            yield about | {
+                "cell": f"prompt of {length}",
+                "tokens_per_second": round(length / whole, 1),
+                "teraflops": round(read_bytes(loaded) * length / whole / 1e12, 2),
+            }
+        del core, loaded
+
+
+def decode_seconds(core: Core, loaded: LoadedModel, streams: int) -> tuple[float, float]:
+    """The median seconds of a decoding step of all streams, and of its part outside the model and its sampler."""
+    waiting = {f"{streams}-{number}" for number in range(streams)}
+    for number, name in enumerate(sorted(waiting)):
+        start = FIRST_TOKEN + 7 * number
+        core.submit(greedy(name, range(start, start + BEHIND), STEPS + WARM_STEPS + streams))
+    while waiting:
+        waiting -= {name for name, event in core.step() if isinstance(event, Delta)}
+    for _ in range(WARM_STEPS):
+        core.step()
+    inside: list[float] = []
+    run = loaded.runner.run_and_sample
+
+    def timed(*arguments: Any) -> list[int | None]:
+        began = time.perf_counter()
+        tokens = run(*arguments)
+        inside.append(time.perf_counter() - began)
+        return tokens
+
+    with patch.object(loaded.runner, "run_and_sample", timed):
+        whole = [seconds(core.step) for _ in range(STEPS)]
+    for number in range(streams):
+        core.cancel(f"{streams}-{number}")
+    return median(whole), median(own - model for own, model in zip(whole, inside, strict=True))
+
+
+def prompt_seconds(core: Core, length: int) -> float:
+    """The median seconds to the first token of three prompts without a common prefix."""
+    found = []
+    for number in range(3):
+        first = FIRST_TOKEN + 1000 * (number + 1)
+        core.submit(greedy(f"prompt {length}-{number}", range(first, first + length), 1))
+        found.append(seconds(lambda: finish(core)))
+    return median(found)
+
+
+def finish(core: Core) -> None:
+    """Compute all requests to their ends."""
+    while core.busy:
+        core.step()
+
+
+def greedy(name: str, prompt: Iterable[int], tokens: int) -> Request:
+    """A request of a fixed number of tokens."""
+    sampling = SamplingParams(temperature=0.0)
+    return Request(name, tuple(prompt), sampling=sampling, max_tokens=tokens, ignore_eos=True)
+
+
+def seconds(run: Callable[[], object]) -> float:
+    """The seconds of a call, to the end of the device's work."""
+    began = time.perf_counter()
+    run()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+def read_bytes(loaded: LoadedModel) -> int:
+    """Bytes of the weights that a decoding step reads: all but a separate input embedding."""
+    model: Any = loaded.model
+    own = {id(each): each for each in model.parameters()}
+    embedding, output = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    if embedding is not output:
+        del own[id(embedding)]
+    return sum(each.nbytes for each in own.values())
+
+
+def copy_bandwidth(device: str) -> float:
+    """Bytes a second that a copy on the device reads and writes."""
+    source = torch.empty(COPIED_BYTES[torch.device(device).type], dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    target.copy_(source)
+    return 2 * source.nbytes / min(seconds(lambda: target.copy_(source)) for _ in range(5))
+
+
+def device_name(device: str) -> str:
+    """The name of the GPU."""
+    return torch.cuda.get_device_name(device) if torch.cuda.is_available() else device
+
+
+if __name__ == "__main__":
+    sys.exit(main())

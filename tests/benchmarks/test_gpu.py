@@ -1,0 +1,38 @@
+"""benchmarks/gpu.py on a CPU with a tiny shape: every cell has its figures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks import gpu
+from benchmarks.shapes import write_folder
+
+TINY = (
+    {"model_type": "llama", "vocab_size": 2000, "hidden_size": 32, "intermediate_size": 64, "head_dim": 16}
+    | {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": True}
+    | {"max_position_embeddings": 512}
+)
+
+
+def test_each_cell_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With and without graphs; prompts once."""
+    monkeypatch.setattr(gpu, "BEHIND", 16)
+    monkeypatch.setattr(gpu, "STEPS", 4)
+    write_folder(TINY, tmp_path)
+
+    rows = list(gpu.shape_rows("tiny", tmp_path, gpu.Options("cpu", (1, 3), (40,))))
+
+    cells = [("graphs", "1 streams"), ("graphs", "3 streams"), ("graphs", "prompt of 40")]
+    assert [*cells, ("eager", "1 streams"), ("eager", "3 streams")] == [(row["mode"], row["cell"]) for row in rows]
+    assert all(row["tokens_per_second"] > 0 for row in rows)
+    assert all(row["step_ms"] > row["host_ms"] > 0 for row in rows if "streams" in row["cell"])
+
+
+def test_without_a_gpu_the_reason_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    if gpu.torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+
+    assert 1 == gpu.main([])
+    assert "torch can use no GPU here" in capsys.readouterr().err
