@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
@@ -27,7 +28,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from benchmarks.result import add_json_option, measured
-from engine.kernels.triton import launch
+from engine.kernels.formats import WeightFormat
+from engine.kernels.packing import PackedStorage
+from engine.kernels.triton import launch, linear
 from engine.kernels.triton.batch import BatchTables, TileSet, Tiling
 from engine.kernels.triton.kernels import PROMPT_WIDTH
 from engine.kernels.triton.launch import Scoring, stored_rows
@@ -46,6 +49,7 @@ _POINTERS = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
     torch.int8: "*i8",
+    torch.uint8: "*u8",
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
@@ -88,6 +92,8 @@ SHAPES = (
     Shape("DeepSeek-V3, float32", 128, 1, 576, 512, torch.float32, torch.float32, latent=512),
     Shape("Phi-3 mini (width 96)", 32, 32, 96, 96),
 )
+# Of weights: each number of bits and each kind of scales.
+FORMATS: tuple[WeightFormat, ...] = ("int8", "int4", "q5_1", "q4_k", "q6_k", "iq4_xs")
 
 
 @dataclass(frozen=True)
@@ -122,12 +128,21 @@ class _Recorder:
 
 
 @contextmanager
-def recorded() -> Iterator[list[Launch]]:
-    """The launches inside the block, none of which runs."""
+def recorded(module: ModuleType = launch) -> Iterator[list[Launch]]:
+    """The launches of a module inside the block, none of which runs."""
     launches: list[Launch] = []
-    names = [name for name in vars(launch) if name.endswith("_kernel")]
-    with patch.multiple(launch, **{name: _Recorder(getattr(launch, name), launches) for name in names}):
+    names = [name for name in vars(module) if name.endswith("_kernel")]
+    with patch.multiple(module, **{name: _Recorder(getattr(module, name), launches) for name in names}):
         yield launches
+
+
+def products_of(format: WeightFormat) -> dict[str, Launch]:
+    """By name, the products of few and of many rows with a matrix of a format."""
+    matrix = PackedStorage([(64, 4096, format)]).allocate(64, 4096, format)
+    with recorded(linear) as launches:
+        for count in (1, 512):
+            linear.prepare([matrix])(torch.empty(count, 4096, dtype=torch.bfloat16, device="meta"))
+    return dict(zip(("product, 16 rows", "product, 64 rows"), launches, strict=True))
 
 
 def launches_of(shape: Shape) -> dict[str, Launch]:
@@ -216,14 +231,14 @@ def compiled(one: Launch, target: GPUTarget) -> Any:
     return triton.compile(source, target=target, options=options)
 
 
-def resources(shape: Shape, name: str, one: Launch, target: str) -> Resources:
+def resources(shape: str, name: str, one: Launch, target: str) -> Resources:
     """The registers, spills and shared memory of a kernel."""
     made = compiled(one, TARGETS[target])
     if "cubin" in made.asm:
         registers, spilled = _of_cubin(made.asm["cubin"])
     else:
         registers, spilled = _of_amdgcn(made.asm["amdgcn"])
-    return Resources(target, shape.name, name, registers, spilled, made.metadata.shared)
+    return Resources(target, shape, name, registers, spilled, made.metadata.shared)
 
 
 def _of_cubin(cubin: bytes) -> tuple[int, int]:
@@ -249,7 +264,7 @@ def table(rows: list[Resources]) -> str:
     cells: dict[tuple[str, str], dict[str, Resources]] = {}
     for row in rows:
         cells.setdefault((row.shape, row.kernel), {})[row.target] = row
-    lines = ["| model | kernel | " + " | ".join(targets) + " |", "|---|---|" + "---|" * len(targets)]
+    lines = ["| model or format | kernel | " + " | ".join(targets) + " |", "|---|---|" + "---|" * len(targets)]
     for (shape, kernel), by_target in cells.items():
         texts = [f"{one.registers} / {one.spilled_bytes} / {one.shared_bytes / 1024:.0f}" for one in by_target.values()]
         lines.append(f"| {shape} | {kernel} | " + " | ".join(texts) + " |")
@@ -262,11 +277,10 @@ def main() -> None:
     add_json_option(parser)
     parser.add_argument("--only", default="", help="part of the names of shapes and kernels")
     options = parser.parse_args()
-    rows = []
-    for shape in SHAPES:
-        for name, one in launches_of(shape).items():
-            if options.only in f"{shape.name}, {name}":
-                rows += [resources(shape, name, one, target) for target in options.target or TARGETS]
+    launches = {(shape.name, name): one for shape in SHAPES for name, one in launches_of(shape).items()}
+    launches |= {(format, name): one for format in FORMATS for name, one in products_of(format).items()}
+    chosen = {names: one for names, one in launches.items() if options.only in ", ".join(names)}
+    rows = [resources(*names, one, target) for names, one in chosen.items() for target in options.target or TARGETS]
     print(table(rows))
     if options.json:
         measured("gpu_kernels", map(asdict, rows), f"triton {triton.__version__}").write(options.json)

@@ -22,7 +22,7 @@ HALF = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16
 
 pytest.importorskip("triton", reason="Triton is installed on Linux for x86-64 only", exc_type=ImportError)
 
-from engine.kernels.triton import check, launch  # noqa: E402
+from engine.kernels.triton import check, launch, linear  # noqa: E402
 from engine.kernels.triton import kernels as kernels_module  # noqa: E402
 from engine.kernels.triton.batch import DECODE_ROWS, SegmentArrays, Tiling, make_tables  # noqa: E402
 from engine.kernels.triton.kernels import TritonKernels  # noqa: E402
@@ -37,6 +37,7 @@ __all__ = [
     "check",
     "kernels_module",
     "launch",
+    "linear",
     "make_tables",
 ]
 
