@@ -2,7 +2,7 @@
 
     cellar bench MODEL --threads 1 --drafter none --lengths 128,512,1024,2048 --streams 1,4,8 --out FOLDER
     python -m benchmarks.fleet --costs FOLDER/bench.json [--replicas 100 1000 10000] [--json FILE] [--plot FILE]
-    python -m benchmarks.fleet --validate [--replicas 2 3] [--json FILE] [--page]
+    python -m benchmarks.fleet --validate [--replicas 1 2 3] [--json FILE] [--page]
 
 The router of the simulation has server.affinity, as shipped. Conversations have system prompts with Zipf's law and
 several turns; midway a share of the replicas fails. `--validate` runs one workload on real servers, too.
@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
     if given.validate:
         from benchmarks.fleet_validation import validate
 
-        code = validate(given.replicas or [2, 3], rounds=given.rounds, json_path=given.json)
+        code = validate(given.replicas or [1, 2, 3], rounds=given.rounds, json_path=given.json)
         if given.page:
             write_page()
         return code
@@ -84,7 +84,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--failures", type=float, default=0.01, help="share of the replicas that fail midway")
     result.add_argument("--seed", type=int, default=0)
     result.add_argument("--plot", type=Path, metavar="FILE", help="write a plot of the table here")
-    result.add_argument("--validate", action="store_true", help="compare with 2 and 3 real servers")
+    result.add_argument("--validate", action="store_true", help="compare with 1, 2 and 3 real servers")
     result.add_argument("--rounds", type=int, default=3, help="repetitions of the validation")
     add_json_option(result)
     add_page_option(result)
