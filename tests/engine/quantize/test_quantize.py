@@ -71,6 +71,7 @@ def test_int8_text_equals_quantised_transformers_in_any_batch(folder: Folder, fa
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "gpt_neox", "mistral", "gemma3", "jamba", "llama4"])
 def test_quantised_text_equals_transformers_in_many_batches(folder: Folder, family: str, quantize: str) -> None:
