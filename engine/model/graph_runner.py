@@ -192,7 +192,8 @@ class GraphRunner(DeviceRunner):
     def _step(self, forward: Forward, logit_rows: Sequence[int]) -> RecordedStep | None:
         """The recorded step for a batch; None for one to run as before."""
         count = forward.batch_tokens
-        is_watched = bool(self.model.get_decoder()._forward_hooks)
+        # A replay calls no hook.
+        is_watched = bool(getattr(self.model.get_decoder(), "_forward_hooks", None))
         if not self._is_recordable or is_watched or self._invariant is not None or type(forward) is not Forward:
             return None
         if len(logit_rows) != count or count > BATCH_SIZES[-1] or any(span.bidirectional for span in forward.spans):
