@@ -20,6 +20,7 @@ from engine.draft.speculation import Speculation
 from engine.load import selftest
 from engine.model.graph_runner import CallRecorder, GraphRunner, Replay
 from engine.types.request import SamplingParams
+from tests.conftest import skip_without_gpu
 from tests.engine.mixes import mix, prompts
 from tests.engine.models import core, load_model
 from tests.engine.play import Answer, Job, ask, play
@@ -132,3 +133,19 @@ def test_a_model_that_cannot_be_recorded_runs_as_before(
 
     assert texts(play(core(load_model(folder("llama"), "float32", kernels="torch")), [job])) == texts(answers)
     assert 1 == caplog.text.count("steps are not recorded, and slower: operation not permitted")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_graph_has_the_bits_of_its_kernels(family: str, dtype: str, folder: Folder) -> None:
+    """Of a batch without padding: the libraries of a GPU choose kernels by the size of the batch."""
+    skip_without_gpu()
+    jobs = [Job(ask(f"{at}", range(3 + at, 20 + at), 30, ignore_eos=True, logprobs=2)) for at in range(4)]
+    graphs, eager = (
+        play(core(load_model(folder(family), dtype, device="cuda", enforce_eager=each)), jobs) for each in (False, True)
+    )
+
+    for job in jobs:
+        assert eager[job.request.id].tokens == graphs[job.request.id].tokens
+        assert eager[job.request.id].logprobs == graphs[job.request.id].logprobs
