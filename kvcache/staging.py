@@ -17,7 +17,7 @@ class StagingBuffer:
     """Host memory for the arrays of one step; page-locked for CUDA, so that their copy is not waited for."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
         self._words = torch.empty(0, dtype=torch.long)
         self._copied: torch.cuda.Event | None = None
 
@@ -28,7 +28,7 @@ class StagingBuffer:
         sizes = [array.nbytes // _WORD_BYTES for array in arrays]
         words = self._reserve(sum(sizes))
         torch.cat([_words(array) for array in arrays], out=words)
-        on_device = words.to(self._device, non_blocking=True)
+        on_device = words.to(self.device, non_blocking=True)
         if self._copied is not None:
             self._copied.record()
         parts = torch.split(on_device, sizes)
@@ -39,7 +39,7 @@ class StagingBuffer:
         if self._copied is not None:
             self._copied.synchronize()
         if len(self._words) < size:
-            is_cuda = self._device.type == "cuda"
+            is_cuda = self.device.type == "cuda"
             self._words = torch.empty(2 * size, dtype=torch.long, pin_memory=is_cuda)
             self._copied = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
         return self._words[:size]

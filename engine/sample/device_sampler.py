@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.sample.device_noise import best_noisy_argmax
 from engine.sample.device_sampling import SamplingBatch, sample_batch, sample_rows
 from engine.sample.logprobs import SAMPLED, LogprobQuery, at_least_float32
 from engine.sample.sampler import HostReport, LogitReport, Sampler, SamplingContext, TorchSampler
@@ -30,6 +31,8 @@ class DeviceSampler:
 
     def __init__(self, staging: StagingBuffer) -> None:
         self._staging = staging
+        # The kernel is compiled before the first request.
+        best_noisy_argmax(staging.device)
 
     def sample(self, logits: Tensor, contexts: Sequence[SamplingContext]) -> list[int | None]:
         """See Sampler."""

@@ -15,12 +15,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.sample.device_noise import best_noisy_argmax
 from engine.sample.logprobs import at_least_float32
-from engine.sample.noise import MAX_NOISE, MIN_NOISE, gumbel
+from engine.sample.noise import MAX_NOISE, MIN_NOISE
 from engine.sample.sampler import SamplingContext, as_int64, sample_tokens
 
-# Noise is computed for some rows at a time: each of its intermediate results has this number of elements, of 8 bytes.
-_NOISE_ELEMENTS = 2**22
 # Bytes of a row of token bits are a multiple of it.
 _WORD_BYTES = 8
 
@@ -101,7 +100,7 @@ def _sample(logits: Tensor, arrays: Mapping[str, Tensor], sorted_width: int) -> 
         temperature, top_p, min_p = arrays["filters"]
         scaled = modified.index_select(0, rows) / temperature.to(logits.dtype)[:, None]
         floor = _floor(scaled, top_k, top_p, min_p, sorted_width)
-        tokens.index_copy_(0, rows, _noisy_argmax(scaled, floor, seeds, positions))
+        tokens.index_copy_(0, rows, best_noisy_argmax(scaled.device)(scaled, floor, seeds, positions))
     return tokens.masked_fill(~modified.amax(-1).isfinite(), -1)
 
 
@@ -169,19 +168,6 @@ def _top_p_floor(scaled: Tensor, values: Tensor, least: Tensor, top_p: Tensor) -
     inside[:, 0] = True
     floor = values.masked_fill(~inside, torch.inf).amin(-1, keepdim=True)
     return floor.masked_fill(top_p >= 1.0, -torch.inf)
-
-
-def _noisy_argmax(scaled: Tensor, floor: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-    """The arg max [rows] of logits plus noise over the tokens from `floor` on."""
-    vocabulary = scaled.shape[-1]
-    tokens = torch.arange(vocabulary, device=scaled.device).expand_as(scaled)
-    parts = max(_NOISE_ELEMENTS // vocabulary, 1)
-    columns = (scaled, floor, seeds[:, None].expand_as(scaled), positions[:, None].expand_as(scaled), tokens)
-    found = []
-    for own, least, *counters in zip(*(torch.split(column, parts) for column in columns), strict=True):
-        scores = own.double() + gumbel(*counters)
-        found.append(scores.masked_fill(own < least, -torch.inf).argmax(-1))
-    return torch.cat(found)
 
 
 def _bias_arrays(contexts: Iterable[SamplingContext]) -> dict[str, NDArray[Any]]:

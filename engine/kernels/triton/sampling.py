@@ -1,0 +1,54 @@
+"""The arg max of logits plus noise (engine/sample/noise.py) in one pass over the logits."""
+
+from __future__ import annotations
+
+import subprocess
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.errors import TritonError
+
+# Errors of compilers and drivers.
+FAILURES = (TritonError, RuntimeError, OSError, subprocess.CalledProcessError)
+
+_BLOCK_TOKENS = 1024
+
+
+@triton.jit
+def best_of_block(
+    scaled: tl.tensor,
+    floors: tl.tensor,
+    seeds: tl.tensor,
+    positions: tl.tensor,
+    scores: tl.tensor,
+    tokens: tl.tensor,
+    vocabulary: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    """The largest score of a block of tokens of one row, and its token, the first of several; both [rows, blocks]."""
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    own = block * BLOCK + tl.arange(0, BLOCK)
+    logits = tl.load(scaled + row * vocabulary + own, mask=own < vocabulary, other=float("-inf"))
+    position, zeros = tl.load(positions + row), tl.zeros([BLOCK], tl.uint32)
+    low, high = (zeros + (position & 0xFFFFFFFF).to(tl.uint32)), (zeros + (position >> 32).to(tl.uint32))
+    word, _, _, _ = tl.philox(tl.load(seeds + row), low, high, own.to(tl.uint32), zeros)
+    uniform = (word.to(tl.float64) + 0.5) / 4294967296.0
+    noisy = logits.to(tl.float64) - tl.log(-tl.log(uniform))
+    noisy = tl.where((own < vocabulary) & (logits >= tl.load(floors + row)), noisy, float("-inf"))
+    best, index = tl.max(noisy, 0, return_indices=True)
+    at = row * tl.num_programs(1) + block
+    tl.store(scores + at, best)
+    tl.store(tokens + at, block * BLOCK + index)
+
+
+def noisy_argmax(scaled: Tensor, floor: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+    """See engine/sample/device_noise.py."""
+    rows, vocabulary = scaled.shape
+    shape = (rows, triton.cdiv(vocabulary, _BLOCK_TOKENS))
+    scores = torch.empty(shape, dtype=torch.float64, device=scaled.device)
+    tokens = torch.empty(shape, dtype=torch.long, device=scaled.device)
+    arguments = (scaled.contiguous(), floor.contiguous(), seeds.contiguous(), positions.contiguous())
+    best_of_block[shape](*arguments, scores, tokens, vocabulary, BLOCK=_BLOCK_TOKENS)
+    return tokens.gather(-1, scores.argmax(-1, keepdim=True))[:, 0]
