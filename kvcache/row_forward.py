@@ -66,14 +66,19 @@ class RowForward:
     """
 
     def __init__(self, cache: Cache, numbers: Tensor, most: int) -> None:
-        self._cache = cache
+        self._cache, self._numbers, self._most = cache, numbers, most
         self.positions = numbers[1]
         self._cells = {}
         for at, group in enumerate(cache.groups):
             assert group.device_table is not None, "cells in CPU memory"
             oldest, new = numbers[_COMMON + _OF_GROUP * at :][:_OF_GROUP]
             table = group.device_table.cells.view(-1)
-            self._cells[group] = RowCells(table, numbers[0], oldest, self.positions, new, most)
+            own = min(most, group.spec.attention_range.size or most)
+            self._cells[group] = RowCells(table, numbers[0], oldest, self.positions, new, own)
+
+    def copy(self) -> RowForward:
+        """The same numbers with RowCells of its own, for one recording: kernels keep the tables of a RowCells."""
+        return RowForward(self._cache, self._numbers, self._most)
 
     def store_kv(self, layer: int, keys: Tensor, values: Tensor, store: StoreFunction) -> None:
         """See Forward.store_kv."""

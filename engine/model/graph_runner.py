@@ -171,7 +171,7 @@ class GraphRunner(DeviceRunner):
     def _compute(self, step: RecordedStep) -> Tensor:
         """The logits [size, vocabulary] of the batch whose numbers are written."""
         inputs = (step.inputs.tokens, step.inputs.positions, step.inputs.logit_rows)
-        with torch.inference_mode(), hooks.use_backend(self._row_backend(step.cells)):
+        with torch.inference_mode(), hooks.use_backend(self._row_backend(step.cells.copy())):
             return hooks.forward(self.model, *inputs)
 
     def run_with_hidden_states(

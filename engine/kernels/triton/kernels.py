@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -37,8 +37,8 @@ class TritonKernels(CellKernels):
     def __init__(self, tiling: Tiling | None = None) -> None:
         self._tiling = tiling or Tiling()
         self._decode_tiling = replace(self._tiling, prompt=self._tiling.decode)
-        # By the identity of segments, which are the same objects in all layers of a group; kept alive here.
-        self._tables: dict[tuple[object, ...], tuple[Sequence[Segment], BatchTables]] = {}
+        # By the identity of segments or RowCells, which are the same objects in all layers of a group.
+        self._tables: dict[tuple[object, ...], tuple[object, BatchTables]] = {}
 
     def __call__(
         self,
@@ -129,7 +129,7 @@ class TritonKernels(CellKernels):
         if k is None or v is None or query.dtype == torch.float64:
             return row_attention.attend_rows(query, keys, values, cells, scale=scale, softcap=softcap, sinks=sinks)
         query = _transform(keys, query, keys.width)
-        tables = row_tables(cells, group=query.shape[0] // k.numbers.shape[0], tiling=self._tiling)
+        tables = self._row_tables(cells, query.shape[0] // k.numbers.shape[0])
         return self._launch(query, keys, k, v, tables, Scoring(scale, softcap, sinks))
 
     def attend_latent_rows(
@@ -141,7 +141,7 @@ class TritonKernels(CellKernels):
             return row_attention.attend_latent_rows(query, latents, cells, projection, scale=scale)
         reduced = _transform(latents, latent.absorb_keys(query, projection), latents.width)
         keys, values = replace(stored, width=latents.width), replace(stored, width=width)
-        tables = row_tables(cells, group=query.shape[0], tiling=self._decode_tiling)
+        tables = self._row_tables(cells, query.shape[0])
         mixed = self._launch(reduced, latents, keys, values, tables, Scoring(scale))
         return (_transform(latents, mixed.transpose(0, 1), width) @ projection.values.mT).transpose(0, 1)
 
@@ -185,11 +185,22 @@ class TritonKernels(CellKernels):
         _, rows, width = query.shape
         tiling = self._tiling if width <= PROMPT_WIDTH else self._decode_tiling
         key = (*map(id, segments), attention_range, rows, group, tiling)
+        return self._kept(
+            key,
+            segments,
+            lambda: make_tables(segments, attention_range, rows, group=group, tiling=tiling, device=query.device),
+        )
+
+    def _row_tables(self, cells: RowCells, group: int) -> BatchTables:
+        return self._kept((id(cells), group), cells, lambda: row_tables(cells, group=group, tiling=self._decode_tiling))
+
+    def _kept(self, key: tuple[object, ...], source: object, make: Callable[[], BatchTables]) -> BatchTables:
+        """Tables by the identity of their source, which is kept alive."""
         if key not in self._tables:
-            tables = make_tables(segments, attention_range, rows, group=group, tiling=tiling, device=query.device)
+            tables = make()
             if len(self._tables) == _KEPT_TABLES:
                 del self._tables[next(iter(self._tables))]
-            self._tables[key] = (segments, tables)
+            self._tables[key] = (source, tables)
         return self._tables[key][1]
 
 

@@ -76,3 +76,19 @@ def test_latent_rows_have_the_bits_of_segments(width: int) -> None:
     assert torch.equal(segments, kernels.attend_latent_rows(query, latents, cells, projection, scale=0.2))
     in_torch = row_attention.attend_latent_rows(query, latents, cells, projection, scale=0.2)
     torch.testing.assert_close(segments, in_torch, rtol=0, atol=1e-4)
+
+
+def test_tables_are_made_once_for_all_layers_of_a_recording() -> None:
+    """A replay by calls has other numbers, in RowCells of its own."""
+    work, kernels = on_device(Case(plan=DECODING).batch()), TritonKernels(SMALL)
+    keys, values = LayerKV(work.keys, 1), LayerKV(work.values, 1)
+    cells = row_cells(Case(plan=DECODING).batch().segments, FULL, CAPACITY)
+
+    first, again = (kernels.attend_rows(work.query, keys, values, cells, scale=1.0) for _ in range(2))
+    assert 1 == len(kernels._tables)
+    cells.latest[2] -= 100
+    shorter = kernels.attend_rows(work.query, keys, values, replace(cells), scale=1.0)
+
+    assert torch.equal(first, again)
+    assert torch.equal(first[:2], shorter[:2])
+    assert not torch.equal(first[2], shorter[2])
