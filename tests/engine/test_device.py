@@ -12,14 +12,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from engine.draft.depth import FixedDepth
 from engine.draft.lookup import LookupDrafter
 from engine.draft.outputs import OutputStore
 from engine.draft.speculation import Speculation
 from engine.model.device_runner import DeviceRunner
-from engine.types.request import Dry, SamplingParams
+from engine.types.request import Dry, EmbeddingInput, SamplingParams
 from tests.conftest import skip_without_gpu
+from tests.engine.embedder.folders import load as load_embedding_model
+from tests.engine.embedder.folders import save_embedder
 from tests.engine.mixes import mix, prompts
 from tests.engine.models import Reference, core, load_model
 from tests.engine.play import Answer, Job, ask, play
@@ -189,3 +192,14 @@ def test_context_shift_and_disk_cache_run_on_a_device(folder: Callable[[str], Pa
     assert texts(expected) == texts(answers)
     assert engine.stats().context_shifts_total > 0
     assert engine.stats().written_tokens_total > 0
+
+
+@pytest.mark.parametrize("kind", quick(["bert"], ["bert", "modernbert", "t5", "qwen3", "ranker"]))
+def test_embeddings_are_those_of_the_cpu(kind: str, tmp_path: Path) -> None:
+    texts = [EmbeddingInput((5, 6, 7)), EmbeddingInput((9, 10, 11, 12, 13, 14))]
+    path = save_embedder(kind, tmp_path)
+    expected = load_embedding_model(path).embedder.vectors(texts)
+    with fake_device():
+        vectors = load_embedding_model(path, device=FAKE).embedder.vectors(texts).cpu()
+
+    assert torch.allclose(expected, vectors, atol=1e-5)
