@@ -13,9 +13,10 @@ from engine.kernels.cpu.build import prebuild
 from tests.arm64.machine import MACHINE, MISSING, NEEDED
 
 ROOT = Path(__file__).resolve().parents[2]
-# The command of an arm64 Python with the packages of the tests, natively or under qemu-user. Under QEMU 7.2 torch crashes in
-# its SVE operations, so the command has `-cpu max,sve=off` or QEMU_CPU=max,sve=off; and where it finds the processors of an
-# x86 host in /sys/devices/system/cpu, so the system of the arm64 Python (-L or chroot) has a /sys without their lists.
+# The command of an arm64 Python with the packages of the tests, natively or under qemu-user. Under QEMU 7.2 torch
+# crashes in its SVE operations, so the command has `-cpu max,sve=off` or QEMU_CPU=max,sve=off; and where it finds
+# the processors of an x86 host in /sys/devices/system/cpu: the system of that Python (-L or chroot) has a /sys
+# without their lists.
 PYTHON = os.environ.get("ARM64_PYTHON", "")
 TESTS = (
     "tests/engine/kernels/test_attention.py",
