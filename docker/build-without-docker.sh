@@ -2,7 +2,7 @@
 # Builds the image on Debian or Ubuntu without a Docker engine, as root: mmdebstrap builds the base image, buildah ours.
 # Needs `apt-get install buildah crun mmdebstrap`; docker/run-without-docker.py then serves it.
 # Images are in $CELLAR_IMAGES. The build gets the settings of pip on this machine, as a secret.
-# ARCH=arm64 builds localhost/cellar-arm64, which this machine runs under emulation: also needs `qemu-user-static binfmt-support`.
+# ARCH=arm64 builds localhost/cellar-arm64, under emulation: also needs `qemu-user-static binfmt-support`.
 set -eu
 cd "$(dirname "$0")/.."
 store=${CELLAR_IMAGES:-${XDG_CACHE_HOME:-$HOME/.cache}/cellar-containers}
