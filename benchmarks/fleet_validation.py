@@ -50,7 +50,7 @@ BENCH = ("--only", "latency,throughput,reuse", *LENGTHS, "--streams", "1,4", "--
 # With pauses, like those of conversations.
 PACED = ("--only", "throughput", "--rate", "2", "--requests", "16", "--prompt-tokens", "64")
 # Requests of each replica for a slowdown.
-SLOWDOWN_REQUESTS, SLOWDOWN_PROMPT = 8, 256
+SLOWDOWN_REQUESTS, SLOWDOWN_PROMPT, SLOWDOWN_ROUNDS = 4, 256, 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,9 +122,10 @@ class Measurements:
         self.cells += bench_cells(servers[0].url, folder, BENCH)
         self.paced += bench_cells(servers[0].url, folder, PACED)
         generators = [replace(found.generator, server=server, key=f"busy {time.time_ns()}") for server in servers]
-        self.seconds.append(
-            tuple(asyncio.run(busy_seconds(generators[:count])) for count in range(1, len(servers) + 1))
-        )
+        counts = range(1, len(servers) + 1)
+        for number in range(SLOWDOWN_ROUNDS):
+            own = [replace(one, key=f"{one.key} {number}") for one in generators]
+            self.seconds.append(tuple(asyncio.run(busy_seconds(own[:count])) for count in counts))
 
 
 async def busy_seconds(generators: Sequence[LoadGenerator]) -> float:
@@ -211,6 +212,9 @@ def compared(
         "ttft_p50": simulated.first_token(0.5),
         "real_times": real_times,
         "times": [one.first - one.asked for one in simulated.finished if one.first is not None],
+        # The first turns of conversations compute most of their prompts: which costs are wrong.
+        "real_first_turns": median(own[0].sample.first_token_seconds or 0.0 for own in answers),
+        "first_turns": median(one.first - one.asked for one in simulated.finished if one.first and one.turn == 0),
     }
 
 
@@ -220,6 +224,7 @@ def summary(rows: Sequence[dict[str, Any]], replicas: int, policy: str) -> dict[
     middle: dict[str, Any] = {name: mean(row[name] for row in own) for name in ("real_hit_share", "hit_share")}
     for name, times in (("real_ttft_p50", "real_times"), ("ttft_p50", "times")):
         middle[name] = median(time for row in own for time in row[times])
+    middle |= {name: median(row[name] for row in own) for name in ("real_first_turns", "first_turns")}
     share = abs(middle["hit_share"] - middle["real_hit_share"])
     ratio = middle["ttft_p50"] / middle["real_ttft_p50"]
     return {

@@ -299,7 +299,14 @@ def test_a_real_run_is_simulated_with_its_lengths_and_keys() -> None:
 
 def test_real_and_simulated_figures_agree_within_the_goals() -> None:
     """3 points of the cached share, 20 % of the time to the first token, as the median over all rounds."""
-    row = {"replicas": 2, "policy": "random", "real_hit_share": 0.7, "real_times": [0.1]}
+    row = {
+        "replicas": 2,
+        "policy": "random",
+        "real_hit_share": 0.7,
+        "real_times": [0.1],
+        "real_first_turns": 1,
+        "first_turns": 1,
+    }
     good = [{**row, "hit_share": 0.72, "times": [time]} for time in (0.11, 0.9, 0.09)]
     wrong_share, wrong_time = (
         [{**row, "hit_share": 0.74, "times": [0.1]}],
