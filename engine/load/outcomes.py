@@ -145,5 +145,6 @@ def _software() -> tuple[str, ...]:
 def _processor() -> tuple[str, ...]:
     """The properties of the processor that choose the instructions of kernels."""
     lines = _PROCESSOR.read_text().splitlines() if _PROCESSOR.is_file() else []
-    flags = next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
-    return (platform.machine(), torch.backends.cpu.get_cpu_capability(), flags)
+    flags = next((line for line in lines if line.startswith(("flags", "Features"))), None)
+    # platform.processor starts a process.
+    return (platform.machine(), torch.backends.cpu.get_cpu_capability(), flags or platform.processor())
