@@ -119,13 +119,19 @@ class DocumentedHub(Hub):
 
     async def revision(self, owner: str, name: str, revision: str) -> Response:
         """The list of files."""
-        folder = self.folder(name)
-        siblings = [
-            {"rfilename": file.relative_to(folder).as_posix(), "size": file.stat().st_size}
-            for file in folder.rglob("*")
-            if file.is_file()
-        ]
+        siblings = [{"rfilename": path, "size": size} for path, size in self.sizes(name).items()]
         return JSONResponse({"_id": "1", "id": f"{owner}/{name}", "sha": "a" * 40, "siblings": siblings})
+
+    async def tree(self, owner: str, name: str, revision: str) -> Response:
+        """The list of files again."""
+        entries = self.sizes(name).items()
+        return JSONResponse([{"type": "file", "path": path, "size": size, "oid": "b" * 40} for path, size in entries])
+
+    def sizes(self, name: str) -> dict[str, int]:
+        """The bytes of each file of a repository."""
+        folder = self.folder(name)
+        files = (file for file in folder.rglob("*") if file.is_file())
+        return {file.relative_to(folder).as_posix(): file.stat().st_size for file in files}
 
     async def file(self, owner: str, name: str, revision: str, file: str) -> Response:
         """One file."""
