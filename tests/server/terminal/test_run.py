@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -43,6 +44,22 @@ def test_a_model_is_started_for_one_prompt(home: Home) -> None:
     started = ("cellar-tiny", QUESTION, "--port", "0", "--threads", "1", "--temperature", "0")
 
     assert (0, ANSWER, "") == run(home, *started)
+
+
+@pytest.mark.slow
+def test_a_model_without_chat_template_continues_the_text(home: Home, tmp_path: Path) -> None:
+    """A system prompt has no place there."""
+    model = shutil.copytree(ROOT / "models" / "target", tmp_path / "base")
+    config = model / "tokenizer_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": None}))
+    started = (str(model), "A slot is", "--port", "0", "--threads", "1", "--temperature", "0", "--max-tokens", "8")
+    code, answer, messages = run(home, *started)
+    refused = run(home, *started, "--system", "Be brief.")
+
+    assert 0 == code, messages
+    assert answer.strip()
+    assert (2, "") == refused[:2]
+    assert "base has no chat template, so --system has no place in its prompt" in refused[2]
 
 
 def test_a_schema_is_satisfied(url: str, home: Home, tmp_path: Path) -> None:
