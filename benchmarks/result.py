@@ -44,11 +44,11 @@ KEYS = {
     "memory": ("model", "weights", "slots", "context"),
     "gguf": ("model", "weights", "cell", "figure"),
     "fleet": ("replicas", "policy", "load"),
+}
+# The same, of results on docs/scale.md and of GPUs.
+SCALE_KEYS = {
     "gpu": ("device", "shape", "mode", "cell"),
     "gpu_kernels": ("target", "shape", "kernel"),
-}
-# The same, of results on docs/scale.md.
-SCALE_KEYS = {
     "routers": ("name",),
     "ray_faults": ("step", "replicas"),
     "fleet_validation": ("replicas", "policy"),
