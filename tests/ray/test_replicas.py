@@ -153,32 +153,6 @@ def test_responses_meet_their_conversation(cluster: tuple[str, psutil.Process]) 
     assert 6 * 3 <= sum(tokens > 50 for tokens in cached)
 
 
-def test_streams_that_clients_leave_at_once_end_on_the_replicas(cluster: tuple[str, psutil.Process]) -> None:
-    """Twelve of them; the next stream is answered."""
-
-    async def running(connection: httpx.AsyncClient) -> dict[str, int]:
-        found: dict[str, int] = {}
-        while len(found) < 2:
-            answer = await connection.get("/v1/engine")
-            found[answer.headers["x-cellar-replica"]] = answer.json()["counts"]["running"]
-        return found
-
-    async def scene() -> str:
-        async with client(cluster[0]) as connection, asyncio.timeout(120):
-            streams = [asyncio.create_task(read_stream(connection, f"{at} leave", 1500)) for at in range(12)]
-            while sum((await running(connection)).values()) < 12:
-                await asyncio.sleep(0.1)
-            for stream in streams:
-                stream.cancel()
-            await asyncio.gather(*streams, return_exceptions=True)
-            async with asyncio.timeout(20):
-                while any((await running(connection)).values()):
-                    await asyncio.sleep(0.1)
-            return (await read_stream(connection, "next", 8))[0]
-
-    assert "ok" == asyncio.run(scene())
-
-
 def test_a_killed_replica_loses_only_what_it_had_answered(cluster: tuple[str, psutil.Process]) -> None:
     """Its streams end with an error event, waiting requests are repeated on the other one."""
 
