@@ -45,8 +45,8 @@ KEYS = {
     "gguf": ("model", "weights", "cell", "figure"),
     "fleet": ("replicas", "policy", "load"),
 }
-# The same, of results on docs/scale.md and of GPUs.
-SCALE_KEYS = {
+# The same, of results that are not on the page: those of docs/scale.md and of GPUs.
+OTHER_KEYS = {
     "gpu": ("device", "shape", "mode", "cell"),
     "gpu_kernels": ("target", "shape", "kernel"),
     "routers": ("name",),
@@ -95,7 +95,7 @@ class BenchmarkResult:
 
     def key(self, row: dict[str, Any]) -> tuple[Any, ...]:
         """What identifies a row."""
-        return (self.benchmark, self.cpu, *(row[name] for name in KEYS[self.benchmark]))
+        return (self.benchmark, self.cpu, *(row[name] for name in (KEYS | OTHER_KEYS)[self.benchmark]))
 
     def without(self, keys: set[tuple[Any, ...]]) -> BenchmarkResult:
         """The document without some rows."""

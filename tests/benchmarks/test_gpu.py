@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import gpu
+from benchmarks.result import add_rows, documents, measured
 from benchmarks.shapes import write_folder
 
 TINY = (
@@ -28,6 +29,10 @@ def test_each_cell_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert [*cells, ("eager", "1 streams"), ("eager", "3 streams")] == [(row["mode"], row["cell"]) for row in rows]
     assert all(row["tokens_per_second"] > 0 for row in rows)
     assert all(row["step_ms"] > row["host_ms"] > 0 for row in rows if "streams" in row["cell"])
+    for _ in range(2):
+        for row in rows:
+            add_rows(tmp_path / "bench.json", measured("gpu", [row]))
+    assert len(rows) == sum(len(result.rows) for result in documents(tmp_path / "bench.json"))
 
 
 def test_without_a_gpu_the_reason_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:

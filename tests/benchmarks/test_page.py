@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.gguf import READ
 from benchmarks.page import PAGE, page
-from benchmarks.result import KEYS, RESULTS, SCALE_KEYS, BenchmarkResult, command_line, documents, load, measured
+from benchmarks.result import KEYS, OTHER_KEYS, RESULTS, BenchmarkResult, command_line, documents, load, measured
 
 
 def result(date: str, *rows: dict[str, Any], benchmark: str = "peers") -> BenchmarkResult:
@@ -45,7 +45,7 @@ def test_committed_results_name_their_rows(path: Path) -> None:
         (
             document.benchmark,
             document.cpu,
-            *(row[name] for name in (KEYS | SCALE_KEYS).get(document.benchmark, ("name", "path"))),
+            *(row[name] for name in (KEYS | OTHER_KEYS).get(document.benchmark, ("name", "path"))),
         )
         for document in found
         for row in document.rows
