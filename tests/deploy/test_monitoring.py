@@ -133,10 +133,9 @@ def has_numbers(series: list[dict[str, Any]]) -> bool:
 
 def has_series(url: str, name: str) -> bool:
     """Whether there is one of vLLM's metrics for the model, a histogram by its buckets, sum and count."""
-    plain, *histogram = (
-        query(url, f'vllm:{name}{part}{{model_name="cellar-tiny"}}') for part in ("", "_bucket", "_sum", "_count")
-    )
-    return bool(plain) or all(histogram)
+    found = query(url, f'{{__name__=~"vllm:{name}(_bucket|_sum|_count)?", model_name="cellar-tiny"}}')
+    parts = {one["metric"]["__name__"].removeprefix(f"vllm:{name}") for one in found}
+    return parts >= {""} or parts >= {"_bucket", "_sum", "_count"}
 
 
 def load(server: str, stop: threading.Event) -> None:
