@@ -47,6 +47,8 @@ _WAITS = {
     _aten.bincount,
 }
 
+_ACCELERATORS = ("_get_accelerator", "_accelerator_getAccelerator")
+
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
@@ -207,7 +209,11 @@ def _is_composite(function: Any) -> bool:
 
 @cache
 def _register() -> None:
+    accelerators: dict[str, Any] = {name: getattr(torch._C, name)() for name in _ACCELERATORS}
     _setup_privateuseone_for_python_backend("fake")
+    # It would stay the accelerator of the process, over which transformers divides models in later tests.
+    for name, before in accelerators.items():
+        setattr(torch._C, name, lambda before=before: before)
 
 
 def _inner(value: Any) -> Any:

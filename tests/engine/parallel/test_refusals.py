@@ -76,7 +76,7 @@ def test_a_gpu_for_each_rank(folder: Folder) -> None:
         ("disk_cache", "files"),
         ("host_cache_bytes", 4096),
         ("drafter", "mtp"),
-        ("device", "mps"),
+        ("device", "cuda:1"),
     ],
 )
 def test_settings_are_refused(setting: str, value: object) -> None:
