@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from server.affinity.keys import (
@@ -136,6 +136,7 @@ def test_any_bytes_have_keys(body: bytes) -> None:
     assert keys_of_bytes(body) == keys_of_bytes(body)
 
 
+@settings(max_examples=40, deadline=None)
 @given(st.dictionaries(st.sampled_from(FIELDS), JSON_VALUES))
 def test_any_values_of_fields_have_keys(body: dict[str, Any]) -> None:
     """A body is not validated, and bytes and values give the same keys."""

@@ -214,7 +214,7 @@ def test_a_chat_without_terminal_is_refused(url: str, home: Home) -> None:
     [
         (["--url", "http://127.0.0.1:9"], "no server answers at http://127.0.0.1:9"),
         (["--url", "ftp://x"], "--url must look like http://127.0.0.1:8000, not 'ftp://x'"),
-        (["org/none", "--port", "0"], "cannot find the model 'org/none'"),
+        pytest.param(["org/none", "--port", "0"], "cannot find the model 'org/none'", marks=pytest.mark.slow),
     ],
 )
 def test_a_chat_that_cannot_begin(home: Home, arguments: list[str], message: str) -> None:
