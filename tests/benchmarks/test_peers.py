@@ -115,6 +115,7 @@ def test_all_cells_are_measured_in_pairs(peer: Peer, tmp_path: Path) -> None:
     assert (tmp_path / "peers.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_both_servers_get_the_same_requests(peer: Peer, tmp_path: Path) -> None:
     """In one round both get the same bodies, in the next round other prompts."""
     compete(peer, tmp_path, "--pairs", "2", "--cells", "alone")

@@ -28,7 +28,7 @@ def text(answer: tuple[int, ...]) -> tuple[int, ...]:
 
 
 # Other chunks with a delta rule and with a state space.
-QUICK = {*itertools.product(FAMILIES, (5,)), *itertools.product(("qwen3_next", "mamba2"), (1, 64))}
+QUICK = {*itertools.product(FAMILIES[::2], (5,)), ("qwen3_next", 1), ("mamba2", 64)}
 
 
 @pytest.mark.parametrize(("family", "chunk"), quick(QUICK, itertools.product(FAMILIES, (1, 5, 64))))

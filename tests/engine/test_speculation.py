@@ -15,7 +15,7 @@ CASES = ("none", "right", "itself", "wrong")
 
 
 # The first cases have most pairs of conditions, every value included; all cases have every pair.
-SOME = [pytest.param(case, marks=[] if at < 20 else pytest.mark.slow) for at, case in enumerate(covering())]
+SOME = [pytest.param(case, marks=[] if at < 15 else pytest.mark.slow) for at, case in enumerate(covering())]
 
 
 @pytest.mark.parametrize("case", SOME, ids=repr)

@@ -131,7 +131,7 @@ def play(seed: int, operations: int, every: int, folder: Path) -> Counter[str]:
 
 def test_any_history_reuses_what_was_computed() -> None:
     with small_parts():
-        counts = run(40, 30)
+        counts = run(25, 30)
 
     assert 1000 < counts["operations"]
 

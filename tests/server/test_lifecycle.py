@@ -90,6 +90,7 @@ def test_a_signal_drains_and_exits_with_0(flag: Path, number: signal.Signals) ->
     assert all(b"data: [DONE]\n\n" in answer for answer in answers)
 
 
+@pytest.mark.slow
 def test_a_second_signal_shortens_the_drain(flag: Path) -> None:
     """After two seconds instead of thirty the rest gets an error event, and the exit code is still 0."""
     with process("talk", flag) as (server, port), connected(port) as client:

@@ -17,6 +17,7 @@ from engine.convert.gguf_file import WeightType
 from engine.convert.tensors import interleaved
 from engine.errors import ModelInconvertible, ModelMissing
 from tests.engine.convert.checkpoints import CHECKPOINTS, TEMPLATE, byte_level, conversion, save_checkpoint, save_model
+from tests.selection import quick
 
 PROMPT = torch.arange(3, 43).reshape(1, -1)
 
@@ -29,7 +30,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", CHECKPOINTS)
+@pytest.mark.parametrize("name", quick([*CHECKPOINTS][::3], CHECKPOINTS))
 def test_checkpoint_is_unchanged_after_gguf(name: str, tmp_path: Path) -> None:
     """Every weight in float32, the logits, the tokens of a text and the template."""
     model = save_checkpoint(name, tmp_path / "model")

@@ -21,6 +21,7 @@ from tests.engine.native.decoders import Steps, TinyModel, Weights, model_of_con
 from tests.engine.native.test_step import MIXED, SOME, decoder_of
 from tests.engine.tiny import settings
 from tests.libraries import built
+from tests.selection import quick
 
 built("step")
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -52,7 +53,7 @@ def test_int8_heads_of_any_width(width: int) -> None:
     assert float(errors(model).quantile(0.75)) < 1e-5
 
 
-@pytest.mark.parametrize("weights", [32, 8, 4])
+@pytest.mark.parametrize("weights", quick((8,), (32, 8, 4)))
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss", "qwen3_next"])
 def test_int8_bits_do_not_depend_on_the_batch(family: str, weights: Weights) -> None:
     """Nor on chunks and threads."""

@@ -18,6 +18,7 @@ import uvicorn
 from starlette.responses import Response, StreamingResponse
 
 from tests.engine.load.test_hub import Hub
+from tests.selection import quick
 from tests.server.terminal.session import CTRL_C, ROOT, TerminalSession
 
 NAME = "someone/tiny"
@@ -113,9 +114,14 @@ def test_a_model_is_pulled_listed_and_removed(hub: Home) -> None:
     [
         (["pull", "someone/other"], "the hub has no model of this name"),
         (["pull", NAME, "--revision", "v9"], "the repository has no revision v9"),
-        (["pull", f"{NAME}:Q4_K_M"], "the repository has no such GGUF file; it has model-q4"),
-        (["pull", "nothing"], "a name on the hub looks like organisation/model"),
-        (["models", "remove", "someone/other", "--yes"], "the cache has no model someone/other, only no model"),
+        *quick(
+            (),
+            [
+                (["pull", f"{NAME}:Q4_K_M"], "the repository has no such GGUF file; it has model-q4"),
+                (["pull", "nothing"], "a name on the hub looks like organisation/model"),
+                (["models", "remove", "someone/other", "--yes"], "the cache has no model someone/other, only no model"),
+            ],
+        ),
     ],
 )
 def test_models_that_are_not_there(hub: Home, arguments: list[str], message: str) -> None:
