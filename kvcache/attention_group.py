@@ -68,6 +68,10 @@ class AttentionGroup:
         """The slot's cells in position order, with holes: a view, valid until the slot changes."""
         return self._tables[slot, : self._lengths[slot]]
 
+    def new_cells(self, spans: Sequence[Span]) -> CellArray:
+        """The cells of the tokens of spans, in the order of the batch."""
+        return np.concatenate([self.table(span.slot)[span.start :] for span in spans])
+
     def cells_from(self, slot: int, first: int) -> CellIndex:
         """Index of the slot's cells from position `first` on."""
         if self._run_starts[slot] > first:

@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvcache.attention_group import AttentionGroup
-from kvcache.cell_pool import CellArray
 from kvcache.kv_buffer import CellIndex, LayerKV, StoreFunction, store_rows
 from kvcache.row_forward import RowForward, row_numbers
 from kvcache.spec import AttentionRange, Span
@@ -133,7 +132,7 @@ class Forward:
         arrays = []
         for group in self._cache.groups:
             assert group.device_table is not None, "cells in CPU memory"
-            arrays += [*group.device_table.changes(), self._new_cell_numbers(group)]
+            arrays += [*group.device_table.changes(), group.new_cells(self.spans)]
         return arrays
 
     def set_device_arrays(self, arrays: Sequence[Tensor]) -> None:
@@ -186,11 +185,8 @@ class Forward:
     def _new_cells(self, group: AttentionGroup) -> CellIndex:
         """The cells of the batch's tokens, in the order of the batch."""
         if group not in self._new_cells_by_group:
-            self._new_cells_by_group[group] = group.pool.cell_index(self._new_cell_numbers(group))
+            self._new_cells_by_group[group] = group.pool.cell_index(group.new_cells(self.spans))
         return self._new_cells_by_group[group]
-
-    def _new_cell_numbers(self, group: AttentionGroup) -> CellArray:
-        return np.concatenate([group.table(span.slot)[span.start :] for span in self.spans])
 
 
 class RepeatedForward(Forward):

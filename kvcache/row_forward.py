@@ -43,10 +43,15 @@ class RowCells:
     most: int
 
 
+def batch_positions(spans: Sequence[Span]) -> NDArray[np.int64]:
+    """The positions of the tokens of spans, in the order of the batch."""
+    return np.concatenate([np.arange(span.start, span.stop) for span in spans])
+
+
 def row_numbers(cache: Cache, spans: Sequence[Span], rows: int) -> NDArray[np.int64]:
     """The numbers of a RowForward for the tokens of spans, padded to `rows` rows that write into a spare cell."""
     numbers = np.zeros((_COMMON + _OF_GROUP * len(cache.groups), rows), np.int64)
-    positions = np.concatenate([np.arange(span.start, span.stop) for span in spans])
+    positions = batch_positions(spans)
     count = len(positions)
     numbers[0, :count] = np.repeat([span.slot * cache.capacity for span in spans], [span.length for span in spans])
     numbers[1, :count] = positions
@@ -54,7 +59,7 @@ def row_numbers(cache: Cache, spans: Sequence[Span], rows: int) -> NDArray[np.in
         oldest, new = numbers[_COMMON + _OF_GROUP * at :][:_OF_GROUP]
         oldest[:count] = group.spec.attention_range.oldest_visible(positions)
         new[:] = group.pool.spare_cell
-        new[:count] = np.concatenate([group.table(span.slot)[span.start :] for span in spans])
+        new[:count] = group.new_cells(spans)
     return numbers
 
 

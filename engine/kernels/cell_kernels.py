@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from engine.kernels.latent import LatentProjection
-from engine.kernels.reference import ScoreBias
+from engine.kernels.reference import AttentionFunction
 from engine.types.request import MlaMode
 from kvcache.forward import Segment
 from kvcache.kv_buffer import CellIndex, LayerKV
@@ -20,24 +20,8 @@ class KernelUnavailable(Exception):
     """Kernels that this machine cannot compile or run, or that compute something else than the reference."""
 
 
-class CellKernels(ABC):
+class CellKernels(AttentionFunction, ABC):
     """An AttentionFunction with its latent attention and its store."""
-
-    @abstractmethod
-    def __call__(
-        self,
-        query: Tensor,
-        keys: LayerKV,
-        values: LayerKV,
-        segments: Sequence[Segment],
-        attention_range: AttentionRange,
-        *,
-        scale: float,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-        bias: ScoreBias | None = None,
-    ) -> Tensor:
-        """See reference.attend."""
 
     @abstractmethod
     def attend_latent(

@@ -80,6 +80,11 @@ def absorb_keys(query: Tensor, projection: LatentProjection) -> Tensor:
     return torch.cat((query[..., :width] @ projection.keys, query[..., width:]), -1)
 
 
+def project_values(mixed: Tensor, projection: LatentProjection) -> Tensor:
+    """Weighted latents [heads, rows, latent_width] as outputs [rows, heads, value_width]."""
+    return (mixed @ projection.values.mT).transpose(0, 1)
+
+
 def _absorbed(
     query: Tensor,
     cells: LayerKV,
@@ -92,7 +97,7 @@ def _absorbed(
     latents = cached[..., : projection.latent_width]
     reduced = cells.transform(absorb_keys(query, projection))
     mixed = reference.attend_one(reduced, cached, latents, segment, attention_range, scale=scale)
-    return (cells.transform(mixed).transpose(0, 1) @ projection.values.mT).transpose(0, 1)
+    return project_values(cells.transform(mixed).transpose(0, 1), projection)
 
 
 def _expanded(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.kernels.latent import LatentProjection, absorb_keys
+from engine.kernels.latent import LatentProjection, absorb_keys, project_values
 from kvcache.kv_buffer import LayerKV
 from kvcache.row_forward import RowCells
 
@@ -37,7 +37,7 @@ def attend_latent_rows(
     cached = _read(latents, index, query.dtype)
     reduced = latents.transform(absorb_keys(query, projection))
     mixed = _mix(reduced, cached, cached[..., : projection.latent_width], visible, scale, None, None)
-    return (latents.transform(mixed).transpose(0, 1) @ projection.values.mT).transpose(0, 1)
+    return project_values(latents.transform(mixed).transpose(0, 1), projection)
 
 
 def _visible_cells(cells: RowCells) -> tuple[Tensor, Tensor]:

@@ -15,6 +15,7 @@ from engine.sample.device_sampler import DeviceSampler
 from engine.sample.device_sampling import SamplingBatch, sample_batch
 from engine.sample.sampler import SamplingContext
 from kvcache.forward import Forward
+from kvcache.row_forward import batch_positions
 from kvcache.staging import StagingBuffer
 
 
@@ -47,9 +48,8 @@ class DeviceRunner(PackedRunner):
         self, forward: Forward, tokens: Sequence[int], logit_rows: Sequence[int], more: Sequence[NDArray[Any]]
     ) -> tuple[BatchInputs, list[Tensor]]:
         """The inputs of the model and `more` arrays on the device; the forward gets its cells there."""
-        positions = np.concatenate([np.arange(span.start, span.stop) for span in forward.spans])
         indices = (np.asarray(rows, np.int64) for rows in (logit_rows, [*single_rows(forward.spans)]))
-        own = [np.asarray(tokens, np.int64), positions, *indices]
+        own = [np.asarray(tokens, np.int64), batch_positions(forward.spans), *indices]
         cells = forward.device_arrays()
         parts = self._staging.upload([*own, *cells, *more])
         forward.set_device_arrays(parts[len(own) : len(own) + len(cells)])

@@ -95,7 +95,8 @@ class RecordedStep:
         self.size, self.most = size, most
         self.numbers = torch.zeros(self.arrange(forward, ()).shape, dtype=torch.long, device=device)
         self.cells = forward.row_forward(self.numbers[1:], most)
-        self.inputs = BatchInputs(self.numbers[0], self.cells.positions, torch.arange(size, device=device), None)
+        rows = torch.arange(size, device=device)
+        self.inputs = _RecordedInputs(self.numbers[0], self.cells.positions, rows, None, self)
         self.replay: Replay | None = None
 
     def arrange(self, forward: Forward, tokens: Sequence[int]) -> NDArray[np.int64]:
@@ -146,8 +147,7 @@ class GraphRunner(DeviceRunner):
         numbers, *parts = self._staging.upload([step.arrange(forward, tokens), *cells, *more])
         forward.set_device_arrays(parts[: len(cells)])
         step.numbers.copy_(numbers)
-        inputs = step.inputs
-        return _RecordedInputs(inputs.tokens, inputs.positions, inputs.logit_rows, None, step), parts[len(cells) :]
+        return step.inputs, parts[len(cells) :]
 
     def _run(self, forward: Forward, inputs: BatchInputs, encoder_masks: Sequence[EncoderMask | None]) -> Tensor:
         if not isinstance(inputs, _RecordedInputs):
@@ -171,7 +171,8 @@ class GraphRunner(DeviceRunner):
     def _compute(self, step: RecordedStep) -> Tensor:
         """The logits [size, vocabulary] of the batch whose numbers are written."""
         inputs = (step.inputs.tokens, step.inputs.positions, step.inputs.logit_rows)
-        with torch.inference_mode(), hooks.use_backend(self._row_backend(step.cells.copy())):
+        backend = _RowBackend(step.cells.copy(), self._cache_layers, self._sharing_layers, self._attend)
+        with torch.inference_mode(), hooks.use_backend(backend):
             return hooks.forward(self.model, *inputs)
 
     def run_with_hidden_states(
@@ -206,9 +207,6 @@ class GraphRunner(DeviceRunner):
         if (size, most) not in self._steps:
             self._steps[size, most] = RecordedStep(forward, self._device, size, most)
         return self._steps[size, most]
-
-    def _row_backend(self, cells: RowForward) -> _RowBackend:
-        return _RowBackend(cells, self._cache_layers, self._sharing_layers, self._attend)
 
 
 class _RowBackend:

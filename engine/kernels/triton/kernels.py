@@ -111,7 +111,7 @@ class TritonKernels(CellKernels):
         mixed = self._attend(reduced, cells, keys, latents, segments, attention_range, Scoring(scale))
         for rows in runs:
             own = _transform(cells, mixed[rows].transpose(0, 1), latents.width)
-            output[rows] = (own @ projection.values.mT).transpose(0, 1)
+            output[rows] = latent.project_values(own, projection)
 
     def attend_rows(
         self,
@@ -143,7 +143,7 @@ class TritonKernels(CellKernels):
         keys, values = replace(stored, width=latents.width), replace(stored, width=width)
         tables = self._row_tables(cells, query.shape[0])
         mixed = self._launch(reduced, latents, keys, values, tables, Scoring(scale))
-        return (_transform(latents, mixed.transpose(0, 1), width) @ projection.values.mT).transpose(0, 1)
+        return latent.project_values(_transform(latents, mixed.transpose(0, 1), width), projection)
 
     def store(self, keys: LayerKV, values: LayerKV, cells: CellIndex, key_rows: Tensor, value_rows: Tensor) -> None:
         """See kvcache.kv_buffer.store_rows."""
