@@ -55,6 +55,11 @@ def play(core: Core, jobs: Iterable[Job], *, most_steps: int = 2000) -> dict[str
     raise AssertionError(f"not over after {most_steps} steps")
 
 
+def texts(answers: dict[str, Answer]) -> dict[str, list[int]]:
+    """The tokens of each answer."""
+    return {name: answer.tokens for name, answer in answers.items()}
+
+
 def take(answer: Answer, event: object) -> None:
     """Add one event; none may follow the last one."""
     assert answer.end is None, "an event after the end"

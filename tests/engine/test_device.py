@@ -25,7 +25,7 @@ from tests.engine.embedder.folders import load as load_embedding_model
 from tests.engine.embedder.folders import save_embedder
 from tests.engine.mixes import mix, prompts
 from tests.engine.models import Reference, core, load_model
-from tests.engine.play import Answer, Job, ask, play
+from tests.engine.play import Answer, Job, ask, play, texts
 from tests.engine.speculated import Case, played
 from tests.engine.test_oracle import run
 from tests.fake_device import FAKE, fake_device
@@ -40,11 +40,6 @@ SAMPLING = (
     SamplingParams(temperature=1.0, min_p=0.1, logit_bias=((3, 2.0),), seed=3),
     SamplingParams(temperature=1.0, dry=Dry(1.0), allowed_tokens=tuple(range(0, 200, 2)), seed=4),
 )
-
-
-def texts(answers: dict[str, Answer]) -> dict[str, list[int]]:
-    """The tokens of each answer."""
-    return {name: answer.tokens for name, answer in answers.items()}
 
 
 def logprobs(answers: dict[str, Answer]) -> list[tuple[int, float]]:

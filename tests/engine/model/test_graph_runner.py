@@ -23,7 +23,7 @@ from engine.types.request import SamplingParams
 from tests.conftest import skip_without_gpu
 from tests.engine.mixes import mix, prompts
 from tests.engine.models import core, load_model
-from tests.engine.play import Answer, Job, ask, play
+from tests.engine.play import Job, ask, play, texts
 from tests.fake_device import FAKE, fake_device
 from tests.selection import quick
 
@@ -55,11 +55,6 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[CountingRecorder]:
     monkeypatch.setattr(selftest, "recorder_for", lambda device: counting)
     with fake_device():
         yield counting
-
-
-def texts(answers: dict[str, Answer]) -> dict[str, list[int]]:
-    """The tokens of each answer."""
-    return {name: answer.tokens for name, answer in answers.items()}
 
 
 @pytest.mark.parametrize(
