@@ -2,10 +2,12 @@
 
 import gc
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from bench.launch import cellar
 from engine.load.preload import limit_spinning
 
 # Modules and collected tests live to the end: the collector would visit their two million objects again and again.
@@ -20,7 +22,17 @@ if not any(Path(device).exists() for device in ("/dev/nvidia0", "/dev/kfd")):
 
 def pytest_collection_finish() -> None:
     gc.freeze()
+    # Tests leave few cycles: collections of all objects would be 5 % of the run.
+    gc.set_threshold(20_000, 20, 100)
     gc.enable()
+
+
+@pytest.fixture(scope="session")
+def bundled_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a server process with the bundled model and a store."""
+    folder = tmp_path_factory.mktemp("server")
+    with cellar(["--store", str(folder / "store.sqlite"), "--threads", "1"], folder / "log") as base:
+        yield base.removesuffix("/v1")
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

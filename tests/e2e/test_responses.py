@@ -45,9 +45,8 @@ def served(folder: Path) -> Iterator[openai.OpenAI]:
 
 
 @pytest.fixture(scope="module")
-def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
-    """Of a server that all tests but the last one share."""
-    with served(tmp_path_factory.mktemp("responses")) as client:
+def client(bundled_url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{bundled_url}/v1", api_key="none", max_retries=0, timeout=60) as client:
         yield client
 
 

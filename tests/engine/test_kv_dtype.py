@@ -19,6 +19,7 @@ from kvcache.spec import Span
 from tests.engine.mixes import mix, prompts
 from tests.engine.models import core, load_model
 from tests.engine.play import Answer, Job, ask, play
+from tests.selection import quick
 
 Load = Callable[..., LoadedModel]
 HALVES = ("bfloat16", "float16")
@@ -62,7 +63,7 @@ def alone(loaded: LoadedModel, job: Job) -> Answer:
 
 
 @pytest.mark.parametrize("scarce", [False, True], ids=["roomy", "scarce"])
-@pytest.mark.parametrize("family", ["llama", "gemma2", "deepseek_v3"])
+@pytest.mark.parametrize("family", quick(("gemma2", "deepseek_v3"), ("llama", "gemma2", "deepseek_v3")))
 def test_any_mix_equals_separate_runs(family: str, scarce: bool, stored: Load) -> None:
     """With chunks, shared prefixes, copies and preemption, int8 cells included."""
     loaded, pool = stored(family, "int8"), prompts(5)

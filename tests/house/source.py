@@ -24,13 +24,13 @@ class Source:
         return str(self.path.relative_to(ROOT))
 
     @cached_property
-    def tree(self) -> ast.Module:
-        """The syntax tree of the file."""
-        return ast.parse(self.path.read_text())
+    def all_nodes(self) -> list[ast.AST]:
+        """All syntax nodes."""
+        return [*ast.walk(ast.parse(self.path.read_text()))]
 
     def nodes(self, *kinds: type[ast.AST]) -> Iterator[ast.AST]:
         """All syntax nodes of the given kinds."""
-        return (node for node in ast.walk(self.tree) if isinstance(node, kinds))
+        return (node for node in self.all_nodes if isinstance(node, kinds))
 
     def places(self, nodes: Iterator[ast.AST]) -> list[str]:
         """file:line and source text of each node."""

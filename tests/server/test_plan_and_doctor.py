@@ -51,8 +51,8 @@ def process(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_plan_of_the_bundled_model(tmp_path: Path) -> None:
-    done = process("plan", "--json", "--context", "2048", "--slots", "2", folder=tmp_path)
+def test_plan_of_the_bundled_model(cellar: Cellar) -> None:
+    done = cellar("plan", "--json", "--context", "2048", "--slots", "2")
     plan: dict[str, Any] = json.loads(done.stdout)
     memory = plan["memory"]
 

@@ -104,7 +104,7 @@ def test_the_batch_size_changes_the_depth() -> None:
     assert found[32] < 0.5
 
 
-@pytest.mark.parametrize("batch", [4, 32])
+@pytest.mark.parametrize("batch", quick((32,), (4, 32)))
 def test_batches_come_close_to_the_best_fixed_depth(batch: int) -> None:
     """In 200 rounds, of three seeds: 0.90 of it in the worst world."""
     found = [

@@ -65,6 +65,7 @@ def test_error_of_a_reader_is_raised() -> None:
         construct(read)
 
 
+@pytest.mark.slow
 def test_a_load_imports_no_sympy(folder: Any) -> None:
     assert ["False"] == run(LOAD.format(folder=str(folder("llama"))))
 

@@ -17,6 +17,7 @@ from engine.gguf.matrices import FileMatrices
 from engine.load import checking, gguf_model, outcomes
 from engine.load.load import LoadedModel
 from tests.engine.gguf.files import empty_cache, feed, load_file, prompt, write_types, write_wide
+from tests.selection import quick
 
 
 @pytest.fixture(autouse=True)
@@ -78,7 +79,7 @@ def test_a_later_start_dequantises_types_without_a_format(tmp_path: Path, monkey
     assert torch.equal(logits(load_file(file)), logits(load_file(file)))
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "mixtral", "phi3", "qwen2"])
+@pytest.mark.parametrize("name", quick(("gemma3", "mixtral"), ("llama", "gemma3", "mixtral", "phi3", "qwen2")))
 def test_the_first_start_dequantises_in_calls(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The checks, the replaced layers and the logits are those of a start that dequantises all matrices first."""
     file = write(name, Type.Q4_K, tmp_path)

@@ -34,6 +34,7 @@ def test_libraries_are_loaded_without_an_import() -> None:
     assert ["True False False", "[[3.0], [3.0]] True"] == run(PRELOAD)
 
 
+@pytest.mark.slow
 def test_import_may_begin_at_the_same_time() -> None:
     assert "[[3.0], [3.0]] True" == run(RACE)[-1]
 

@@ -11,6 +11,7 @@ from engine.load.load import LoadedModel
 from kvcache.rotary import rotate
 from kvcache.spec import AttentionRange, Rotation
 from tests.engine.models import CONTEXT
+from tests.selection import quick
 
 Models = Callable[..., LoadedModel]
 
@@ -37,7 +38,7 @@ def shape(rotation: Rotation | None) -> tuple[str, int, int] | None:
     return rotation and (rotation.layout, rotation.offset, len(rotation.inverse_frequency))
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", quick(("bfloat16",), ("float64", "float32", "bfloat16")))
 @pytest.mark.parametrize("family", EXPECTED)
 def test_rotation_and_range_of_every_layer_are_found(loaded: Models, family: str, dtype: str) -> None:
     """Half, interleaved, partial and no rotation, learned positions and windows, in every dtype."""

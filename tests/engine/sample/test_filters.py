@@ -103,6 +103,7 @@ def sampled(row: Tensor, params: SamplingParams, count: int, seed: int = 3) -> l
     )
 
 
+@pytest.mark.slow
 def test_xtc_applies_with_its_probability() -> None:
     row = torch.tensor([5.0, 3.4, -20.0])
     params = SamplingParams(xtc=Xtc(0.3, 0.1))

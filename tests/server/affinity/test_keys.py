@@ -130,6 +130,7 @@ def test_a_large_body_is_hashed_unparsed() -> None:
     assert 9 == len(first.prefixes)
 
 
+@settings(max_examples=40, deadline=None)
 @given(st.binary(max_size=400) | JSON_VALUES.map(lambda value: json.dumps(value).encode()))
 def test_any_bytes_have_keys(body: bytes) -> None:
     """A body that no server accepts has keys, too."""

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from bench.launch import cellar
 
-
-@pytest.fixture(scope="session")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+@pytest.fixture
+def url(bundled_url: str) -> str:
     """The address of a server with the bundled model."""
-    log = tmp_path_factory.mktemp("server") / "log"
-    with cellar(["--store", "none", "--threads", "1"], log) as base:
-        yield base.removesuffix("/v1")
+    return bundled_url
 
 
 @pytest.fixture

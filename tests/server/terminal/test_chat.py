@@ -55,6 +55,7 @@ def test_an_answer_with_its_figures(url: str, home: Home) -> None:
         assert 0 == session.end()
 
 
+@pytest.mark.slow
 def test_a_model_is_started_for_the_chat_and_ended_with_it(home: Home) -> None:
     """On a free port, when no server has the model; neither Ctrl-C nor the end of the terminal leaves it behind."""
     with TerminalSession(["chat", "cellar-tiny", "--port", "0", "--threads", "1"], home) as session:

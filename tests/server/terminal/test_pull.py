@@ -133,6 +133,7 @@ def test_models_that_are_not_there(hub: Home, arguments: list[str], message: str
     assert 1 == messages.count("\n")
 
 
+@pytest.mark.slow
 def test_a_removal_is_confirmed_on_a_terminal(hub: Home) -> None:
     """Any other answer than yes keeps the model."""
     cellar(hub, "pull", NAME, "--revision", "v1")
