@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from ray import serve
+from ray.exceptions import RayError
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy, RequestRouterConfig
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -65,7 +66,7 @@ class Replica:
 
 
 class ReplicaApp:
-    """The app of a replica, which adds its id to responses."""
+    """The app of a replica, which adds its id to responses; a request that Ray cancels ends with a disconnect."""
 
     def __init__(self, app: ASGIApp, id: str) -> None:
         self._app, self._id = app, id
@@ -81,7 +82,14 @@ class ReplicaApp:
                 MutableHeaders(scope=message)[REPLICA_HEADER] = self._id
             await send(message)
 
-        await self._app(scope, receive, send_with_id)
+        async def receive_until_cancelled() -> Message:
+            try:
+                return await receive()
+            except RayError:
+                # The proxy cancels its part of the request as well, or has ended.
+                return {"type": "websocket.disconnect" if scope["type"] == "websocket" else "http.disconnect"}
+
+        await self._app(scope, receive_until_cancelled, send_with_id)
 
 
 async def _answer_lifespan(receive: Receive, send: Send) -> None:

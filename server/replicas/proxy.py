@@ -49,11 +49,12 @@ class ReplicaMiddleware:
         if pieces and pieces[-1]["type"] == "http.disconnect":
             return
         routed = self._routes.route(scope, b"".join(piece.get("body", b"") for piece in pieces))
+        client = _ClientMessages(receive)
         for number in range(1, (ATTEMPTS if whole else 1) + 1):
             attempt = _Attempt(scope, send, partial(self._routes.record, routed))
             routed_scope = {**routed.scope, "headers": [*routed.scope["headers"]]}
-            await self.app(routed_scope, replay(pieces, receive), attempt.send)
-            if attempt.complete:
+            await self.app(routed_scope, replay(pieces, client.receive), attempt.send)
+            if attempt.complete or client.disconnected:
                 return
             if attempt.started:
                 await attempt.end_with_error()
@@ -61,6 +62,20 @@ class ReplicaMiddleware:
             logger.warning("attempt %d of %s was not answered by a replica", number, scope["path"])
             await asyncio.sleep(RETRY_SECONDS * number)
         await error_response(_lost("No replica could answer the request."), scope["path"])(scope, receive, send)
+
+
+class _ClientMessages:
+    """The messages of a client. Ray's proxy answers nothing after a disconnect, which is no reason for a repetition."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self.disconnected = False
+
+    async def receive(self) -> Message:
+        """The next message."""
+        message = await self._receive()
+        self.disconnected = self.disconnected or message["type"] == "http.disconnect"
+        return message
 
 
 class _Attempt:

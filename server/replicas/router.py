@@ -42,17 +42,19 @@ class AffinityRouter(RequestRouter):
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: object) -> None:
         """Record that the cache of a replica has the prompt."""
         session = pending_request.metadata.session_id
-        if session and requested_replica(session) is None:
+        if requested_replica(session) is None:
+            # Without keys, too: the next request without keys gets another choice of replicas.
             self._chooser.record(decode_keys(session), replica_id.unique_id)
 
     def on_send_request(self, replica_id: ReplicaID) -> None:
-        """Count a request that is sent to a replica; `on_request_completed` follows exactly once."""
+        """Count a request that is sent to a replica; `on_request_completed` follows."""
         super().on_send_request(replica_id)
         self._running[replica_id.unique_id] += 1
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        """Count the end of a request, in whatever way it ended."""
-        self._running[replica_id.unique_id] -= 1
+        """Count the end of a request, also of one that failed, was cancelled or could not be sent."""
+        name = replica_id.unique_id
+        self._running[name] = max(self._running[name] - 1, 0)
 
     def _load(self, replica: RunningReplica) -> int:
         """Requests of this proxy, or of all by the last answer of the replica, which Ray forgets after 10 seconds."""

@@ -27,7 +27,8 @@ pytestmark = pytest.mark.ray
 pytest.importorskip("ray", reason="needs Ray Serve: pip install 'kvcellar[ray]'")
 
 START_SECONDS = 900
-FLAGS = ("--replicas", "2", "--threads", "1", "--context", "2048", "--slots", "8", "--store", "memory")
+REPLICAS = 2
+FLAGS = ("--replicas", f"{REPLICAS}", "--threads", "1", "--context", "2048", "--slots", "8", "--store", "memory")
 STREAMS = 6
 
 
@@ -151,6 +152,40 @@ def test_responses_meet_their_conversation(cluster: tuple[str, psutil.Process]) 
     asyncio.run(answer_all())
     assert 6 == len(set(replicas))
     assert 6 * 3 <= sum(tokens > 50 for tokens in cached)
+
+
+def test_streams_that_clients_leave_at_once_end_on_the_replicas(cluster: tuple[str, psutil.Process]) -> None:
+    """Twelve of them: their slots are free, and other streams go on."""
+
+    async def running(connection: httpx.AsyncClient) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for number in range(100):
+            answer = await connection.get("/v1/engine", headers={"x-session-id": f"{number}"})
+            counts = answer.json()["counts"]
+            found[answer.headers["x-cellar-replica"]] = counts["running"] + counts["waiting"]
+            if len(found) == REPLICAS:
+                return found
+        raise AssertionError("requests meet one replica only")
+
+    async def scene() -> list[str]:
+        async with client(cluster[0]) as connection, asyncio.timeout(120):
+            begun: list[httpx.Response] = []
+            other = asyncio.create_task(read_stream(connection, "stays", 1500, begun.append))
+            streams = [
+                asyncio.create_task(read_stream(connection, f"{at} leaves", 1500, begun.append)) for at in range(12)
+            ]
+            while len(begun) < 13:
+                await asyncio.sleep(0.01)
+            for stream in streams:
+                stream.cancel()
+            await asyncio.gather(*streams, return_exceptions=True)
+            async with asyncio.timeout(20):
+                while sum((await running(connection)).values()) > (not other.done()):
+                    await asyncio.sleep(0.1)
+            others = await asyncio.gather(*(read_stream(connection, f"next {at}", 8) for at in range(16)))
+            return [end for end, _, _ in (await other, *others)]
+
+    assert ["ok"] * 17 == asyncio.run(scene())
 
 
 def test_a_killed_replica_loses_only_what_it_had_answered(cluster: tuple[str, psutil.Process]) -> None:

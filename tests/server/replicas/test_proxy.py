@@ -160,6 +160,22 @@ def test_the_attempts_are_few() -> None:
     assert (503, "engine_dead", "1") == (answer.status, answer.json["error"]["code"], answer.headers["retry-after"])
 
 
+def test_a_request_of_a_client_that_left_is_not_repeated() -> None:
+    """Ray's proxy answers it with nothing."""
+    messages = [{"type": "http.request", "body": b"{}"}, {"type": "http.disconnect"}]
+    received: list[str] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        received.extend([(await receive())["type"], (await receive())["type"]])
+
+    async def receive() -> dict[str, Any]:
+        return messages.pop(0)
+
+    asyncio.run(_served(app, receive, sent := []))
+    assert ["http.request", "http.disconnect"] == received
+    assert [] == sent
+
+
 @pytest.mark.parametrize("status", [400, 429, 500, 503])
 def test_errors_of_a_replica_are_not_repeated(status: int) -> None:
     answer = ask(FakeProxy([head(status), part(b"{}")]))
@@ -220,15 +236,13 @@ def test_a_long_body_is_passed_on_and_not_repeated(monkeypatch: pytest.MonkeyPat
     async def receive() -> dict[str, Any]:
         return pieces.pop(0)
 
-    sent: Messages = []
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    asyncio.run(_served(app, receive, send))
+    asyncio.run(_served(app, receive, sent := []))
     assert [b"abcd", b"ef"] == received
     assert 503 == sent[0]["status"]
 
 
-async def _served(app: Any, receive: Any, send: Any) -> None:
+async def _served(app: Any, receive: Any, sent: Messages) -> None:
+    async def send(message: Any) -> None:
+        sent.append(message)
+
     await ReplicaMiddleware(app)({"type": "http", "method": "POST", "path": CHAT, "headers": []}, receive, send)
