@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 
 import anyio.to_thread
@@ -48,12 +49,12 @@ class LineError(Exception):
 async def batch_lines(
     chunks: AsyncIterator[bytes], endpoint: str, max_bytes: int
 ) -> AsyncIterator[list[BatchLine | BatchError]]:
-    """The requests and the errors of a file, in lists. Lines are parsed in a worker thread."""
+    """The requests and the errors of a file, in lists. Lines are split and parsed in a worker thread."""
     number, remainder = 1, b""
     async for chunk in chunks:
-        *lines, remainder = (remainder + chunk).split(b"\n")
-        yield await anyio.to_thread.run_sync(_parsed, enumerate(lines, number), endpoint, max_bytes)
-        number += len(lines)
+        read = partial(_complete_lines, remainder + chunk, number, endpoint, max_bytes)
+        entries, number, remainder = await anyio.to_thread.run_sync(read)
+        yield entries
         if len(remainder) > max_bytes:
             break
     yield await anyio.to_thread.run_sync(_parsed, enumerate([remainder], number), endpoint, max_bytes)
@@ -80,6 +81,14 @@ async def check_file(chunks: AsyncIterator[bytes], endpoint: str, max_bytes: int
     if not count:
         errors.append(_error("empty_file", "The file has no requests."))
     return count, errors[:MAX_ERRORS]
+
+
+def _complete_lines(
+    text: bytes, number: int, endpoint: str, max_bytes: int
+) -> tuple[list[BatchLine | BatchError], int, bytes]:
+    """The entries of the complete lines, the number of the next line, and its beginning."""
+    *lines, remainder = text.split(b"\n")
+    return _parsed(enumerate(lines, number), endpoint, max_bytes), number + len(lines), remainder
 
 
 def _parsed(lines: Iterable[tuple[int, bytes]], endpoint: str, max_bytes: int) -> list[BatchLine | BatchError]:

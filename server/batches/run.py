@@ -53,6 +53,7 @@ class BatchRun:
 
     client          sends requests to the app
     max_line_bytes  of a request
+    blocking_bytes  of other files, beside which the results had no space
     """
 
     stored: StoredBatch
@@ -63,6 +64,7 @@ class BatchRun:
     max_line_bytes: int
     clock: Callable[[], float] = time.time
     body: BatchBody = field(init=False)
+    blocking_bytes: int = field(init=False, default=0)
     _requests: anyio.CancelScope = field(default_factory=anyio.CancelScope)
     _cancelled: bool = False
 
@@ -137,7 +139,8 @@ class BatchRun:
         try:
             self.body["output_file_id"] = await self._write_results("output") if completed else None
             self.body["error_file_id"] = await self._write_results("error") if failed else None
-        except StorageFullError:
+        except StorageFullError as error:
+            self.blocking_bytes = error.other_bytes
             self._set_errors([STORAGE_FULL])
             await self._save("finalizing")
             raise

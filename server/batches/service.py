@@ -67,6 +67,10 @@ class BatchService:
         self._loop: asyncio.Task[None] | None = None
         self._client: httpx.AsyncClient | None = None
         self._slots: SlotShare | None = None
+        # The last warning about a batch, or about the store under "".
+        self._warnings: dict[str, str] = {}
+        # Bytes of other files when the results of a batch had no space.
+        self._blocking_bytes: dict[str, int] = {}
 
     def start(self, app: ASGIApp) -> None:
         """Begin to run batches, as requests to `app`."""
@@ -203,9 +207,11 @@ class BatchService:
                     self._wake.clear()
                     await self._renew()
                     for stored in await self._batches.claim():
-                        self._begin(stored)
+                        await self._begin(stored)
+                    if self._warnings.pop("", None):
+                        logger.info("batches: the store works again")
             except StoreError as error:
-                logger.warning("batches wait for the store: %s", error)
+                self._warn("", f"batches wait for the store: {error}")
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), POLL_SECONDS)
 
@@ -223,9 +229,14 @@ class BatchService:
             elif stored.cancelling is not None:
                 run.cancel()
 
-    def _begin(self, stored: StoredBatch) -> None:
+    async def _begin(self, stored: StoredBatch) -> None:
         assert self._client is not None
         assert self._slots is not None
+        blocking = self._blocking_bytes.get(stored.id)
+        if blocking is not None and await self._files.used_bytes() >= blocking:
+            # There is no more space for its results than before.
+            await self._batches.release(stored.id)
+            return
         limit = self._service.settings.limits.body_bytes
         run = BatchRun(stored, self._batches, self._files, self._client, self._slots, limit)
         self._runs[stored.id] = run
@@ -237,17 +248,30 @@ class BatchService:
         id = run.stored.id
         try:
             await run.run()
+            self._forget(id)
             logger.info("batch %s: %s, %s", id, run.body["status"], run.body["request_counts"])
         except* LeaseLostError:
+            self._forget(id)
             logger.info("batch %s: another server has it", id)
         except* StoreError as errors:
-            logger.warning("batch %s waits for the store: %s", id, errors.exceptions[0])
+            self._warn(id, f"batch {id} waits for the store: {errors.exceptions[0]}")
         except* StorageFullError:
-            logger.warning("batch %s waits: its results would exceed %d bytes of files", id, self._files.max_bytes)
+            self._warn(id, f"batch {id} waits: its results would exceed {self._files.max_bytes} bytes of files")
+            self._blocking_bytes[id] = run.blocking_bytes
         finally:
             del self._runs[id], self._tasks[id]
             with contextlib.suppress(StoreError):
                 await asyncio.shield(self._batches.release(id))
+
+    def _warn(self, subject: str, message: str) -> None:
+        """Log a warning, unless it is the last one of its subject."""
+        if self._warnings.get(subject) != message:
+            self._warnings[subject] = message
+            logger.warning("%s", message)
+
+    def _forget(self, id: str) -> None:
+        self._warnings.pop(id, None)
+        self._blocking_bytes.pop(id, None)
 
 
 def _log_failure(task: asyncio.Task[None]) -> None:

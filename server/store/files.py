@@ -41,6 +41,7 @@ INSERT_CHUNK = "INSERT INTO file_chunks VALUES (?, ?, ?)"
 ADD_BYTES = "UPDATE files SET bytes = bytes + ? WHERE id = ?"
 COMPLETE = "UPDATE files SET complete = 1 WHERE id = ? RETURNING bytes"
 SELECT_CHUNK = "SELECT content FROM file_chunks WHERE file = ? AND number = ?"
+SUM_BYTES = "SELECT COALESCE(SUM(bytes), 0) FROM files"
 DELETE_EXPIRED = "DELETE FROM files WHERE expires <= ? OR (complete = 0 AND created < ?)"
 
 
@@ -62,7 +63,14 @@ class StoredFile:
 
 
 class StorageFullError(Exception):
-    """The files would exceed the limit of the store."""
+    """A file does not fit beside the others.
+
+    other_bytes  of all other files
+    """
+
+    def __init__(self, other_bytes: int) -> None:
+        super().__init__(f"no space beside {other_bytes} bytes of files")
+        self.other_bytes = other_bytes
 
 
 @dataclass(slots=True)
@@ -115,6 +123,12 @@ class FileStore:
             yield chunk
             number += 1
 
+    async def used_bytes(self) -> int:
+        """The bytes of all files that have not expired."""
+        statement = f"{SUM_BYTES} WHERE expires IS NULL OR expires > ?"
+        ((used,),) = await self._worker.query(statement, [self.clock()])
+        return int(used)
+
     async def delete(self, id: str, owner: str) -> bool:
         """Delete a file; False: there is none."""
         statement = f"DELETE FROM files WHERE id = ? AND {VISIBLE} RETURNING id"
@@ -139,9 +153,10 @@ class FileStore:
         with database.transaction():
             database.run(INSERT_CHUNK, [id, number, compressed])
             database.run(ADD_BYTES, [len(chunk), id])
-            ((used,),) = database.run("SELECT SUM(bytes) FROM files")
+            ((used,),) = database.run(SUM_BYTES)
             if used > self.max_bytes:
-                raise StorageFullError
+                ((own,),) = database.run("SELECT bytes FROM files WHERE id = ?", [id])
+                raise StorageFullError(used - own)
 
     async def _remove(self, id: str) -> None:
         try:

@@ -8,7 +8,7 @@ import json
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from engine.types.events import Event
 from engine.types.request import Request
 from server.batches import service
 from server.store.batches import BatchStore, StoredBatch
+from server.store.files import FileStore, StoredFile
 from tests.server.fakes import WORDS, FakeEngine, Gate, serve_in_thread, settings, speak
 
 FINAL = ("completed", "failed", "expired", "cancelled")
@@ -291,20 +292,35 @@ def test_a_batch_may_end_while_its_lease_is_renewed(monkeypatch: pytest.MonkeyPa
         assert "cancelled" == wait(client, second.id).status
 
 
-def test_results_wait_for_space(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The batch is `finalizing`, with the reason, until files are deleted: its own input may be one of them."""
+def test_results_wait_for_space(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """The batch is `finalizing`, with the reason, until files are deleted: its own input may be one of them.
+
+    Results are written again, and the log has another line, only when there is more space than before.
+    """
+    created: list[str] = []
+    create = FileStore.create
+
+    def counted(store: FileStore, file: StoredFile, content: AsyncIterator[bytes]) -> Awaitable[StoredFile]:
+        created.append(file.purpose)
+        return create(store, file, content)
+
+    monkeypatch.setattr(FileStore, "create", counted)
     monkeypatch.setattr(service, "MAX_MEMORY_BYTES", 20_000)
     monkeypatch.setattr(service, "POLL_SECONDS", 0.05)
     with client_of(FakeEngine()) as client:
         other = client.files.create(file=("x", bytes(15_000)), purpose="batch")
         batch = start(client, [line(number) for number in range(8)])
         full = wait(client, batch.id, lambda batch: bool(error_codes(batch)))
+        time.sleep(0.3)
+        attempts = created.count("batch_output")
         for id in (batch.input_file_id, other.id):
             client.files.delete(id)
         batch = wait(client, batch.id)
         found = results(client, batch.output_file_id)
 
     assert ("finalizing", ["storage_full"]) == (full.status, error_codes(full))
+    assert 1 == attempts
+    assert 1 == len([message for message in caplog.messages if "would exceed" in message])
     assert ("completed", []) == (batch.status, error_codes(batch))
     assert 8 == len(found)
 
@@ -407,6 +423,11 @@ def test_wrong_uploads() -> None:
             missing = http.post(url, files={"other": b"{}"}, data={"purpose": "batch"})
             assert (400, "file") == (missing.status_code, missing.json()["error"]["param"])
             assert 200 == http.post(url, **form).status_code  # type: ignore[arg-type]
+            unnamed = http.post(url, files={"file": (None, b"{}"), "purpose": (None, "batch")})
+            assert (
+                "Invalid value for 'file': its part of the form has no filename, so it is no file."
+                == (unnamed.json()["error"]["message"])
+            )
             for kind, body in (
                 ("multipart/form-data", b"x"),
                 ("multipart/form-data; boundary=b", b"x"),
