@@ -8,7 +8,7 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import httpx
@@ -91,14 +91,20 @@ class BatchService:
         self._batches.close()
         self._files.close()
 
-    async def add_file(self, content: AsyncIterator[bytes], owner: str, name: str, seconds: int | None) -> FileBody:
-        """Store an uploaded file."""
+    async def add_file(
+        self, content: AsyncIterator[bytes], owner: str, name: str, seconds: Callable[[], int | None]
+    ) -> FileBody:
+        """Store an uploaded file; `seconds` is called behind the content, and returns the time until it expires."""
         self._check_stored()
         now = int(time.time())
-        expires = None if seconds is None else now + seconds
-        file = StoredFile(f"file-{uuid.uuid4().hex}", owner, PURPOSE, name[:MAX_NAME], now, expires)
+        file = StoredFile(f"file-{uuid.uuid4().hex}", owner, PURPOSE, name[:MAX_NAME], now)
+
+        def expires() -> int | None:
+            found = seconds()
+            return None if found is None else now + found
+
         try:
-            return _file_body(await self._files.create(file, content))
+            return _file_body(await self._files.create(file, content, expires))
         except StorageFullError:
             message = f"The files of this server would exceed {self._files.max_bytes} bytes; delete some first."
             raise ApiError(STORAGE_FULL, message, param="file") from None

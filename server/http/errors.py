@@ -236,9 +236,6 @@ async def _on_http(request: Request, error: Exception) -> Response:
         return error_response(
             ApiError(METHOD_NOT_ALLOWED, "This URL does not support this method.", headers=error.headers), path
         )
-    if error.status_code == INVALID_VALUE.status:
-        # Of starlette's and FastAPI's parsers of forms; bodies with JSON have parsers of their own.
-        return error_response(ApiError(INVALID_VALUE, "Invalid body: the form cannot be read."), path)
     return error_response(internal_error(), path)
 
 

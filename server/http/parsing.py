@@ -14,7 +14,6 @@ from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import anyio.to_thread
 from anyio import CapacityLimiter
-from fastapi.params import Form
 from fastapi.routing import APIRoute
 from fastapi.utils import create_model_field
 from pydantic import BaseModel, ValidationError
@@ -91,8 +90,7 @@ class StrictRoute(APIRoute):
     @property
     def body_model(self) -> type[BaseModel] | None:
         """The model of the JSON body, if the endpoint has one."""
-        field = None if self.body_field is None else self.body_field.field_info
-        annotation = None if field is None or isinstance(field, Form) else field.annotation
+        annotation = None if self.body_field is None else self.body_field.field_info.annotation
         return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:

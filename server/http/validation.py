@@ -30,8 +30,6 @@ JSON_WORDS = {
     " after validation": "",
 }
 EXPECTED = "Input should be "
-# In FastAPI's message for a part of a form without a filename.
-NO_FILE = "Expected UploadFile"
 
 
 def install(app: FastAPI) -> None:
@@ -78,8 +76,6 @@ def _reason(error: ErrorDetails) -> str:
         # pydantic's message has the name of the class.
         return f"{EXPECTED}a valid object"
     reason: str = error["msg"]
-    if NO_FILE in reason:
-        return "its part of the form has no filename, so it is no file"
     for python, json in JSON_WORDS.items():
         reason = reason.replace(python, json)
     return reason

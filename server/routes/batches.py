@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from fastapi import FastAPI, File, Form, Query, Request, UploadFile
+from fastapi import FastAPI, Query, Request
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response, StreamingResponse
 
 from server.batches.service import PURPOSE, BatchService
 from server.http.auth import owner
 from server.http.encoding import JsonResponse
-from server.http.errors import UNSUPPORTED_VALUE, ApiError
+from server.http.errors import CLIENT_CLOSED, UNSUPPORTED_VALUE, ApiError
+from server.http.forms import FileForm
+from server.http.parsing import validated
 from server.routes.openapi import ERROR_RESPONSES
 from server.schemas.batches import (
     BatchBody,
     BatchList,
     BatchRequest,
-    ExpirySeconds,
     FileBody,
     FileDeleted,
     FileList,
+    UploadFields,
 )
 from server.service import Service
 from server.store.files import CHUNK_BYTES
@@ -39,19 +41,27 @@ def add(app: FastAPI, service: Service) -> BatchService:
 
 
 def _add_file_routes(app: FastAPI, batches: BatchService) -> None:
-    @app.post(FILES, responses={**ERROR_RESPONSES, 200: {"model": FileBody}})
-    async def create_file(
-        request: Request,
-        file: Annotated[UploadFile, File()],
-        purpose: Annotated[str, Form()],
-        anchor: Annotated[Literal["created_at"], Form(alias="expires_after[anchor]")] = "created_at",
-        seconds: Annotated[ExpirySeconds | None, Form(alias="expires_after[seconds]")] = None,
-    ) -> Response:
+    @app.post(FILES, responses={**ERROR_RESPONSES, 200: {"model": FileBody}}, openapi_extra={"requestBody": _form()})
+    async def create_file(request: Request) -> Response:
         """Upload a file with the requests of a batch."""
-        if purpose != PURPOSE:
-            message = f"Invalid value for 'purpose': files are for batches here; it must be '{PURPOSE}'."
-            raise ApiError(UNSUPPORTED_VALUE, message, param="purpose")
-        return JsonResponse(await batches.add_file(_chunks(file), owner(request), file.filename or "file", seconds))
+        form = FileForm(request, "file")
+
+        def checked() -> UploadFields:
+            fields = validated(UploadFields, form.fields)
+            if fields.purpose != PURPOSE:
+                message = f"Invalid value for 'purpose': files are for batches here; it must be '{PURPOSE}'."
+                raise ApiError(UNSUPPORTED_VALUE, message, param="purpose")
+            return fields
+
+        try:
+            await form.find_file()
+            if "purpose" in form.fields:
+                checked()
+            name = form.filename or "file"
+            chunks = form.chunks(CHUNK_BYTES)
+            return JsonResponse(await batches.add_file(chunks, owner(request), name, lambda: checked().seconds))
+        except ClientDisconnect:
+            return Response(status_code=CLIENT_CLOSED)
 
     @app.get(FILES, responses={**ERROR_RESPONSES, 200: {"model": FileList}})
     async def list_files(
@@ -107,6 +117,9 @@ def _add_batch_routes(app: FastAPI, batches: BatchService) -> None:
         return JsonResponse(await batches.cancel(batch_id, owner(request)))
 
 
-async def _chunks(file: UploadFile) -> AsyncIterator[bytes]:
-    while chunk := await file.read(CHUNK_BYTES):
-        yield chunk
+def _form() -> dict[str, Any]:
+    """The body of an upload in /openapi.json."""
+    schema = UploadFields.model_json_schema()
+    schema["properties"] |= {"file": {"type": "string", "contentMediaType": "application/octet-stream"}}
+    schema["required"].append("file")
+    return {"required": True, "content": {"multipart/form-data": {"schema": schema}}}

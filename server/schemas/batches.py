@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, NotRequired
 
-from pydantic import Field
+from pydantic import BaseModel, Field
 from typing_extensions import TypedDict
 
 from server.schemas.common import Label, MetadataKey, MetadataValue
@@ -33,6 +33,14 @@ class BatchRequest(Strict):
     completion_window: Literal["24h"]
     metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)] | None = None
     output_expires_after: Expiry | None = None
+
+
+class UploadFields(BaseModel):
+    """The fields of an upload beside its file; texts of a form, so numbers are converted."""
+
+    purpose: str
+    anchor: Literal["created_at"] = Field(default="created_at", alias="expires_after[anchor]")
+    seconds: ExpirySeconds | None = Field(default=None, alias="expires_after[seconds]")
 
 
 class FileBody(TypedDict):

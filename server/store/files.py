@@ -39,7 +39,7 @@ SELECT = f"SELECT {COLUMNS} FROM files WHERE id = ? AND {VISIBLE}"
 SELECT_ALL = f"SELECT {COLUMNS} FROM files WHERE {VISIBLE}"
 INSERT_CHUNK = "INSERT INTO file_chunks VALUES (?, ?, ?)"
 ADD_BYTES = "UPDATE files SET bytes = bytes + ? WHERE id = ?"
-COMPLETE = "UPDATE files SET complete = 1 WHERE id = ? RETURNING bytes"
+COMPLETE = "UPDATE files SET complete = 1, expires = ? WHERE id = ? RETURNING bytes"
 SELECT_CHUNK = "SELECT content FROM file_chunks WHERE file = ? AND number = ?"
 SUM_BYTES = "SELECT COALESCE(SUM(bytes), 0) FROM files"
 DELETE_EXPIRED = "DELETE FROM files WHERE expires <= ? OR (complete = 0 AND created < ?)"
@@ -88,15 +88,21 @@ class FileStore:
     def __post_init__(self) -> None:
         self._worker = DatabaseWorker(self.location, SCHEMA)
 
-    async def create(self, file: StoredFile, content: AsyncIterator[bytes]) -> StoredFile:
-        """Store a file, in place of one with its id; StorageFullError leaves nothing."""
+    async def create(
+        self, file: StoredFile, content: AsyncIterator[bytes], expires: Callable[[], int | None] | None = None
+    ) -> StoredFile:
+        """Store a file, in place of one with its id; an error, such as StorageFullError, leaves nothing.
+
+        expires  called behind the content: the expiry, in place of that of `file`
+        """
         await self._worker.run(partial(self._begin, file))
         number, complete = 0, False
         try:
             async for chunk in content:
                 await self._worker.run(partial(self._add_chunk, file.id, number, chunk))
                 number += 1
-            rows = await self._worker.query(COMPLETE, [file.id])
+            file = file if expires is None else replace(file, expires=expires())
+            rows = await self._worker.query(COMPLETE, [file.expires, file.id])
             if not rows:
                 raise StoreError("the file was deleted during its upload")
             complete = True

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import logging
+import socket
 import sqlite3
+import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -300,9 +303,9 @@ def test_results_wait_for_space(monkeypatch: pytest.MonkeyPatch, caplog: pytest.
     created: list[str] = []
     create = FileStore.create
 
-    def counted(store: FileStore, file: StoredFile, content: AsyncIterator[bytes]) -> Awaitable[StoredFile]:
+    def counted(store: FileStore, file: StoredFile, *content: Any) -> Awaitable[StoredFile]:
         created.append(file.purpose)
-        return create(store, file, content)
+        return create(store, file, *content)
 
     monkeypatch.setattr(FileStore, "create", counted)
     monkeypatch.setattr(service, "MAX_MEMORY_BYTES", 20_000)
@@ -398,8 +401,9 @@ def test_files_are_listed_read_and_deleted() -> None:
             client.files.retrieve(ids[1])
 
 
-def test_a_large_file_is_stored_in_chunks() -> None:
-    """Its size is not limited by that of a request, but by a limit of its own."""
+def test_a_large_file_is_stored_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its size is not limited by that of a request, but by a limit of its own; a container may have a small /tmp."""
+    monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
     limits = {"body_bytes": 1000, "file_bytes": 4 * 2**20}
     with client_of(FakeEngine(), limits=limits) as client:
         content = bytes(range(256)) * 12_000
@@ -423,11 +427,6 @@ def test_wrong_uploads() -> None:
             missing = http.post(url, files={"other": b"{}"}, data={"purpose": "batch"})
             assert (400, "file") == (missing.status_code, missing.json()["error"]["param"])
             assert 200 == http.post(url, **form).status_code  # type: ignore[arg-type]
-            unnamed = http.post(url, files={"file": (None, b"{}"), "purpose": (None, "batch")})
-            assert (
-                "Invalid value for 'file': its part of the form has no filename, so it is no file."
-                == (unnamed.json()["error"]["message"])
-            )
             for kind, body in (
                 ("multipart/form-data", b"x"),
                 ("multipart/form-data; boundary=b", b"x"),
@@ -436,6 +435,46 @@ def test_wrong_uploads() -> None:
             ):
                 broken = http.post(url, content=body, headers={"content-type": kind})
                 assert (400, "invalid_value") == (broken.status_code, broken.json()["error"]["code"]), body
+
+
+def test_parts_of_a_form() -> None:
+    """Fields may follow the file, whose expiry is among them; an invalid form leaves no file."""
+    purpose, content = ("purpose", (None, "batch")), ("file", ("x.jsonl", b"{}"))
+    expiry = ("expires_after[seconds]", (None, "3600"))
+    with client_of(FakeEngine()) as client, httpx.Client(trust_env=False) as http:
+        url = f"{client.base_url}files"
+        stored = http.post(url, files=[content, expiry, ("other", ("y", b"skipped")), purpose]).json()
+        assert (3600, "x.jsonl", 2) == (
+            stored["expires_at"] - stored["created_at"],
+            stored["filename"],
+            stored["bytes"],
+        )
+        for parts, param, text in (
+            ([content], "purpose", "Missing"),
+            ([content, ("purpose", (None, "fine-tune"))], "purpose", "it must be 'batch'"),
+            ([content, purpose, ("expires_after[seconds]", (None, "1"))], "expires_after[seconds]", "3600"),
+            ([content, purpose, content], "file", "the form has two of them"),
+            ([("file", (None, b"{}")), purpose], "file", "has no filename, so it is no file"),
+            ([content, purpose, ("x", (None, b"x" * 5000))], "x", "more than 4096 bytes"),
+            ([content, purpose, *((f"{number}", (None, b"x")) for number in range(17))], None, "cannot be read"),
+        ):
+            error = http.post(url, files=parts).json()["error"]  # type: ignore[arg-type]
+            assert (param, True) == (error["param"], text in error["message"]), error
+        assert [stored["id"]] == [file.id for file in client.files.list()]
+
+
+def test_a_client_that_leaves_during_an_upload_leaves_no_file(caplog: pytest.LogCaptureFixture) -> None:
+    with client_of(FakeEngine()) as client:
+        head = b"POST /v1/files HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n"
+        part = b'--b\r\nContent-Disposition: form-data; name="file"; filename="x"\r\n\r\n{}'
+        with socket.create_connection(("127.0.0.1", client.base_url.port or 0)) as connection:
+            connection.sendall(head + b"Content-Type: multipart/form-data; boundary=b\r\n\r\n" + part)
+        with caplog.at_level(logging.INFO):
+            give_up = time.monotonic() + PATIENCE_SECONDS
+            while not any("/v1/files 499" in message for message in caplog.messages):
+                assert time.monotonic() < give_up, caplog.messages
+                time.sleep(0.02)
+        assert [] == list(client.files.list())
 
 
 def test_wrong_batches() -> None:
