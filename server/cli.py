@@ -16,6 +16,7 @@ from rich.console import Console
 
 from bench.options import BenchOptions
 from server.commands.option_sources import EXIT_USAGE, SECTIONS, Environment, File, check_environment
+from server.commands.usage_errors import format_usage_error
 from server.configuration.config_file import exposes_keys, find
 from server.configuration.logs import configure_logging
 from server.configuration.options import serve_arguments, serve_environment
@@ -42,6 +43,7 @@ def make_app() -> App:
         version=version,
         config=(Environment(ENVIRONMENT_PREFIX, command=False), File(SECTIONS)),
         default_parameter=Parameter(negative=()),
+        error_formatter=format_usage_error,
     )
     app.command(serve)
     app.command(chat)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 import sys
@@ -13,6 +12,7 @@ from cyclopts.config import Env
 from bench.options import BenchOptions
 from server.configuration.config_file import ConfigFile, ConfigFileError
 from server.configuration.options import options
+from server.configuration.peer_names import nearest_option
 from server.configuration.settings import ENVIRONMENT_PREFIX, Settings
 from server.replicas.options import RayOptions
 from server.terminal.options import ChatOptions, RunOptions
@@ -54,8 +54,17 @@ def check_environment() -> None:
     for name, value in sorted(os.environ.items()):
         if not name.startswith(ENVIRONMENT_PREFIX) or name in variables or _is_service_link(name, value):
             continue
-        nearest = difflib.get_close_matches(name.upper(), variables, 1, 0.0)[0]
-        raise ValueError(f"the environment variable {name} is no setting; the nearest one is {nearest}")
+        nearest = nearest_option(_key(name), [_key(variable) for variable in variables])
+        raise ValueError(f"the environment variable {name} is no setting; the nearest one is {_variable(nearest)}")
+
+
+def _key(variable: str) -> str:
+    """The name of an option without dashes, of an environment variable."""
+    return variable.removeprefix(ENVIRONMENT_PREFIX).replace("_", "-").lower()
+
+
+def _variable(key: str) -> str:
+    return ENVIRONMENT_PREFIX + key.replace("-", "_").upper()
 
 
 def _is_service_link(name: str, value: str) -> bool:

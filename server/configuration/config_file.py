@@ -6,7 +6,6 @@ options of one command. The command line wins over environment variables, and en
 
 from __future__ import annotations
 
-import difflib
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any, Literal, get_args, get_origin
 from cyclopts import App, ArgumentCollection, Token
 
 from server.configuration.options import Option, options, union_members
+from server.configuration.peer_names import nearest_option
 from server.configuration.settings import is_world_readable
 from server.configuration.xdg import config_folder
 
@@ -117,7 +117,7 @@ def _check(path: Path, place: str, table: Mapping[str, Any], types: Mapping[str,
         if key not in types and isinstance(value, dict):
             raise ConfigFileError(f"{path}: [{key}] is no section; options of `cellar serve` stand above all sections")
         if key not in types:
-            nearest = difflib.get_close_matches(key, [*types, *sections], 1, 0.0)[0]
+            nearest = nearest_option(key, [*types, *sections])
             raise ConfigFileError(f"{path}: {place}{key} is no option; the nearest one is {nearest}")
         if not _accepts(value, types[key]):
             raise ConfigFileError(f"{path}: {place}{key} must be {_describe(types[key])}, not {_shown(value)}")

@@ -14,6 +14,9 @@ import pytest
 
 from engine.types.status import DraftingInfo, ModelInfo, QuantizationEstimate
 from server import cli
+from server.commands.option_sources import SECTIONS
+from server.configuration import peer_names
+from server.configuration.options import options
 from server.configuration.settings import Settings
 from server.lifecycle import banner
 from server.terminal.load_screen import LineScreen
@@ -183,6 +186,7 @@ def test_older_names_of_options_are_valid(parsed: Any) -> None:
         ("CELLAR_MAXWAITING", "CELLAR_MAX_WAITING"),
         ("CELLAR_APIKEY", "CELLAR_API_KEY"),
         ("CELLAR_context", "CELLAR_CONTEXT"),
+        ("CELLAR_MAX_MODEL_LEN", "CELLAR_CONTEXT"),
         ("CELLAR_", "CELLAR_"),
     ],
 )
@@ -197,6 +201,40 @@ def test_an_unknown_variable_is_an_error(
 
     assert 2 == ended.value.code
     assert f"{name} is no setting; the nearest one is {nearest}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        ("serve --max-model-len=4096", "Unknown option: --max-model-len. Its name in Cellar is --context."),
+        ("serve -ngl 99", "Unknown option: -ngl. Its name in Cellar is --device."),
+        ("run x y --temp 0.2", "Unknown option: --temp. Its name in Cellar is --temperature."),
+        ("serve -m x.gguf", "Unknown option: -m. The model is an argument: cellar serve MODEL."),
+        ("serve --enable-prefix-caching", "Unknown option: --enable-prefix-caching. Prefix caching is always on."),
+        ("list", 'Unknown command "list". Did you mean "cellar models"?'),
+        ("models rm x", 'Unknown command "rm". Did you mean "cellar models remove NAME"?'),
+        ("serv", 'Unknown command "serv". Did you mean "serve"?'),
+        ("serve --prot 9", "Unknown option: --prot. Did you mean --port?"),
+        ("pull x --max-model-len 9", "Unknown option: --max-model-len. Did you mean --model?"),
+    ],
+)
+def test_names_of_other_servers_are_answered_with_those_of_cellar(
+    capsys: pytest.CaptureFixture[str], words: str, answer: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.make_app()(words.split())
+
+    assert 2 == ended.value.code
+    assert answer in " ".join(capsys.readouterr().err.replace("│", "").split())
+
+
+def test_no_name_of_another_server_is_one_of_cellar() -> None:
+    kinds = (Settings, *SECTIONS.values())
+    own = {key for kind in kinds for option in options(kind) for key in option.keys}
+
+    assert set(peer_names._SAME) <= own
+    assert set() == own & (peer_names._PEER_NAMES.keys() | peer_names._REMEDY_OF.keys())
+    assert set() == peer_names._COMMAND_OF.keys() & {*cli.make_app()}
 
 
 def test_variables_of_others_are_left_alone(parsed: Any) -> None:

@@ -204,6 +204,7 @@ def test_the_file_is_found_by_flag_by_variable_and_by_its_place(run: Run) -> Non
         ("max-waiting = 1\nmax_waiting = 2", "max-waiting is there twice"),
         ("config = 'x'", "config is no option"),
         ("[serve]\nport = 1", "[serve] is no section; options of `cellar serve` stand above all sections"),
+        ("max_model_len = 4096", "max-model-len is no option; the nearest one is context"),
         ("[bench]\nroundz = 1", "[bench] roundz is no option; the nearest one is rounds"),
         ("[bench]\nrounds = '1'", "[bench] rounds must be a whole number, not '1'"),
         ("bench = 1", "bench is a section: write [bench]"),
