@@ -67,7 +67,7 @@ _COMMAND_OF = {name: own for own, names in _COMMANDS.items() for name in names}
 def nearest_option(key: str, keys: Collection[str]) -> str:
     """The option that a key without dashes most likely means: its name in Cellar, or the most similar one."""
     own = _PEER_NAMES.get(key)
-    return own if own in keys else difflib.get_close_matches(key, keys, 1, 0.0)[0]
+    return own if own is not None and own in keys else difflib.get_close_matches(key, keys, 1, 0.0)[0]
 
 
 def option_remedy(flag: str, flags: Collection[str]) -> str | None:
