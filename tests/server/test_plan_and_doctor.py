@@ -95,6 +95,7 @@ def test_doctor_ends_with_the_topics_to_mend(cellar: Cellar) -> None:
     assert lines[-1].endswith("model")
 
 
+@pytest.mark.slow
 def test_doctor_reports_this_machine(tmp_path: Path) -> None:
     done = process("doctor", "--json", folder=tmp_path)
     report: dict[str, Any] = json.loads(done.stdout)

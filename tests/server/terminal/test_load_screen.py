@@ -104,6 +104,7 @@ def test_a_start_in_a_pipe_is_plain_lines(home: Home) -> None:
     assert not any("\x1b" in line or "\r" in line for line in lines)
 
 
+@pytest.mark.slow
 def test_a_start_on_a_terminal_ends_with_the_start_up_screen(home: Home) -> None:
     """Log lines after it are whole lines, and Ctrl-C ends the server with exit code 0."""
     with TerminalSession(["serve", "--port", "0", "--store", "none"], {**home, "COLUMNS": "300"}) as session:
