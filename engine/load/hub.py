@@ -164,8 +164,8 @@ def _download_gguf(repository: _Repository, shards: list[str]) -> Path:
 
 def _download(repository: _Repository, patterns: list[str], ignored: list[str]) -> Path:
     """The folder of the files; an interrupted download continues."""
-    wanted = filter_repo_objects(repository.files, allow_patterns=patterns, ignore_patterns=ignored)
-    total, listener = _missing_bytes(repository, wanted), progress_listener()
+    selected = filter_repo_objects(repository.files, allow_patterns=patterns, ignore_patterns=ignored)
+    total, listener = _missing_bytes(repository, selected), progress_listener()
 
     def report(progress: Progress) -> None:
         # The hub counts bytes and files; its total grows with each file that it begins.

@@ -330,12 +330,12 @@ def _tokens(size: _Size) -> float:
     return size.tokens
 
 
-def _between(tokens: Sequence[float], seconds: Sequence[float], wanted: int) -> float:
+def _between(tokens: Sequence[float], seconds: Sequence[float], target: int) -> float:
     """Linear interpolation; constant outside."""
-    at = bisect_left(tokens, wanted)
+    at = bisect_left(tokens, target)
     if at == len(tokens):
         return seconds[-1]
     if at == 0:
         return seconds[0]
-    share = (wanted - tokens[at - 1]) / (tokens[at] - tokens[at - 1])
+    share = (target - tokens[at - 1]) / (tokens[at] - tokens[at - 1])
     return seconds[at - 1] + share * (seconds[at] - seconds[at - 1])
