@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
@@ -21,6 +21,7 @@ from server.configuration.settings import Settings
 
 if TYPE_CHECKING:
     from engine.engine import Engine
+    from engine.types.progress import Progress
 
 logger = logging.getLogger("cellar")
 
@@ -80,7 +81,7 @@ async def hosted(settings: Settings, engine: Engine | None = None) -> AsyncGener
     engine  not started yet; by default one is created from the settings
     """
     if engine is None:
-        engine = await asyncio.to_thread(_create_engine, settings)
+        engine = await asyncio.to_thread(create_engine, settings)
     hosting = Hosting(engine, settings)
     hosting.start()
     try:
@@ -104,9 +105,14 @@ async def _running(work: Coroutine[None, None, None]) -> AsyncGenerator[None, No
         await asyncio.gather(task, return_exceptions=True)
 
 
-def _create_engine(settings: Settings) -> Engine:
-    # The import of torch takes seconds.
+def create_engine(
+    settings: Settings,
+    *,
+    on_phase: Callable[[str], None] | None = None,
+    on_progress: Callable[[Progress], None] | None = None,
+) -> Engine:
+    """An engine that is not started. Takes seconds: it imports torch."""
     limit_spinning()
     from engine.engine import Engine
 
-    return Engine(settings.engine_config())
+    return Engine(settings.engine_config(), on_phase=on_phase, on_progress=on_progress)

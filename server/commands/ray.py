@@ -8,12 +8,18 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import NoReturn
 
+from rich.console import Console
+
 from engine.errors import ModelError
+from engine.types.progress import progress_to
 from server.commands.option_sources import EXIT_USAGE
 from server.configuration.settings import Settings
+from server.replicas.environment import set_environment
 from server.replicas.options import RayOptions
+from server.terminal.load_screen import load_screen
 
 EXIT_FAILED, EXIT_MODEL = 1, 78
 WATCH_SECONDS = 2.0
@@ -48,25 +54,32 @@ def _check_here(settings: Settings) -> int:
             listening.bind((settings.host, settings.port))
     except OSError as error:
         return _fail(f"cannot listen on {settings.host}:{settings.port}: {error.strerror}", EXIT_FAILED)
+    screen = load_screen(Console(highlight=False), print_line, "resolve")
     try:
         # Downloaded once, before several replicas load it.
-        resolve(settings.model)
+        with progress_to(screen.set_progress):
+            resolve(settings.model)
     except ModelError as error:
         return _fail(str(error), EXIT_MODEL)
+    finally:
+        screen.stop()
     return 0
 
 
 def _serve(options: RayOptions, settings: Settings) -> int:
     """Serve until KeyboardInterrupt; the exit code of an error before."""
+    set_environment()
     from server.replicas import cluster
 
     low, high = options.bounds
     own = cluster.shared(settings, high) if options.cluster is None else settings
     try:
+        print_line(f"cellar: Ray {'starts' if options.cluster is None else f'at {options.cluster}'}")
         cluster.start(own, high, options.cluster)
         _interrupt_by_signals()
         cluster.open_port(own)
-        cluster.deploy(own, (low, high))
+        print_line(f"cellar: {low} replica{'' if low == 1 else 's'} load the model")
+        cluster.deploy(own, (low, high), on_wait=partial(_show_load, low))
         print_line(f"Cellar serves {', '.join(settings.model_names)} with {options.replicas} replicas")
         print_line(f"  API        http://{settings.host}:{settings.port}/v1")
         _watch(cluster.running)
@@ -75,6 +88,10 @@ def _serve(options: RayOptions, settings: Settings) -> int:
     finally:
         cluster.stop(settings.grace_seconds)
     return 0
+
+
+def _show_load(count: int, running: int, seconds: float) -> None:
+    print_line(f"cellar: {running} of {count} replicas serve after {seconds:.0f} s")
 
 
 def _watch(running: Callable[[], int]) -> NoReturn:

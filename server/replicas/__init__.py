@@ -1,1 +1,1 @@
-"""Replicas of the server on Ray Serve. Only proxy.py, routing_header.py and options.py are importable without Ray."""
+"""Replicas of the server on Ray Serve. Without Ray: environment.py, options.py, proxy.py and routing_header.py."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
 import socket
+import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
@@ -15,22 +16,16 @@ import ray
 from ray import serve
 from ray.exceptions import RayError
 from ray.serve import context
-from ray.serve.schema import DeploymentStatusOverview
+from ray.serve.schema import ApplicationStatus, DeploymentStatusOverview
 
 from engine.load.resources import processor_count
 from server.configuration.settings import Settings
 from server.replicas.deployment import LOGGING, NAME, SHUTDOWN_MARGIN_SECONDS, application
+from server.replicas.environment import set_environment
 
-# Read by Ray's processes, so they are set before it starts.
-ENVIRONMENT = {
-    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "server.replicas.proxy:middlewares",
-    # It ends replicas on a machine with little free memory, which --memory limits already.
-    "RAY_memory_monitor_refresh_ms": "0",
-    # By default replicas yield to all other processes of the machine.
-    "RAY_worker_niceness": "0",
-    "RAY_USAGE_STATS_ENABLED": "0",
-}
 CONNECT_SECONDS, END_SECONDS = 5.0, 5.0
+# Between two looks at replicas that load, and between two calls that show them.
+POLL_SECONDS, WAIT_SECONDS = 0.5, 15.0
 _exception_line = re.compile(r"[\w.]*(Error|Exception|Missing|Unsupported|TooLarge|Dead): ")
 # Values travel in requests; the object store holds none.
 OBJECT_STORE_BYTES = 100 * 2**20
@@ -50,14 +45,15 @@ def start(settings: Settings, high: int, address: str | None = None) -> None:
     Raises ClusterError. Ray replaces the handlers of SIGTERM and SIGINT.
     """
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    os.environ.update({name: value for name, value in ENVIRONMENT.items() if name not in os.environ})
+    set_environment()
     try:
         if address is None:
             _start_here(settings, high)
         else:
             _check_answers(address)
             ray.init(address, logging_level="error")
-    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+    except Exception as error:
+        # Ray raises Exception itself, for example for a start of more than 30 seconds.
         raise ClusterError(f"Ray does not {'start' if address is None else f'answer at {address}'}: {error}") from error
 
 
@@ -83,8 +79,11 @@ def _check_answers(address: str) -> None:
 def open_port(settings: Settings) -> None:
     """Start the proxies of Ray Serve. Raises ClusterError if those of a running Serve have another address."""
     options = {"host": settings.host, "port": settings.port}
-    # Its errors are tracebacks of replicas, which `deploy` and `running` report.
-    serve.start(http_options=options, logging_config={**LOGGING, "log_level": "CRITICAL"})
+    try:
+        # Its errors are tracebacks of replicas, which `deploy` and `running` report.
+        serve.start(http_options=options, logging_config={**LOGGING, "log_level": "CRITICAL"})
+    except (RayError, RuntimeError, TimeoutError) as error:
+        raise ClusterError(f"the proxy of Ray Serve does not start: {error}") from error
     running = context._get_global_client().http_config
     if (running.host, running.port) != (settings.host, settings.port):
         raise ClusterError(
@@ -99,12 +98,39 @@ def shared(settings: Settings, high: int) -> Settings:
     return replace(settings, threads=threads, memory=settings.memory or f"{90 / high:.1f}%")
 
 
-def deploy(settings: Settings, bounds: tuple[int, int], **options: object) -> None:
-    """Run the application and wait until it answers; raises ClusterError if a replica cannot start."""
+def deploy(
+    settings: Settings,
+    bounds: tuple[int, int],
+    *,
+    on_wait: Callable[[int, float], None] = lambda running, seconds: None,
+    **options: object,
+) -> None:
+    """Run the application and wait until its replicas serve, which takes as long as the model needs to load.
+
+    on_wait  called every WAIT_SECONDS with the replicas that serve, and the seconds since the beginning
+
+    Raises ClusterError if a replica cannot start.
+    """
+    built = application(settings, bounds, **options)  # type: ignore[arg-type]
+    begun, pause = time.monotonic(), threading.Event()
+    shown = begun
     try:
-        serve.run(application(settings, bounds, **options), name=NAME, route_prefix="/")  # type: ignore[arg-type]
-    except RuntimeError as error:
-        raise ClusterError(_reason() or str(error)) from error
+        serve.run_many([serve.RunTarget(built, NAME, "/")], wait_for_applications_running=False)
+        while not _serves():
+            pause.wait(POLL_SECONDS)
+            if time.monotonic() - shown >= WAIT_SECONDS:
+                shown = time.monotonic()
+                on_wait(running(), shown - begun)
+    except (RayError, RuntimeError, KeyError) as error:
+        raise ClusterError(str(error) or "the application on Ray Serve was ended") from error
+
+
+def _serves() -> bool:
+    """Whether all replicas serve. Raises ClusterError if one cannot start."""
+    found = serve.status().applications[NAME]
+    if found.status == ApplicationStatus.DEPLOY_FAILED:
+        raise ClusterError(_reason() or found.message)
+    return bool(found.status == ApplicationStatus.RUNNING)
 
 
 def running() -> int:

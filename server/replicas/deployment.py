@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
+import sys
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -14,9 +16,11 @@ from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingP
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from server.configuration.logs import configure_logging
 from server.configuration.settings import Settings
-from server.hosting import hosted
+from server.hosting import create_engine, hosted
 from server.replicas.routing_header import REPLICA_HEADER
+from server.terminal.load_screen import LineScreen
 
 NAME = "cellar"
 # Of Ray's processes; replicas write an access log of their own.
@@ -40,8 +44,12 @@ class Replica:
         # Ray compares the arguments to decide whether to replace a running replica.
         self._revision = revision
         self._stack = AsyncExitStack()
-        self._app = await self._stack.enter_async_context(hosted(settings))
-        self._engine = self._app.state.engine
+        configure_logging(settings.log_level, settings.log_format)
+        screen = LineScreen(_print_line)
+        self._engine = await asyncio.to_thread(
+            create_engine, settings, on_phase=screen.set_phase, on_progress=screen.set_progress
+        )
+        self._app = await self._stack.enter_async_context(hosted(settings, self._engine))
         self._id = serve.get_replica_context().replica_id.unique_id
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
@@ -90,6 +98,12 @@ class ReplicaApp:
                 return {"type": "websocket.disconnect" if scope["type"] == "websocket" else "http.disconnect"}
 
         await self._app(scope, receive_until_cancelled, send_with_id)
+
+
+def _print_line(text: str) -> None:
+    """Show a line: Ray passes the output of replicas on to the command."""
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
 
 
 async def _answer_lifespan(receive: Receive, send: Send) -> None:

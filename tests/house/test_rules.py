@@ -24,6 +24,7 @@ BOUNDARIES = {
     "server/http/middleware.py": "HTTP boundary, before the first byte of a response",
     "server/http/direct_writer.py": "an encoding error is raised again in the task of its request",
     "server/http/stream_encoder.py": "HTTP boundary, after the first byte of a response",
+    "server/replicas/cluster.py": "a Ray that does not start is reported with its message",
     "server/responses/task.py": "HTTP boundary of a background response",
 }
 # Files of the engine with coroutines: they run on the event loop, everything else on the engine thread.
