@@ -26,6 +26,7 @@ from engine.errors import Draining, EngineDead, EngineError, InvalidRequest, Loa
 from engine.grammar.compiler import GrammarCompiler
 from engine.load.device import resolve_device
 from engine.load.load import LoadedModel
+from engine.load.recording import record_steps
 from engine.loop import Cancel, Command, Embed, EngineLoop, Inspect, Stop, Submit, Watchdog
 from engine.output.stop_regex import check_stop_regex
 from engine.output.stream import RequestStream
@@ -346,8 +347,9 @@ class Engine:
                 loaded_model(config, self._set_phase, self._lose_rank, reserved_bytes=reserved)
             )
             draft = load_draft(config, loaded, self._set_phase)
-        speculation = make_speculation(config, loaded, draft, time.monotonic)
-        core = Core(loaded, config, speculation)
+            speculation = make_speculation(config, loaded, draft, time.monotonic, self._set_phase)
+            core = Core(loaded, config, speculation)
+            record_steps(config, loaded, core.cache, self._set_phase)
         drafting = DraftingInfo(speculation.kinds)
         if isinstance(draft, LoadedModel):
             drafting = replace(drafting, model=draft.info, memory=draft.memory)

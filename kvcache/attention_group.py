@@ -70,7 +70,7 @@ class AttentionGroup:
 
     def new_cells(self, spans: Sequence[Span]) -> CellArray:
         """The cells of the tokens of spans, in the order of the batch."""
-        return np.concatenate([self.table(span.slot)[span.start :] for span in spans])
+        return np.concatenate([self.table(span.slot)[span.start : span.stop] for span in spans])
 
     def cells_from(self, slot: int, first: int) -> CellIndex:
         """Index of the slot's cells from position `first` on."""

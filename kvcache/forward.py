@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kvcache.attention_group import AttentionGroup
 from kvcache.kv_buffer import CellIndex, LayerKV, StoreFunction, store_rows
-from kvcache.row_forward import RowForward, row_numbers
+from kvcache.row_forward import pooled_states
 from kvcache.spec import AttentionRange, Span
 
 if TYPE_CHECKING:
@@ -61,12 +61,13 @@ class Forward:
     """An open forward: its tokens have cells; which of them stay is decided at the end of the block.
 
     batch_tokens  length of the packed batch
+    cache         of its slots
     """
 
     def __init__(self, cache: Cache, spans: Sequence[Span]) -> None:
         self.spans = tuple(spans)
         self.batch_tokens = sum([span.length for span in spans])
-        self._cache = cache
+        self.cache = cache
         self._kept_lengths = {span.slot: span.stop for span in spans}
         self._open = False
         self._segments: dict[AttentionGroup, tuple[Segment, ...]] = {}
@@ -74,7 +75,7 @@ class Forward:
 
     def __enter__(self) -> Forward:
         """Allocate cells for the batch. Raises BadSpan or OutOfCells, changing nothing."""
-        self._cache.begin_forward(self)
+        self.cache.begin_forward(self)
         self._open = True
         return self
 
@@ -83,17 +84,17 @@ class Forward:
     ) -> None:
         """Commit the kept lengths; after an exception, roll back."""
         kept = self._kept_lengths if kind is None else {span.slot: span.start for span in self.spans}
-        self._cache.end_forward(self, kept)
+        self.cache.end_forward(self, kept)
 
     @property
     def groups(self) -> tuple[AttentionGroup, ...]:
         """The groups of the cache: the same object in all its forwards."""
-        return self._cache.groups
+        return self.cache.groups
 
     @property
     def capacity(self) -> int:
         """Tokens of a slot, at most."""
-        return self._cache.capacity
+        return self.cache.capacity
 
     def keep(self, slot: int, length: int) -> None:
         """Set the slot's length after this forward; ValueError outside its span's start to stop."""
@@ -108,21 +109,21 @@ class Forward:
         keys    [heads, batch tokens, key_width], rotated to their positions
         values  [heads, batch tokens, value_width]
         """
-        group, _ = self._cache.layer_group(layer)
+        group, _ = self.cache.layer_group(layer)
         store(*self.layer_kv(layer), self._new_cells(group), keys, values)
 
     def layer_kv(self, layer: int) -> tuple[LayerKV, LayerKV]:
         """One layer's keys and values of the whole pool, to be read through the cells of `segments`."""
-        group, own = self._cache.layer_group(layer)
+        group, own = self.cache.layer_group(layer)
         return LayerKV(group.pool.keys, own), LayerKV(group.pool.values, own)
 
     def attention_range(self, layer: int) -> AttentionRange:
         """The positions that a query of the layer attends to."""
-        return self._cache.layer_group(layer)[0].spec.attention_range
+        return self.cache.layer_group(layer)[0].spec.attention_range
 
     def segments(self, layer: int) -> tuple[Segment, ...]:
         """The batch by slot, in the order of the spans: the same object for all layers of a group."""
-        group, _ = self._cache.layer_group(layer)
+        group, _ = self.cache.layer_group(layer)
         if group not in self._segments:
             self._segments[group] = tuple(self._make_segments(group))
         return self._segments[group]
@@ -130,26 +131,18 @@ class Forward:
     def device_arrays(self) -> list[NDArray[np.int64]]:
         """The changes of the tables, and the cells of the batch's tokens, for the device; see `set_device_arrays`."""
         arrays = []
-        for group in self._cache.groups:
+        for group in self.cache.groups:
             assert group.device_table is not None, "cells in CPU memory"
             arrays += [*group.device_table.changes(), group.new_cells(self.spans)]
         return arrays
 
     def set_device_arrays(self, arrays: Sequence[Tensor]) -> None:
         """Use the copies of `device_arrays` on the device: `store_kv` and `segments` then need no other copy."""
-        for at, group in enumerate(self._cache.groups):
+        for at, group in enumerate(self.cache.groups):
             assert group.device_table is not None, "cells in CPU memory"
             entries, cells, new = arrays[3 * at : 3 * at + 3]
             group.device_table.write(entries, cells)
             self._new_cells_by_group[group] = new
-
-    def row_numbers(self, rows: int) -> NDArray[np.int64]:
-        """The numbers of `row_forward` for this batch, padded to `rows` rows."""
-        return row_numbers(self._cache, self.spans, rows)
-
-    def row_forward(self, numbers: Tensor, most: int) -> RowForward:
-        """A forward over the same cache of batches that are written into `numbers` [.., rows] later."""
-        return RowForward(self._cache, numbers, most)
 
     def group_cells(self, group: AttentionGroup) -> ForwardCells:
         """The cells of the batch in a group, from which a RepeatedForward can be made."""
@@ -158,13 +151,22 @@ class Forward:
 
     def recurrent_state(self, slot: int, position: int, name: Hashable) -> Tensor | None:
         """One tensor of the recurrent state at the start of a state range of a span; None: zeros. Read only."""
-        assert self._cache.recurrent_states is not None, "a cache without recurrent states"
-        return self._cache.recurrent_states.get_tensor(slot, position, name)
+        assert self.cache.recurrent_states is not None, "a cache without recurrent states"
+        return self.cache.recurrent_states.get_tensor(slot, position, name)
 
     def store_recurrent_state(self, slot: int, position: int, name: Hashable, tensor: Tensor) -> None:
         """Store one tensor, without a copy, of the recurrent state at the end of a state range of a span."""
-        assert self._cache.recurrent_states is not None, "a cache without recurrent states"
-        self._cache.recurrent_states.put_tensor(slot, position, name, tensor)
+        assert self.cache.recurrent_states is not None, "a cache without recurrent states"
+        self.cache.recurrent_states.put_tensor(slot, position, name, tensor)
+
+    def token_state_rows(self, spans: Sequence[Span]) -> NDArray[np.int64]:
+        """The rows of the pool [2, spans] that the tokens of some spans read and write; see RecurrentStates."""
+        states = self.cache.recurrent_states
+        return np.empty((2, 0), np.int64) if states is None else states.token_rows(spans)
+
+    def pooled_states(self, name: Hashable) -> Tensor:
+        """One tensor of all pooled states [rows, ...]."""
+        return pooled_states(self.cache, name)
 
     def _make_segments(self, group: AttentionGroup) -> list[Segment]:
         assert self._open, "tokens have no cells before the forward is open"

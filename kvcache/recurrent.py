@@ -3,6 +3,9 @@
 A state is a set of tensors that are never written in place: a forward stores new ones. A checkpoint is therefore a
 reference, sharing needs no copy, and a rollback returns to the old tensors. Unlike cells, states exist only at some
 positions: `resume_length` and `resume_depth` return one of them, and the caller recomputes the tokens behind it.
+
+On a device the last states of decoding slots are in a pool (kvcache/state_pool.py), which later steps overwrite; they
+are copied out of it when they are acquired.
 """
 
 from __future__ import annotations
@@ -10,16 +13,15 @@ from __future__ import annotations
 import json
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kvcache.component import SavedTensors
 from kvcache.spec import Span
-
-# The tensors of one position, by the names that the model's operations choose.
-RecurrentState: TypeAlias = dict[Hashable, Tensor]
+from kvcache.state_pool import PooledState, RecurrentState, StatePool
 
 # Checkpoints of a running slot, for copies and rewinds; the prefix tree has its own.
 _MAX_SLOT_CHECKPOINTS = 8
@@ -53,6 +55,8 @@ class RecurrentStates:
     budget_bytes  of states in the prefix tree
     device        of loaded states
     spacing       tokens between two states of a slot or of a node of the prefix tree, at least, beside the last one
+
+    pool  of the slots whose tokens are computed by `token_rows`
     """
 
     def __init__(self, slots: int, budget_bytes: int, device: torch.device | str = "cpu", *, spacing: int = 1) -> None:
@@ -60,6 +64,7 @@ class RecurrentStates:
         self._budget, self._spacing = budget_bytes, spacing
         self._device = torch.device(device)
         self._held_bytes = 0
+        self.pool = StatePool(slots)
 
     def length(self, slot: int) -> int:
         """Tokens in the slot."""
@@ -75,7 +80,22 @@ class RecurrentStates:
 
     def put_tensor(self, slot: int, position: int, name: Hashable, tensor: Tensor) -> None:
         """Store one tensor of the state at a position created by `append`."""
-        self._slots[slot].states[position][name] = tensor
+        state = self._slots[slot].states[position]
+        assert isinstance(state, dict), "a state in the pool is written by its row"
+        state[name] = tensor
+
+    def token_rows(self, spans: Sequence[Span]) -> NDArray[np.int64]:
+        """The rows of the pool [2, spans] that the tokens of spans read and write.
+
+        The spans have been appended, and have one token each that is not the first of its slot.
+        """
+        rows = np.empty((2, len(spans)), np.int64)
+        for at, span in enumerate(spans):
+            states = self._slots[span.slot].states
+            before = self.pool.insert(span.slot, states[span.start])
+            states[span.stop] = after = self.pool.other(before)
+            rows[:, at] = before.row, after.row
+        return rows
 
     def truncate(self, slot: int, length: int) -> None:
         """Release the states behind `length`, which must have a state."""
@@ -126,6 +146,9 @@ class RecurrentStates:
     def acquire(self, slot: int, start: int, stop: int) -> Checkpoints:
         """The slot's states in (start, stop]."""
         states = self._slots[slot].states
+        for at, state in states.items():
+            if start < at <= stop and isinstance(state, PooledState):
+                states[at] = state.copy()
         acquired = Checkpoints(stop - start, {at - start: state for at, state in states.items() if start < at <= stop})
         self._held_bytes += acquired.bytes
         return acquired
@@ -205,13 +228,13 @@ class RecurrentStates:
 
     def load(self, content: SavedTensors, start: int, stop: int) -> Checkpoints:
         """The states in (start, stop] of a saved range."""
-        states: dict[int, RecurrentState] = {}
+        states: dict[int, dict[Hashable, Tensor]] = {}
         for key, tensor in content.items():
             at, _, name = key.partition(":")
             if start < int(at) <= stop:
                 state = states.setdefault(int(at) - start, {})
                 state[_hashable(json.loads(name))] = tensor.to(self._device, copy=True)
-        loaded = Checkpoints(stop - start, states)
+        loaded = Checkpoints(stop - start, {**states})
         self._held_bytes += loaded.bytes
         return loaded
 

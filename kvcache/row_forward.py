@@ -5,11 +5,12 @@ Each token is a row with a range of its own, so decoded tokens and draft tokens 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -19,8 +20,9 @@ from kvcache.spec import Span
 if TYPE_CHECKING:
     from kvcache.cache import Cache
 
-# Rows of numbers: begins and positions; then for each group the first visible position and the cell of the token.
-_COMMON, _OF_GROUP = 2, 2
+# Rows of numbers: begins and positions; then for each group the first visible position and the cell of the token; then,
+# of a cache with recurrent states, the rows of its pool that the token reads and writes.
+_COMMON, _OF_GROUP, _OF_STATES = 2, 2, 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,24 +45,52 @@ class RowCells:
     most: int
 
 
+@dataclass(frozen=True, slots=True)
+class StateRows:
+    """Tokens of different slots, and the rows of the pool with their recurrent states, int64 on its device.
+
+    tokens  rows of the batch
+    before  that each token reads
+    after   that each token writes
+    """
+
+    tokens: Tensor
+    before: Tensor
+    after: Tensor
+
+
 def batch_positions(spans: Sequence[Span]) -> NDArray[np.int64]:
     """The positions of the tokens of spans, in the order of the batch."""
-    return np.concatenate([np.arange(span.start, span.stop) for span in spans])
+    return np.concatenate([np.empty(0, np.int64), *(np.arange(span.start, span.stop) for span in spans)])
 
 
 def row_numbers(cache: Cache, spans: Sequence[Span], rows: int) -> NDArray[np.int64]:
-    """The numbers of a RowForward for the tokens of spans, padded to `rows` rows that write into a spare cell."""
-    numbers = np.zeros((_COMMON + _OF_GROUP * len(cache.groups), rows), np.int64)
+    """The numbers of a RowForward for the tokens of spans, padded to `rows` rows that write into a spare cell.
+
+    With recurrent states each span has one token, which is not the first of its slot.
+    """
+    states = cache.recurrent_states
+    numbers = np.zeros((_COMMON + _OF_GROUP * len(cache.groups) + _OF_STATES * (states is not None), rows), np.int64)
     positions = batch_positions(spans)
     count = len(positions)
-    numbers[0, :count] = np.repeat([span.slot * cache.capacity for span in spans], [span.length for span in spans])
+    slots, lengths = [span.slot for span in spans], [span.length for span in spans]
+    numbers[0, :count] = np.repeat(np.asarray(slots, np.int64) * cache.capacity, lengths)
     numbers[1, :count] = positions
     for at, group in enumerate(cache.groups):
         oldest, new = numbers[_COMMON + _OF_GROUP * at :][:_OF_GROUP]
         oldest[:count] = group.spec.attention_range.oldest_visible(positions)
         new[:] = group.pool.spare_cell
-        new[:count] = group.new_cells(spans)
+        new[:count] = group.new_cells(spans) if spans else ()
+    if states is not None:
+        numbers[-_OF_STATES:] = [[states.pool.zero_row], [states.pool.spare_row]]
+        numbers[-_OF_STATES:, :count] = states.token_rows(spans)
     return numbers
+
+
+def pooled_states(cache: Cache, name: Hashable) -> Tensor:
+    """One tensor of all pooled states [rows, ...], of a cache with recurrent states."""
+    assert cache.recurrent_states is not None, "a cache without recurrent states"
+    return cache.recurrent_states.pool.tensors[name]
 
 
 class RowForward:
@@ -68,11 +98,15 @@ class RowForward:
 
     numbers  of `row_numbers`, on the device of the cells
     most     positions that a row attends to, at most
+
+    state_rows  of all rows; None: a cache without recurrent states
     """
 
     def __init__(self, cache: Cache, numbers: Tensor, most: int) -> None:
         self._cache, self._numbers, self._most = cache, numbers, most
         self.positions = numbers[1]
+        rows = torch.arange(numbers.shape[1], device=numbers.device)
+        self.state_rows = None if cache.recurrent_states is None else StateRows(rows, *numbers[-_OF_STATES:])
         self._cells = {}
         for at, group in enumerate(cache.groups):
             assert group.device_table is not None, "cells in CPU memory"
@@ -93,6 +127,10 @@ class RowForward:
         """See Forward.layer_kv."""
         group, own = self._cache.layer_group(layer)
         return LayerKV(group.pool.keys, own), LayerKV(group.pool.values, own)
+
+    def pooled_states(self, name: Hashable) -> Tensor:
+        """See Forward.pooled_states."""
+        return pooled_states(self._cache, name)
 
     def row_cells(self, layer: int) -> RowCells:
         """The cells of a layer: the same object for all layers of a group."""

@@ -23,6 +23,7 @@ from engine.load.cache import draft_cache, mtp_cache
 from engine.load.checkpoint import resolve
 from engine.load.load import LoadedModel, load, read_max_context
 from engine.load.memory import available_bytes
+from engine.load.recording import record_steps
 from kvcache.spec import group_layers
 
 log = logging.getLogger("cellar.engine")
@@ -121,7 +122,11 @@ def _check_tokenizer(name: str, draft: LoadedModel, target: LoadedModel) -> None
 
 
 def make_speculation(
-    config: EngineConfig, target: LoadedModel, draft: LoadedModel | MtpHead | None, clock: Callable[[], float]
+    config: EngineConfig,
+    target: LoadedModel,
+    draft: LoadedModel | MtpHead | None,
+    clock: Callable[[], float],
+    on_phase: Callable[[str], None] = lambda phase: None,
 ) -> Speculation:
     """The drafters of the settings, each with a cache of its own."""
     quick = LookupDrafter(OutputStore(_STORED_TOKENS)) if config.drafter in ("auto", "lookup") else None
@@ -132,7 +137,7 @@ def make_speculation(
     if isinstance(draft, MtpHead):
         mtp = _mtp_drafter(config, target, draft)
         return Speculation(quick, mtp, depth, clock, forced=forced, reader=mtp)
-    slow = None if draft is None else _model_drafter(config, target, draft)
+    slow = None if draft is None else _model_drafter(config, target, draft, on_phase)
     return Speculation(quick, slow, depth, clock, forced=forced)
 
 
@@ -141,8 +146,12 @@ def _mtp_drafter(config: EngineConfig, target: LoadedModel, head: MtpHead) -> Mt
     return MtpDrafter(cache, head.runner, head.states, chunk=config.chunk)
 
 
-def _model_drafter(config: EngineConfig, target: LoadedModel, draft: LoadedModel) -> ModelDrafter:
+def _model_drafter(
+    config: EngineConfig, target: LoadedModel, draft: LoadedModel, on_phase: Callable[[str], None]
+) -> ModelDrafter:
     cache = draft_cache(config, draft)
+    vocabulary = min(target.info.vocabulary, draft.info.vocabulary)
+    record_steps(config, draft, cache, lambda phase: on_phase(f"draft: {phase}"), draft_vocabulary=vocabulary)
     return ModelDrafter(
         cache,
         draft.runner,

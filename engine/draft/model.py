@@ -12,9 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from engine.draft.slots import DraftSlot, NextTokens, SlotsBySequence, draft_loop, missing_tokens
-from engine.model.model_runner import ModelRunner
-from engine.native.draft_loop import DraftLoopInput
-from engine.native.runner import NativeRunner
+from engine.model.model_runner import DraftLoopInput, DraftLoopRunner, ModelRunner
 from engine.native.sampler import is_native
 from engine.schedule.draft import DraftRequest
 from kvcache.cache import Cache
@@ -50,7 +48,7 @@ class ModelDrafter:
         slots = self._slots.follow(requests)
         missing = missing_tokens(requests, slots, capacity=self._cache.capacity, most=self._chunk)
         native = {at: tokens for at, tokens in missing.items() if is_native(requests[at].draw)}
-        found = self._run_native_loop(requests, slots, native)
+        found = self._run_draft_loop(requests, slots, native)
         others = {at: tokens for at, tokens in missing.items() if at not in found}
         drafts = draft_loop(requests, slots, others, lambda tokens: self._compute(slots, tokens), self._runner.sampler)
         return [found.get(at, draft) for at, draft in enumerate(drafts)]
@@ -63,19 +61,19 @@ class ModelDrafter:
         """Write cached prefixes to the disk cache; False: nothing is left to write."""
         return self._cache.flush_to_disk(budget_bytes) > 0
 
-    def _run_native_loop(
+    def _run_draft_loop(
         self, requests: Sequence[DraftRequest], slots: Sequence[DraftSlot], missing: NextTokens
     ) -> dict[int, list[int]]:
-        """Drafts by the number of the request, all positions in one native call; none where the runner has no such."""
-        if not missing or not isinstance(self._runner, NativeRunner):
+        """Drafts by the number of the request, all positions in one call of the runner; none where it has no such."""
+        if not missing or not isinstance(self._runner, DraftLoopRunner):
             return {}
         inputs = [self._loop_input(requests[at], slots[at], tokens) for at, tokens in missing.items()]
         spans = [
             Span(slots[at].slot, len(slots[at].tokens), one.batch_tokens)
             for at, one in zip(missing, inputs, strict=True)
         ]
-        forward = self._cache.forward(spans)
-        if not self._runner.supports_draft_loop(forward) or self._cache.evict_for(spans):
+        forward, first_tokens = self._cache.forward(spans), sum(len(one.tokens) for one in inputs)
+        if not self._runner.supports_draft_loop(forward, first_tokens) or self._cache.evict_for(spans):
             return {}
         with forward:
             vocabulary = min(self._draft_vocabulary, self._vocabulary)

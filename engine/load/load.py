@@ -55,8 +55,9 @@ from engine.load.resources import release_freed_memory
 from engine.load.tokenizer_cache import read_tokenizer
 from engine.load.weight_bars import reported_weights
 from engine.model import hooks, recurrence, rope
+from engine.model.device_runner import DeviceRunner
 from engine.model.encoder import Encoder, has_encoder
-from engine.model.layers import CachedLayer
+from engine.model.layers import CachedLayer, state_bytes
 from engine.model.margins import Margin, recording
 from engine.model.model_runner import ModelRunner
 from engine.model.rope import RopeSwitch
@@ -174,6 +175,7 @@ def _load(config: EngineConfig, on_phase: Callable[[str], None], reserved_bytes:
         dtype=compute_dtype,
         kv_dtype=kv_dtype,
         longest=max_context(text_config),
+        state_bytes=state_bytes(model, text_config.vocab_size) if _has_pool(recurrent, selection.runner) else 0,
     )
     reserved = sizes.weights_bytes + (0 if encoder is None else encoder.budget_bytes)
     memory, context, slots = plan_memory(config, sizes, available - reserved)
@@ -214,6 +216,11 @@ def _load(config: EngineConfig, on_phase: Callable[[str], None], reserved_bytes:
         encoder=encoder,
     )
     return replace(loaded, identity=_identity(checkpoint, loaded, quantised.key))
+
+
+def _has_pool(recurrent: bool, runner: ModelRunner) -> bool:
+    """Whether recurrent states of running sequences are in a pool."""
+    return recurrent and isinstance(runner, DeviceRunner)
 
 
 def _quantization_estimate(

@@ -14,8 +14,11 @@ from engine.config import EngineConfig, parse_memory
 from engine.errors import PlanTooLarge
 from engine.load.device import device_memory
 from engine.load.resources import free_memory_bytes, memory_limit_bytes
+from engine.model.graph_sizes import BATCH_SIZES, all_sizes
+from engine.types.request import MAX_DRAFT_TOKENS
 from engine.types.status import MemoryPlan
 from kvcache.spec import LayerSpec, group_layers
+from kvcache.state_pool import StatePool
 
 # Default tokens of the cache for each slot: fewer slots are planned rather than less context for a chat.
 _MIN_TOKENS_PER_SLOT = 8192
@@ -26,6 +29,9 @@ _CONTEXT_MULTIPLE = 1024
 # Share of the available memory for a cache of default size: the machine has other uses, and sizes are estimates. On a
 # GPU it is the share of the memory without the activations.
 _CACHE_SHARE, _GPU_CACHE_SHARE = 0.6, 0.9
+# Memory of a recorded step beside its activations, which all of them share: estimated from the published figures of
+# other servers.
+_GRAPH_BYTES = 16 * 2**20
 # Temporary memory of a logit: on a CPU of each token of a step, on other devices of each sequence, with sorted copies.
 _LOGIT_BYTES, _DEVICE_LOGIT_BYTES = 8, 64
 
@@ -37,6 +43,7 @@ class ModelSizes:
     layers            specs of the attention layers, with cells of the dtype `kv_dtype`
     activation_bytes  temporary memory of one token of a step
     sampling_bytes    temporary memory of the logits of one sequence, if `activation_bytes` does not contain them
+    state_bytes       of the recurrent states of one sequence; 0: the model has none, or they are not planned
     """
 
     weights_bytes: int
@@ -45,6 +52,7 @@ class ModelSizes:
     activation_bytes: int
     max_context: int
     sampling_bytes: int = 0
+    state_bytes: int = 0
 
 
 def available_bytes(config: EngineConfig | None = None) -> int:
@@ -92,6 +100,7 @@ def model_sizes(
     dtype: torch.dtype,
     kv_dtype: torch.dtype,
     longest: int,
+    state_bytes: int = 0,
 ) -> ModelSizes:
     """The sizes of a model with the text configuration `text`.
 
@@ -109,6 +118,7 @@ def model_sizes(
         activation_bytes=activations + _LOGIT_BYTES * vocabulary if on_cpu else activations,
         max_context=longest,
         sampling_bytes=0 if on_cpu else _DEVICE_LOGIT_BYTES * vocabulary,
+        state_bytes=0 if on_cpu else state_bytes,
     )
 
 
@@ -198,8 +208,19 @@ def memory_plan(config: EngineConfig, sizes: ModelSizes, available: int, context
 
 
 def _workspace_bytes(config: EngineConfig, sizes: ModelSizes, slots: int) -> int:
-    """Temporary memory of a step."""
-    return sizes.activation_bytes * max_batch_tokens(config, slots) + sizes.sampling_bytes * slots
+    """Temporary memory of a step, and on a device that of recorded steps and of the pool of recurrent states."""
+    step = sizes.activation_bytes * max_batch_tokens(config, slots) + sizes.sampling_bytes * slots
+    states = sizes.state_bytes * StatePool.rows(slots)
+    if config.device == "cpu" or config.enforce_eager:
+        return step + states
+    graphs = [*all_sizes(recorded_tokens(config, slots), config.context or sizes.max_context)]
+    return step + states + len(graphs) * _GRAPH_BYTES + max(graphs)[0] * (sizes.activation_bytes + sizes.sampling_bytes)
+
+
+def recorded_tokens(config: EngineConfig, slots: int) -> int:
+    """The tokens of the largest recorded step: with drafts a sequence has several."""
+    most = MAX_DRAFT_TOKENS if config.draft_tokens is None else config.draft_tokens
+    return min(slots * (1 if config.drafter == "none" else 1 + most), BATCH_SIZES[-1])
 
 
 def _default_cells(config: EngineConfig, context: int, slots: int) -> int:

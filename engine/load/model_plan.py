@@ -152,6 +152,7 @@ def plan_model(config: EngineConfig, folder: Path, *, process_bytes: int | None 
         dtype=torch.float32,
         kv_dtype=kv_dtype,
         longest=max_context(text),
+        state_bytes=skeleton.state_bytes,
     )
     # It takes memory too, which stays with the process.
     read_model_tokenizer(name, checkpoint, vocabulary=text.vocab_size)

@@ -205,7 +205,7 @@ def _packed_runner(model: Any, traits: ModelTraits, layers: Sequence[CachedLayer
     if device.type == "cpu":
         return PackedRunner(model, layers, traits.mla, traits.attend, **settings)
     recorder = recorder_for(device) if traits.records else None
-    if recorder is None or traits.recurrent or traits.encoder is not None:
+    if recorder is None or traits.encoder is not None:
         return DeviceRunner(model, layers, traits.mla, traits.attend, **settings)
     return GraphRunner(model, layers, traits.mla, traits.attend, recorder=recorder, **settings)
 

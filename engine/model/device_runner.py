@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from engine.sample.device_sampler import DeviceSampler
 from engine.sample.device_sampling import SamplingBatch, sample_batch
 from engine.sample.sampler import SamplingContext
 from kvcache.forward import Forward
-from kvcache.row_forward import batch_positions
+from kvcache.row_forward import StateRows, batch_positions
 from kvcache.staging import StagingBuffer
 
 
@@ -48,9 +49,13 @@ class DeviceRunner(PackedRunner):
         self, forward: Forward, tokens: Sequence[int], logit_rows: Sequence[int], more: Sequence[NDArray[Any]]
     ) -> tuple[BatchInputs, list[Tensor]]:
         """The inputs of the model and `more` arrays on the device; the forward gets its cells there."""
-        indices = (np.asarray(rows, np.int64) for rows in (logit_rows, [*single_rows(forward.spans)]))
-        own = [np.asarray(tokens, np.int64), batch_positions(forward.spans), *indices]
+        has_pool = forward.cache.recurrent_states is not None and self._invariant is None
+        single = single_rows(forward.spans) if has_pool else {}
+        state_rows = [np.asarray([*single], np.int64), *forward.token_state_rows([*single.values()])]
+        own = [np.asarray(tokens, np.int64), batch_positions(forward.spans), np.asarray(logit_rows, np.int64)]
         cells = forward.device_arrays()
-        parts = self._staging.upload([*own, *cells, *more])
-        forward.set_device_arrays(parts[len(own) : len(own) + len(cells)])
-        return BatchInputs(*parts[: len(own)]), parts[len(own) + len(cells) :]
+        parts = iter(self._staging.upload([*own, *state_rows, *cells, *more]))
+        batch_tokens, positions, rows = islice(parts, len(own))
+        states = StateRows(*islice(parts, len(state_rows)))
+        forward.set_device_arrays([*islice(parts, len(cells))])
+        return BatchInputs(batch_tokens, positions, rows, states if single else None), [*parts]

@@ -1,14 +1,17 @@
 """Decoding steps recorded once and replayed: the kernels of a step without the Python code between them.
 
 A recorded step reads its tokens, positions and cells from tensors that are written before each replay, so it serves any
-sequences. There is one for each size of batch (BATCH_SIZES, the rest is padding) and each power of two of positions.
+sequences. There is one for each size of graph_sizes.py; smaller batches are padded. `record_all` records them at the
+start.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Container, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import takewhile
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -22,17 +25,17 @@ from engine.kernels.reference import AttentionFunction
 from engine.model import hooks
 from engine.model.device_runner import DeviceRunner
 from engine.model.encoder_mask import EncoderMask
-from engine.model.runner import BatchInputs
-from kvcache.attention_group import AttentionGroup
+from engine.model.graph_sizes import BATCH_SIZES, all_sizes, batch_size, positions
+from engine.model.model_runner import DraftLoopInput
+from engine.model.runner import BatchInputs, recur_rows, single_rows
+from engine.sample.device_sampling import sample_numbered, sampling_numbers
+from kvcache.cache import Cache
 from kvcache.forward import Forward
 from kvcache.kv_buffer import store_rows
-from kvcache.row_forward import RowForward
+from kvcache.row_forward import RowForward, StateRows, row_numbers
+from kvcache.spec import Span
 
 log = logging.getLogger("cellar.engine")
-
-BATCH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64)
-# Positions of the shortest recorded steps.
-_MIN_POSITIONS = 512
 
 # Computes the logits of a step anew.
 Replay: TypeAlias = Callable[[], Tensor]
@@ -51,6 +54,7 @@ class CallRecorder:
 
     def record(self, function: Callable[[], Tensor]) -> Replay:
         """See Recorder."""
+        function()
         return function
 
 
@@ -91,26 +95,73 @@ class RecordedStep:
     numbers  int64 [1 + .., size] on the device: tokens, then those of a RowForward; `replay` reads them
     """
 
-    def __init__(self, forward: Forward, device: torch.device, size: int, most: int) -> None:
-        self.size, self.most = size, most
-        self.numbers = torch.zeros(self.arrange(forward, ()).shape, dtype=torch.long, device=device)
-        self.cells = forward.row_forward(self.numbers[1:], most)
+    def __init__(self, cache: Cache, device: torch.device, size: int, most: int) -> None:
+        self._cache, self.size, self.most = cache, size, most
+        self.numbers = torch.from_numpy(self.arrange((), ())).to(device)
+        self.cells = RowForward(cache, self.numbers[1:], most)
         rows = torch.arange(size, device=device)
-        self.inputs = _RecordedInputs(self.numbers[0], self.cells.positions, rows, None, self)
+        self.inputs = _RecordedInputs(self.numbers[0], self.cells.positions, rows, self.cells.state_rows, step=self)
         self.replay: Replay | None = None
 
-    def arrange(self, forward: Forward, tokens: Sequence[int]) -> NDArray[np.int64]:
+    def arrange(self, spans: Sequence[Span], tokens: Sequence[int]) -> NDArray[np.int64]:
         """The numbers of a batch."""
         padded = np.zeros((1, self.size), np.int64)
         padded[0, : len(tokens)] = tokens
-        return np.concatenate([padded, forward.row_numbers(self.size)])
+        return np.concatenate([padded, row_numbers(self._cache, spans, self.size)])
 
 
 @dataclass(frozen=True, slots=True)
 class _RecordedInputs(BatchInputs):
     """Inputs that are in the memory of a recorded step."""
 
-    step: RecordedStep
+    step: RecordedStep = field(kw_only=True)
+
+    def first(self, count: int) -> BatchInputs:
+        """The inputs of the first rows, of a step that is not recorded."""
+        states = self.state_rows
+        if states is not None:
+            states = StateRows(states.tokens[:count], states.before[:count], states.after[:count])
+        return BatchInputs(self.tokens[:count], self.positions[:count], self.logit_rows[:count], states)
+
+
+class DraftStep(RecordedStep):
+    """A recorded step that samples; its replay gives tokens [size].
+
+    sampling    numbers of `sampling_numbers`; `replay` reads them
+    vocabulary  only the first `vocabulary` tokens are sampled
+    """
+
+    def __init__(self, cache: Cache, device: torch.device, size: int, most: int, vocabulary: int) -> None:
+        super().__init__(cache, device, size, most)
+        self.sampling = torch.from_numpy(sampling_numbers((), size)).to(device)
+        self.vocabulary = vocabulary
+
+
+class _DraftLoop:
+    """The steps of a draft loop; sequences with more tokens to sample come first.
+
+    active       sequences that sample in each step
+    first_spans  the spans of the first step
+    """
+
+    def __init__(self, inputs: Sequence[DraftLoopInput], spans: Sequence[Span]) -> None:
+        self._inputs, self._spans = inputs, spans
+        self.active = [sum(one.count > at for one in inputs) for at in range(inputs[0].count)]
+        self.first_spans = [
+            Span(span.slot, span.start, len(one.tokens)) for one, span in zip(inputs, spans, strict=True)
+        ]
+
+    def arrays(self, first: RecordedStep, later: DraftStep) -> list[NDArray[np.int64]]:
+        """Numbers, rows of logits and sampling of the first step; numbers and sampling of each other step."""
+        tokens = [token for one in self._inputs for token in one.tokens]
+        active = self.active[0] if self.active else 0
+        last_rows = np.cumsum([span.length for span in self.first_spans])[:active] - 1
+        contexts = [one.context for one in self._inputs]
+        found = [first.arrange(self.first_spans, tokens), last_rows, sampling_numbers(contexts[:active], active)]
+        for ahead, active in enumerate(self.active[1:]):
+            spans = [Span(span.slot, span.stop + ahead, 1) for span in self.first_spans[:active]]
+            found += [later.arrange(spans, ()), sampling_numbers(contexts[:active], later.size, ahead + 1)]
+        return found
 
 
 class GraphRunner(DeviceRunner):
@@ -123,8 +174,10 @@ class GraphRunner(DeviceRunner):
         super().__init__(model, *args, **settings)
         self._recorder = recorder
         self._steps: dict[tuple[int, int], RecordedStep] = {}
-        # The cache of the recorded steps.
-        self._groups: tuple[AttentionGroup, ...] = ()
+        self._draft_steps: dict[tuple[int, int], DraftStep] = {}
+        # Of the recorded steps; the logits of a step are in the first rows.
+        self._cache: Cache | None = None
+        self._logits: Tensor | None = None
         self._is_recordable = self.switch is None
 
     def run(
@@ -144,7 +197,7 @@ class GraphRunner(DeviceRunner):
         if step is None:
             return super()._upload(forward, tokens, logit_rows, more)
         cells = forward.device_arrays()
-        numbers, *parts = self._staging.upload([step.arrange(forward, tokens), *cells, *more])
+        numbers, *parts = self._staging.upload([step.arrange(forward.spans, tokens), *cells, *more])
         forward.set_device_arrays(parts[: len(cells)])
         step.numbers.copy_(numbers)
         return step.inputs, parts[len(cells) :]
@@ -152,28 +205,120 @@ class GraphRunner(DeviceRunner):
     def _run(self, forward: Forward, inputs: BatchInputs, encoder_masks: Sequence[EncoderMask | None]) -> Tensor:
         if not isinstance(inputs, _RecordedInputs):
             return super()._run(forward, inputs, encoder_masks)
-        step, count = inputs.step, forward.batch_tokens
-        try:
-            if step.replay is None:
-                step.replay = self._recorder.record(lambda: self._compute(step))
-            return step.replay()[:count]
-        except NotImplementedError as error:
-            log.info("steps are not recorded: %s", error)
-        except RuntimeError as error:
-            if step.replay is not None:
-                raise
-            log.warning("steps are not recorded, and slower: %s", error)
-        self._is_recordable = False
-        own = step.inputs
-        unpadded = BatchInputs(own.tokens[:count], own.positions[:count], own.logit_rows[:count], None)
-        return super()._run(forward, unpadded, encoder_masks)
+        count, replay = forward.batch_tokens, self._record(inputs.step)
+        if replay is None:
+            return super()._run(forward, inputs.first(count), encoder_masks)
+        return replay()[:count]
+
+    def record_all(self, cache: Cache, tokens: int, draft_vocabulary: int = 0) -> Iterator[tuple[int, int]]:
+        """Record the steps of up to `tokens` tokens over an empty cache; yields how many of how many are recorded.
+
+        draft_vocabulary  of the draft loops of the model; 0: it has none
+        """
+        # A prompt compiles its kernels, and the pool of recurrent states gets its tensors from the next token.
+        for start, length in ((0, 2), (2, 1)):
+            with cache.forward([Span(0, start, length)]) as forward:
+                self.run(forward, [0] * length, [length - 1])
+        cache.clear(0)
+        sizes = [*all_sizes(tokens, cache.capacity)]
+        steps = [self._recorded_step(cache, *size) for size in sizes]
+        if draft_vocabulary and cache.recurrent_states is None:
+            steps += [self._draft_step(cache, *size, draft_vocabulary) for size in sizes]
+        for number, step in enumerate(steps, 1):
+            if not self._records or self._record(step) is None:
+                return
+            yield number, len(steps)
+
+    def _record(self, step: RecordedStep) -> Replay | None:
+        """The replay of a step; None: it cannot be recorded."""
+        if step.replay is None:
+            try:
+                step.replay = self._recorder.record(partial(self._compute, step))
+            except NotImplementedError as error:
+                log.info("steps are not recorded: %s", error)
+                self._is_recordable = False
+            except RuntimeError as error:
+                log.warning("steps are not recorded, and slower: %s", error)
+                self._is_recordable = False
+        return step.replay
+
+    @property
+    def _records(self) -> bool:
+        return self._is_recordable and self._invariant is None
+
+    def _recorded_step(self, cache: Cache, size: int, most: int) -> RecordedStep:
+        if self._cache is not cache:
+            self._cache, self._steps, self._draft_steps = cache, {}, {}
+        if (size, most) not in self._steps:
+            self._steps[size, most] = RecordedStep(cache, self._device, size, most)
+        return self._steps[size, most]
+
+    def _draft_step(self, cache: Cache, size: int, most: int, vocabulary: int) -> DraftStep:
+        if (size, most) not in self._draft_steps:
+            self._draft_steps[size, most] = DraftStep(cache, self._device, size, most, vocabulary)
+        return self._draft_steps[size, most]
 
     def _compute(self, step: RecordedStep) -> Tensor:
-        """The logits [size, vocabulary] of the batch whose numbers are written."""
+        """The logits [size, vocabulary] of the batch whose numbers are written; of a DraftStep the tokens [size]."""
         inputs = (step.inputs.tokens, step.inputs.positions, step.inputs.logit_rows)
         backend = _RowBackend(step.cells.copy(), self._cache_layers, self._sharing_layers, self._attend)
         with torch.inference_mode(), hooks.use_backend(backend):
-            return hooks.forward(self.model, *inputs)
+            logits = hooks.forward(self.model, *inputs)
+            if isinstance(step, DraftStep):
+                return sample_numbered(logits[:, : step.vocabulary], step.sampling)
+            # One place for all steps: each recording keeps the memory of its result.
+            if self._logits is None:
+                self._logits = logits.new_empty(BATCH_SIZES[-1], logits.shape[-1])
+            return self._logits[: step.size].copy_(logits)
+
+    def supports_draft_loop(self, forward: Forward, first_tokens: int = 1) -> bool:
+        """See DraftLoopRunner."""
+        is_small = max(first_tokens, len(forward.spans)) <= BATCH_SIZES[-1]
+        return is_small and self._records and forward.cache.recurrent_states is None
+
+    def run_draft_loop(self, forward: Forward, inputs: Sequence[DraftLoopInput], vocabulary: int) -> list[list[int]]:
+        """See DraftLoopRunner: a replay for each step, one upload before the first and one wait after the last."""
+        order = sorted(range(len(inputs)), key=lambda at: -inputs[at].count)
+        loop = _DraftLoop([inputs[at] for at in order], [forward.spans[at] for at in order])
+        first, later = self._loop_steps(forward, loop, vocabulary)
+        own, cells = loop.arrays(first, later), forward.device_arrays()
+        parts = self._staging.upload([*own, *cells])
+        forward.set_device_arrays(parts[len(own) :])
+        sampled = iter(self._replay_loop(loop, first, later, parts[: len(own)]))
+        drafts: list[list[int]] = [[] for _ in inputs]
+        for active in loop.active:
+            for at in order[:active]:
+                drafts[at].append(next(sampled))
+        return [[*takewhile(lambda token: token >= 0, draft)] for draft in drafts]
+
+    def _loop_steps(self, forward: Forward, loop: _DraftLoop, vocabulary: int) -> tuple[RecordedStep, DraftStep]:
+        """The steps of the first and of all later tokens."""
+        cache, most = forward.cache, positions(max(span.stop for span in forward.spans), forward.capacity)
+        first = self._recorded_step(cache, batch_size(sum(span.length for span in loop.first_spans)), most)
+        return first, self._draft_step(cache, batch_size(max(loop.active, default=1)), most, vocabulary)
+
+    def _replay_loop(
+        self, loop: _DraftLoop, first: RecordedStep, later: DraftStep, parts: Sequence[Tensor]
+    ) -> list[int]:
+        """The sampled tokens of all steps, from the arrays of the loop on the device."""
+        numbers, rows, sampling, *others = parts
+        first.numbers.copy_(numbers)
+        logits = self._replay(first)
+        if not loop.active:
+            return []
+        found = [sample_numbered(logits.index_select(0, rows)[:, : later.vocabulary], sampling)]
+        for active, numbers, sampling in zip(loop.active[1:], others[::2], others[1::2], strict=True):
+            later.numbers.copy_(numbers)
+            later.numbers[0, :active].copy_(found[-1][:active].clamp_min(0))
+            later.sampling.copy_(sampling)
+            found.append(self._replay(later)[:active].clone())
+        return torch.cat(found).tolist()
+
+    def _replay(self, step: RecordedStep) -> Tensor:
+        replay = self._record(step)
+        if replay is None:
+            raise RuntimeError("the steps of a draft loop cannot be recorded")
+        return replay()
 
     def run_with_hidden_states(
         self,
@@ -195,18 +340,15 @@ class GraphRunner(DeviceRunner):
         count = forward.batch_tokens
         # A replay calls no hook.
         is_watched = bool(getattr(self.model.get_decoder(), "_forward_hooks", None))
-        if not self._is_recordable or is_watched or self._invariant is not None or type(forward) is not Forward:
+        if not self._records or is_watched or type(forward) is not Forward:
             return None
         if len(logit_rows) != count or count > BATCH_SIZES[-1] or any(span.bidirectional for span in forward.spans):
             return None
-        if self._groups is not forward.groups:
-            self._groups, self._steps = forward.groups, {}
-        size = next(size for size in BATCH_SIZES if size >= count)
+        # A token reads the state that the one before it wrote.
+        if forward.cache.recurrent_states is not None and len(single_rows(forward.spans)) < len(forward.spans):
+            return None
         longest = max(span.stop for span in forward.spans)
-        most = min(max(1 << (longest - 1).bit_length(), _MIN_POSITIONS), forward.capacity)
-        if (size, most) not in self._steps:
-            self._steps[size, most] = RecordedStep(forward, self._device, size, most)
-        return self._steps[size, most]
+        return self._recorded_step(forward.cache, batch_size(count), positions(longest, forward.capacity))
 
 
 class _RowBackend:
@@ -240,5 +382,6 @@ class _RowBackend:
         )
 
     def recur(self, name: Hashable, operation: hooks.RecurrentOperation) -> list[Tensor]:
-        """Raises NotImplementedError."""
-        raise NotImplementedError("recorded steps have no recurrent layers")
+        """See AttentionBackend."""
+        assert self._forward.state_rows is not None, "a cache without recurrent states"
+        return [*torch.split(recur_rows(self._forward, name, operation, self._forward.state_rows), 1)]

@@ -127,6 +127,11 @@ def calibrate(model: Any, vocabulary: int, position: int = _OLD_POSITION) -> Cal
     return backend
 
 
+def state_bytes(model: Any, vocabulary: int) -> int:
+    """Bytes of the recurrent states of one sequence."""
+    return sum(calibrate(model, vocabulary).state_bytes.values())
+
+
 def _attention_range(config: Any, layer: int, window: int | None) -> AttentionRange:
     """The positions that a layer's queries attend to: the window of the call, or else of the configuration."""
     if window is not None:

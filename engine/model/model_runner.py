@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -84,4 +85,40 @@ class LocalRunner(ModelRunner, Protocol):
     @abstractmethod
     def make_invariant(self, product: RowInvariantProduct) -> None:
         """Give each row the same bits in any batch and for any chunks, from now on; see engine/model/invariant.py."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class DraftLoopInput:
+    """One sequence of a draft loop.
+
+    tokens   to compute in the first step
+    count    tokens to sample; 0: none
+    context  of the first sampled token, of unmodified logits (`is_native` of engine/native/sampler.py)
+    """
+
+    tokens: Sequence[int]
+    count: int
+    context: SamplingContext
+
+    @property
+    def batch_tokens(self) -> int:
+        """The length of its span: the tokens, and all sampled tokens but the last."""
+        return len(self.tokens) + max(self.count - 1, 0)
+
+
+@runtime_checkable
+class DraftLoopRunner(Protocol):
+    """A runner of several steps at once, each of which samples the token that the next one computes."""
+
+    def supports_draft_loop(self, forward: Forward, first_tokens: int = 1) -> bool:
+        """Whether `run_draft_loop` computes a forward, with `first_tokens` in its first step."""
+        ...
+
+    def run_draft_loop(self, forward: Forward, inputs: Sequence[DraftLoopInput], vocabulary: int) -> list[list[int]]:
+        """The sampled tokens of each input; fewer than its count from logits on that are not finite.
+
+        forward     open, with a span of `batch_tokens` for each input; `supports_draft_loop` holds
+        vocabulary  only the first `vocabulary` tokens are sampled
+        """
         ...

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Container, Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from engine.sample.sampler import Sampler, TorchSampler
 from engine.types.request import MlaMode
 from kvcache.forward import Forward
 from kvcache.kv_buffer import store_rows
+from kvcache.row_forward import StateRows
 from kvcache.spec import Span
 
 
@@ -32,20 +33,39 @@ from kvcache.spec import Span
 class BatchInputs:
     """Inputs of the model, int64 on its device: tokens and positions [batch tokens], and indices of rows.
 
-    logit_rows   rows with logits
-    single_rows  of `single_rows`, whose recurrent operations are computed together; None: each alone
+    logit_rows  rows with logits
+    state_rows  tokens of `single_rows`, whose recurrent operations are computed together; None: there are none
     """
 
     tokens: Tensor
     positions: Tensor
     logit_rows: Tensor
-    single_rows: Tensor | None
+    state_rows: StateRows | None = None
 
 
 def single_rows(spans: Sequence[Span]) -> dict[int, Span]:
     """By row the spans of one token that is not the first of its sequence."""
     ends = itertools.accumulate(span.length for span in spans)
     return {end - 1: span for span, end in zip(spans, ends, strict=True) if span.length == 1 and span.start > 0}
+
+
+class PooledStates(Protocol):
+    """A forward with a pool of recurrent states."""
+
+    def pooled_states(self, name: Hashable) -> Tensor:
+        """See Forward."""
+        ...
+
+
+def recur_rows(forward: PooledStates, name: Hashable, operation: hooks.RecurrentOperation, rows: StateRows) -> Tensor:
+    """The outputs [tokens, ...] of tokens of different sequences; their next states are in the pool then.
+
+    The number of tokens has no effect on the number of operations.
+    """
+    states = forward.pooled_states(name)
+    outputs, after = operation.run_rows(rows.tokens, states.index_select(0, rows.before))
+    states.index_copy_(0, rows.after, after.to(states.dtype))
+    return outputs
 
 
 class PackedRunner(LocalRunner):
@@ -122,21 +142,19 @@ class PackedRunner(LocalRunner):
 
     def _inputs(self, forward: Forward, tokens: Sequence[int], logit_rows: Sequence[int]) -> BatchInputs:
         positions = [position for span in forward.spans for position in range(span.start, span.stop)]
-        return BatchInputs(self._tensor(tokens), self._tensor(positions), self._tensor(logit_rows), None)
+        return BatchInputs(self._tensor(tokens), self._tensor(positions), self._tensor(logit_rows))
 
     def _run(self, forward: Forward, inputs: BatchInputs, encoder_masks: Sequence[EncoderMask | None]) -> Tensor:
         rows = (inputs.tokens, inputs.positions, inputs.logit_rows)
         invariant = self._invariant or nullcontext()
         factors = rope.use_long_factors(None if self.switch is None else self.switch.long_factors(forward.spans))
-        backend = self._backend(forward, encoder_masks, inputs.single_rows)
+        backend = self._backend(forward, encoder_masks, inputs.state_rows)
         with torch.inference_mode(), hooks.use_backend(backend), factors, invariant:
             return hooks.forward(self.model, *rows, cross_mask=self._cross_mask(forward, encoder_masks))
 
     def _backend(
-        self, forward: Forward, encoder_masks: Sequence[EncoderMask | None], single_rows: Tensor | None = None
+        self, forward: Forward, encoder_masks: Sequence[EncoderMask | None], state_rows: StateRows | None = None
     ) -> _CacheBackend:
-        by_rows = self._invariant is not None
-        together = None if by_rows else single_rows
         return _CacheBackend(
             forward,
             self._cache_layers,
@@ -144,8 +162,8 @@ class PackedRunner(LocalRunner):
             self._mla,
             self._attend,
             encoder_masks,
-            by_rows,
-            together,
+            self._invariant is not None,
+            state_rows,
         )
 
     def _cross_mask(self, forward: Forward, encoder_masks: Sequence[EncoderMask | None]) -> Tensor | None:
@@ -178,11 +196,11 @@ class _CacheBackend:
         attend: AttentionFunction,
         encoder_masks: Sequence[EncoderMask | None],
         row_by_row: bool,
-        single_rows: Tensor | None,
+        state_rows: StateRows | None,
     ) -> None:
         self._forward, self._encoder_masks, self._row_by_row = forward, encoder_masks, row_by_row
         self._cache_layers, self._sharing_layers, self._mla, self._attend = cache_layers, sharing_layers, mla, attend
-        self._single_rows = single_rows
+        self._state_rows = state_rows
         self._store = attend.store if isinstance(attend, CellKernels) else store_rows
         self._attend_latent = attend.attend_latent if isinstance(attend, CellKernels) else latent.attend
 
@@ -226,7 +244,7 @@ class _CacheBackend:
 
     def recur(self, name: Hashable, operation: hooks.RecurrentOperation) -> list[Tensor]:
         """Run a recurrent operation for each piece of a span, from the slot's state to its next one."""
-        together = {} if self._single_rows is None else self._recur_together(name, operation, self._single_rows)
+        together = {} if self._state_rows is None else self._recur_together(name, operation, self._state_rows)
         outputs, row = [], 0
         for span in self._forward.spans:
             if row in together:
@@ -241,18 +259,12 @@ class _CacheBackend:
                 row += length
         return outputs
 
-    def _recur_together(self, name: Hashable, operation: hooks.RecurrentOperation, index: Tensor) -> dict[int, Tensor]:
-        """The outputs of `single_rows`, whose number has no effect on the number of operations."""
-        spans = single_rows(self._forward.spans)
-        if len(spans) < 2:
-            return {}
-        found = (self._forward.recurrent_state(span.slot, span.start, name) for span in spans.values())
-        states = [state for state in found if state is not None]
-        outputs, after = operation.run_rows(index, torch.stack(states))
-        # Copies: a view would keep the states of the whole batch in memory.
-        for span, state in zip(spans.values(), torch._foreach_clone(after.unbind()), strict=True):
-            self._forward.store_recurrent_state(span.slot, span.stop, name, state)
-        return dict(zip(spans, torch.split(outputs, 1), strict=True))
+    def _recur_together(
+        self, name: Hashable, operation: hooks.RecurrentOperation, rows: StateRows
+    ) -> dict[int, Tensor]:
+        """The outputs of `single_rows`, by row."""
+        outputs = recur_rows(self._forward, name, operation, rows)
+        return dict(zip(single_rows(self._forward.spans), torch.split(outputs, 1), strict=True))
 
 
 def _run_chunk(

@@ -5,32 +5,12 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from ctypes import pointer
-from dataclasses import dataclass
 
 from engine.kernels.cpu.attention import address
+from engine.model.model_runner import DraftLoopInput
 from engine.native.decoder import DecoderSpec
 from engine.native.sampler import write_context
 from engine.native.step_library import SAMPLING_CONTEXT, DraftLoopFields, StepFields
-from engine.sample.sampler import SamplingContext
-
-
-@dataclass(frozen=True, slots=True)
-class DraftLoopInput:
-    """One sequence of a draft loop.
-
-    tokens   to compute in the first step
-    count    tokens to sample; 0: none
-    context  of the first sampled token; `is_native` holds
-    """
-
-    tokens: Sequence[int]
-    count: int
-    context: SamplingContext
-
-    @property
-    def batch_tokens(self) -> int:
-        """The length of its span: the tokens, and all sampled tokens but the last."""
-        return len(self.tokens) + max(self.count - 1, 0)
 
 
 def describe_draft_loop(

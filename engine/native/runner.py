@@ -21,7 +21,7 @@ from engine.kernels.cpu.attention import (
 )
 from engine.kernels.products import RowInvariantProduct
 from engine.model.encoder_mask import EncoderMask
-from engine.model.model_runner import LocalRunner
+from engine.model.model_runner import DraftLoopInput, LocalRunner
 from engine.model.runner import PackedRunner
 from engine.native.attention import rotary_angles, switched_rotary_angles
 from engine.native.decoder import AttentionSpec, DecoderSpec, RotarySpec
@@ -33,7 +33,7 @@ from engine.native.description import (
     describe_rotary,
     recurrence_fields,
 )
-from engine.native.draft_loop import DraftLoopInput, context_table, describe_draft_loop
+from engine.native.draft_loop import context_table, describe_draft_loop
 from engine.native.recurrent_states import RecurrentStates
 from engine.native.sampler import NativeSampler, SamplingCall, is_native
 from engine.native.step_library import CellGroupFields, LayerFields, RotaryFields, StepFields, StepLibrary
@@ -187,16 +187,12 @@ class NativeRunner(LocalRunner):
         """The native step is row-invariant; this makes the fallback so, see LocalRunner."""
         self.fallback.make_invariant(product)
 
-    def supports_draft_loop(self, forward: Forward) -> bool:
-        """Whether `run_draft_loop` computes a forward: recurrent states could not be rewound to rejected drafts."""
+    def supports_draft_loop(self, forward: Forward, first_tokens: int = 1) -> bool:
+        """See DraftLoopRunner. Recurrent states could not be rewound to rejected drafts."""
         return not self._recurrent and self.supports(forward)
 
     def run_draft_loop(self, forward: Forward, inputs: Sequence[DraftLoopInput], vocabulary: int) -> list[list[int]]:
-        """The sampled tokens of each input; fewer than its count from logits on that are not finite.
-
-        forward     open, with a span of `batch_tokens` for each input; `supports_draft_loop` holds
-        vocabulary  only the first `vocabulary` tokens are sampled
-        """
+        """See DraftLoopRunner."""
         assert self.supports_draft_loop(forward), "not checked by the caller"
         max_count = max(own.count for own in inputs)
         sampled = array("q", bytes(8 * len(inputs) * max_count))

@@ -20,6 +20,8 @@ from engine.sample.logprobs import at_least_float32
 from engine.sample.noise import MAX_NOISE, MIN_NOISE
 from engine.sample.sampler import SamplingContext, as_int64, sample_tokens
 
+# Draft tokens of requests with top-k or top-p are among as many of the largest logits.
+_DRAFT_WIDTH = 64
 # Bytes of a row of token bits are a multiple of it.
 _WORD_BYTES = 8
 
@@ -84,6 +86,35 @@ def sample_batch(logits: Tensor, batch: SamplingBatch, arrays: Sequence[Tensor])
         for row, token in zip(batch.host_rows, sample_tokens(on_host, batch.host_contexts), strict=True):
             tokens[row] = token
     return tokens
+
+
+def sampling_numbers(contexts: Sequence[SamplingContext], size: int, ahead: int = 0) -> NDArray[np.int64]:
+    """The numbers [6, size] of `sample_numbered`, for the tokens `ahead` positions after those of the contexts.
+
+    Seeds, positions and top-k; temperature (0: greedy), top-p and min-p as bits of float64. The last rows are greedy.
+    """
+    numbers = np.zeros((6, size), np.int64)
+    filters = numbers[3:].view(np.float64)
+    for at, context in enumerate(contexts):
+        params = context.params
+        numbers[:3, at] = as_int64(context.seed), context.position + ahead, max(params.top_k, 0)
+        filters[:, at] = 0.0 if context.greedy else params.temperature, params.top_p, params.min_p
+    return numbers
+
+
+def sample_numbered(logits: Tensor, numbers: Tensor) -> Tensor:
+    """Tokens [rows] by `sampling_numbers`, with the same operations for all of them; -1: no finite maximum.
+
+    Top-k and top-p keep _DRAFT_WIDTH tokens at most: these are draft tokens.
+    """
+    own, (seeds, positions, top_k) = at_least_float32(logits), numbers[:3]
+    temperature, top_p, min_p = numbers[3:].view(torch.float64)
+    is_greedy = temperature == 0
+    scaled = own / temperature.masked_fill(is_greedy, 1.0).to(own.dtype)[:, None]
+    floor = _floor(scaled, top_k, top_p, min_p, min(_DRAFT_WIDTH, own.shape[-1]))
+    drawn = best_noisy_argmax(own.device)(scaled, floor, seeds, positions)
+    tokens = torch.where(is_greedy, own.argmax(-1), drawn)
+    return tokens.masked_fill(~own.amax(-1).isfinite(), -1)
 
 
 def sample_rows(logits: Tensor, batch: SamplingBatch, arrays: Sequence[Tensor]) -> Tensor:

@@ -108,6 +108,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "bamba": ("BambaConfig", {**_MAMBA2, "attn_layer_indices": [1]}),
     "lfm2": ("Lfm2Config", {"layer_types": ["conv", "full_attention"], "block_multiple_of": 8}),
     "llama4": ("Llama4TextConfig", {"num_local_experts": 2, "attention_chunk_size": 8, "intermediate_size_mlp": 48}),
+    "gpt_oss": (
+        "GptOssConfig",
+        {
+            "sliding_window": 8,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    ),
     "gpt2": ("GPT2Config", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": CONTEXT}),
 }
 

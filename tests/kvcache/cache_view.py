@@ -18,7 +18,7 @@ EntriesByCell: TypeAlias = dict[AttentionRange, dict[int, Entry]]
 
 def as_index(cells: slice | torch.Tensor) -> slice | np.ndarray:
     """Cells of a segment as a numpy index."""
-    return cells if isinstance(cells, slice) else cells.numpy()
+    return cells if isinstance(cells, slice) else cells.cpu().numpy()
 
 
 def tree_cells(cache: Cache) -> dict[tuple[int, ...], list[int]]:
@@ -63,8 +63,8 @@ def fingerprint(cache: Cache) -> list[object]:
             [(group.length(slot), group.table(slot).tobytes()) for slot in range(cache.slots)],
             group.pool.reference_counts.tobytes(),
             group.pool.free_cells,
-            group.pool.keys.rows.numpy().tobytes(),
-            group.pool.values.rows.numpy().tobytes(),
+            group.pool.keys.rows.cpu().numpy().tobytes(),
+            group.pool.values.rows.cpu().numpy().tobytes(),
         )
         for group in cache.groups
     ] + [tree_cells(cache)]

@@ -120,7 +120,7 @@ def _check_cells(group: AttentionGroup, cells: CellArray, numbers: np.ndarray, s
     """Check the content of all cells but holes, for positions from `start` on."""
     (there,) = np.nonzero(cells != HOLE)
     expected = numbers[there]
-    keys, values = (buffer.rows.numpy()[0][:, cells[there]] for buffer in (group.pool.keys, group.pool.values))
+    keys, values = (buffer.rows.cpu().numpy()[0][:, cells[there]] for buffer in (group.pool.keys, group.pool.values))
     assert (values == expected[:, None]).all()
     assert np.abs(keys - rotated(expected, start + there)).max(initial=0) < 1e-6
 

@@ -52,8 +52,10 @@ class Part:
 class RandomCache:
     """A cache over a folder that earlier caches have used; `draw` makes all choices."""
 
-    def __init__(self, folder: Path, draw: random.Random, counts: Counter[str] | None = None) -> None:
-        self.folder, self.draw, self.content = folder, draw, Content()
+    def __init__(
+        self, folder: Path, draw: random.Random, counts: Counter[str] | None = None, device: str = "cpu"
+    ) -> None:
+        self.folder, self.draw, self.content, self.device = folder, draw, Content(), device
         self.counts: Counter[str] = Counter() if counts is None else counts
         self.layers, self.states = draw.choice(KINDS)
         self.cells = draw.choice((44, 64, 100, 160))
@@ -112,6 +114,7 @@ class RandomCache:
             state_bytes=None if self.states is None else self.states * STATE_BYTES,
             offload=self.config,
             dtype=torch.float64,
+            device=self.device,
         )
         self.texts = [SlotText() for _ in range(SLOTS)]
 
@@ -343,9 +346,9 @@ class RandomCache:
         ]
         numbers = np.concatenate([all_[span.start :] for all_, span in zip(every, forward.spans, strict=True)])
         positions = np.concatenate([np.arange(span.start, span.stop) for span in forward.spans])
-        keys = torch.from_numpy(rotated(numbers, positions))
+        keys = torch.from_numpy(rotated(numbers, positions)).to(self.device)
         for layer, spec in enumerate(self.layers):
-            values = torch.from_numpy(numbers)[None, :, None].repeat(spec.heads, 1, spec.value_width)
+            values = torch.from_numpy(numbers).to(self.device)[None, :, None].repeat(spec.heads, 1, spec.value_width)
             forward.store_kv(layer, keys[None].repeat(spec.heads, 1, 1), values)
         for span, part, text in zip(forward.spans, parts, before, strict=True):
             self.advance(forward, span, text, part.tokens)
@@ -360,11 +363,23 @@ class RandomCache:
         state = forward.recurrent_state(span.slot, span.start, STATE)
         assert (state is None) == (span.start == 0)
         assert state is None or float(state) == self.content.state(text.salt, text.tokens)
+        if span.length == 1 and span.start % 3:
+            self.advance_in_pool(forward, span, self.content.state(text.salt, (*text.tokens, *tokens)))
+            return
         for stop in places(span):
             path = (*text.tokens, *tokens[: stop - span.start])
-            forward.store_recurrent_state(
-                span.slot, stop, STATE, torch.tensor(self.content.state(text.salt, path)).double()
-            )
+            state = torch.tensor(self.content.state(text.salt, path), dtype=torch.float64, device=self.device)
+            forward.store_recurrent_state(span.slot, stop, STATE, state)
+
+    def advance_in_pool(self, forward: Forward, span: Span, state: float) -> None:
+        """The state of one token, as a step on a device reads and writes it."""
+        self.count("pooled state")
+        (before,), (after,) = forward.token_state_rows([span]).tolist()
+        states = forward.pooled_states(STATE)
+        current = forward.recurrent_state(span.slot, span.start, STATE)
+        assert current is not None
+        assert float(states[before]) == float(current)
+        states[after] = state
 
 
 def places(span: Span) -> range:

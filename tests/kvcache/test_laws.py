@@ -47,9 +47,9 @@ class ForwardFailure(Exception):
 class Laws(RuleBasedStateMachine):
     """Operations on a cache and on its reference."""
 
-    def __init__(self, counts: Counter[str]) -> None:
+    def __init__(self, counts: Counter[str], device: str) -> None:
         super().__init__()
-        self.counts = counts
+        self.counts, self.device = counts, device
 
     @initialize(
         layers=st.sampled_from((SHIFTABLE, SHIFTABLE, SHIFTABLE, WINDOWED, *UNSHIFTABLE)),
@@ -61,7 +61,13 @@ class Laws(RuleBasedStateMachine):
         cells = max(capacity, SLOTS * capacity - scarcity)
         self.layers = layers
         self.cache = Cache(
-            layers, slots=SLOTS, capacity=capacity, cells=cells, max_batch_tokens=rows, dtype=torch.float64
+            layers,
+            slots=SLOTS,
+            capacity=capacity,
+            cells=cells,
+            max_batch_tokens=rows,
+            dtype=torch.float64,
+            device=self.device,
         )
         pools = {group.spec.attention_range: group.pool.cells for group in self.cache.groups}
         self.reference = ReferenceCache(SLOTS, capacity, pools, shiftable=layers not in UNSHIFTABLE)
@@ -343,7 +349,7 @@ class Laws(RuleBasedStateMachine):
             expected = np.concatenate([np.array(text, dtype=np.int64) for text in texts])[there]
             assert tokens.tolist() == expected.tolist()
             keys, values = (
-                buffer.rows[own].numpy()[:, cells[there]] for buffer in (group.pool.keys, group.pool.values)
+                buffer.rows[own].cpu().numpy()[:, cells[there]] for buffer in (group.pool.keys, group.pool.values)
             )
             assert np.abs(self.expected_keys[index][:, positions[there], tokens] - keys).max(initial=0) < 1e-9
             assert (value_rows(layer, tokens, serials) == values).all()
@@ -381,7 +387,7 @@ class Laws(RuleBasedStateMachine):
         self.counts[operation] += 1
 
 
-def run(examples: int, steps: int, *, derandomize: bool) -> Counter[str]:
+def run(examples: int, steps: int, *, derandomize: bool, device: str = "cpu") -> Counter[str]:
     """Run histories and count the operations."""
     counts: Counter[str] = Counter()
     profile = settings(
@@ -393,13 +399,13 @@ def run(examples: int, steps: int, *, derandomize: bool) -> Counter[str]:
         phases=[phase for phase in (Phase.generate, Phase.shrink) if phase in settings.default.phases],
         suppress_health_check=list(HealthCheck),
     )
-    run_state_machine_as_test(lambda: Laws(counts), settings=profile)
+    run_state_machine_as_test(lambda: Laws(counts, device), settings=profile)
     return counts
 
 
-def test_any_order_of_operations_equals_plain_lists() -> None:
+def test_any_order_of_operations_equals_plain_lists(device: str) -> None:
     """The counts are random: hundreds of the important operations, so at least tens."""
-    counts = run(90, 45, derandomize=True)
+    counts = run(90, 45, derandomize=True, device=device)
 
     assert 3_000 <= counts.total()
     assert 30 <= min(counts[kind] for kind in ("feed", "copy", "rewind", "clear", "insert", "reuse", "evict"))

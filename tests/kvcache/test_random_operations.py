@@ -114,9 +114,9 @@ def run(examples: int, steps: int) -> Counter[str]:
     return counts
 
 
-def play(seed: int, operations: int, every: int, folder: Path) -> Counter[str]:
+def play(seed: int, operations: int, every: int, folder: Path, device: str = "cpu") -> Counter[str]:
     """Run one seeded history; check slots after each step and the whole cache every `every` steps."""
-    subject = RandomCache(folder, random.Random(seed))
+    subject = RandomCache(folder, random.Random(seed), device=device)
     chances = tuple(WEIGHTS), tuple(WEIGHTS.values())
     steps = 0
     while subject.counts["operations"] < operations:
@@ -137,9 +137,9 @@ def test_any_history_reuses_what_was_computed() -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_long_histories_reuse_what_was_computed(seed: int, tmp_path: Path) -> None:
+def test_long_histories_reuse_what_was_computed(seed: int, device: str, tmp_path: Path) -> None:
     with small_parts():
-        counts = play(seed, 500, 1, tmp_path)
+        counts = play(seed, 500, 1 if device == "cpu" else 20, tmp_path, device)
 
     assert 500 <= counts["operations"]
 

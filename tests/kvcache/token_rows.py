@@ -67,8 +67,9 @@ def write(forward: Forward, layers: Sequence[LayerSpec], tokens: Sequence[int], 
     """Store one row for each token in every layer, in the order of the spans."""
     positions = [position for span in forward.spans for position in range(span.start, span.stop)]
     for index, layer in enumerate(layers):
-        keys = torch.from_numpy(key_rows(layer, tokens, positions))
-        forward.store_kv(index, keys, torch.from_numpy(value_rows(layer, tokens, serials)))
+        device = forward.cache.layer_group(index)[0].pool.device
+        rows = (key_rows(layer, tokens, positions), value_rows(layer, tokens, serials))
+        forward.store_kv(index, *(torch.from_numpy(own).to(device) for own in rows))
 
 
 def feed(cache: Cache, layers: Sequence[LayerSpec], slot: int, tokens: Sequence[int]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -109,14 +110,26 @@ def test_plan_of_a_gpu_has_more_slots_and_most_of_its_memory() -> None:
     )
     small = plan_memory(EngineConfig(device="cuda", chunk=2048), sizes, 7 * GIB)
     large = plan_memory(EngineConfig(device="cuda", chunk=2048), sizes, 80 * GIB)
+    # Graphs of 9 sizes of a batch and 9 of the context, beside the activations of one.
+    graphs = 81 * 2**24 + 64 * (2**17 + 2**23)
     work = 2**17 * (2048 + 64) + 2**23 * 64
+    eager = plan_memory(EngineConfig(device="cuda", chunk=2048, enforce_eager=True), sizes, 80 * GIB)
 
     assert (131072, 64) == large[1:]
-    assert work == large[0].workspace_bytes
+    assert (work + graphs, work) == (large[0].workspace_bytes, eager[0].workspace_bytes)
     assert small[2] in (2, 4)
     assert 0.8 < small[0].cache_bytes / (7 * GIB - small[0].workspace_bytes) <= 0.9
     with pytest.raises(PlanTooLarge, match="or --device cpu with --quantize"):
         plan_memory(EngineConfig(device="cuda", context=32768, slots=64), sizes, 80 * GIB)
+
+
+def test_plan_of_a_gpu_has_a_pool_of_recurrent_states() -> None:
+    """Two for each slot, and two for rows of no sequence."""
+    sizes = ModelSizes(GIB, (LayerSpec(8, 128, 128),), torch.bfloat16, 2**17, 4096)
+    config = EngineConfig(device="cuda", slots=4, enforce_eager=True)
+    plans = [plan_memory(config, replace(sizes, state_bytes=size), 8 * GIB)[0] for size in (0, 2**20)]
+
+    assert 10 * 2**20 == plans[1].workspace_bytes - plans[0].workspace_bytes
 
 
 @pytest.mark.usefixtures("two_gpus")

@@ -7,29 +7,43 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 from torch import Tensor
 
+from engine.config import EngineConfig
 from engine.draft.depth import FixedDepth
 from engine.draft.forced import ForcedDrafter
+from engine.draft.loading import make_speculation
 from engine.draft.lookup import LookupDrafter
 from engine.draft.outputs import OutputStore
 from engine.draft.speculation import Speculation
 from engine.load import selftest
-from engine.model.graph_runner import CallRecorder, GraphRunner, Replay
+from engine.load.recording import record_steps
+from engine.model.graph_runner import CallRecorder, Replay
 from engine.types.request import SamplingParams
 from tests.conftest import skip_without_gpu
 from tests.engine.mixes import mix, prompts
 from tests.engine.models import core, load_model
 from tests.engine.play import Job, ask, play, texts
+from tests.engine.speculated import Case, played
 from tests.fake_device import FAKE, fake_device
 from tests.selection import quick
 
 Folder = Callable[[str], Path]
-# Full and sliding windows, chunks, latent attention, sinks; recurrent layers are not recorded.
-FAMILIES = ("llama", "gemma3", "llama4", "deepseek_v3", "gpt2", "qwen3_next")
+LOOPS = (
+    Case("itself", "full", 3, 7, "nothing"),
+    Case("model", "window", 8, 64, "preempt"),
+    Case("itself", "latent", 3, 256, "shift"),
+    Case("itself", "hybrid", 3, 7, "cancel"),
+)
+# Full and sliding windows, chunks, latent attention, sinks, learned positions, recurrent layers.
+FAMILIES = (
+    *("llama", "gemma3", "llama4", "deepseek_v3", "gpt_oss", "gpt2"),
+    *("qwen3_next", "mamba", "mamba2", "jamba", "lfm2"),
+)
 
 
 class CountingRecorder(CallRecorder):
@@ -40,6 +54,7 @@ class CountingRecorder(CallRecorder):
 
     def record(self, function: Callable[[], Tensor]) -> Replay:
         self.recorded += 1
+        function()
 
         def replay() -> Tensor:
             self.replayed += 1
@@ -58,7 +73,8 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[CountingRecorder]:
 
 
 @pytest.mark.parametrize(
-    ("family", "kv_dtype"), quick([("gemma3", "float32")], itertools.product(FAMILIES, ("float32", "int8")))
+    ("family", "kv_dtype"),
+    quick([("gemma3", "float32"), ("qwen3_next", "float32")], itertools.product(FAMILIES, ("float32", "int8"))),
 )
 def test_text_is_that_of_the_cpu(family: str, kv_dtype: str, folder: Folder, recorder: CountingRecorder) -> None:
     """Batches of all sizes, prompts in chunks, shared prefixes, cancels and preemption."""
@@ -70,8 +86,7 @@ def test_text_is_that_of_the_cpu(family: str, kv_dtype: str, folder: Folder, rec
     answers = play(core(loaded, **settings), traffic.jobs)
 
     assert texts(expected) == texts(answers)
-    assert (recorder.replayed > 3 * recorder.recorded > 0) == isinstance(loaded.runner, GraphRunner)
-    assert isinstance(loaded.runner, GraphRunner) == (family != "qwen3_next")
+    assert recorder.replayed > 3 * recorder.recorded > 0
 
 
 def test_a_recorded_step_serves_many_batches(folder: Folder, recorder: CountingRecorder) -> None:
@@ -93,6 +108,28 @@ def test_a_recorded_step_serves_many_batches(folder: Folder, recorder: CountingR
     assert 2 == recorder.recorded - before
 
 
+@pytest.mark.parametrize("family", quick(("llama",), ("llama", "deepseek_v3", "qwen3_next")))
+def test_all_steps_are_recorded_before_the_first_request(
+    family: str, folder: Folder, recorder: CountingRecorder, caplog: pytest.LogCaptureFixture
+) -> None:
+    """None is recorded later, and a recorded one has none of the recording's tokens. The log has their number."""
+    loaded = load_model(folder(family), "float32", device=FAKE)
+    jobs = [Job(ask(f"{at}", range(3, 12 + at), 20, ignore_eos=True), at) for at in range(5)]
+    engine, config = core(loaded, slots=5), EngineConfig(device=FAKE, drafter="none")
+    phases: list[str] = []
+    with caplog.at_level("INFO", "cellar.engine"):
+        record_steps(config, loaded, engine.cache, phases.append)
+    recorded = recorder.recorded
+    answers = play(engine, jobs)
+
+    assert texts(play(core(load_model(folder(family), "float32", kernels="torch"), slots=5), jobs)) == texts(answers)
+    assert recorded == recorder.recorded
+    assert recorder.replayed > 20
+    assert ["graphs"] == phases
+    # Batches of 1, 2, 4 and 8 tokens, over the only size of the context.
+    assert "graphs: 4 recorded in" in caplog.text
+
+
 def test_draft_tokens_are_rows_of_a_recorded_step(folder: Folder, recorder: CountingRecorder) -> None:
     """Accepted and rejected ones, of repeated text; the text is that without drafts."""
     prompt = [*range(3, 20), *range(3, 15)]
@@ -110,6 +147,51 @@ def test_draft_tokens_are_rows_of_a_recorded_step(folder: Folder, recorder: Coun
     assert texts(expected) == texts(answers)
     assert drafted > accepted > 2
     assert recorder.replayed > 5 * recorder.recorded > 0
+
+
+SAMPLING = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=0.9, seed=1),
+    SamplingParams(temperature=1.1, top_p=0.9, top_k=30, min_p=0.01, seed=2),
+)
+
+
+def test_a_draft_is_one_upload_and_one_wait(folder: Folder, recorder: CountingRecorder) -> None:
+    """Drafts of the model itself: nearly all are accepted, so their noise and filters are those of the text."""
+    target, draft = (load_model(folder("llama"), "float32", device=FAKE) for _ in range(2))
+    expected_target = load_model(folder("llama"), "float32", kernels="torch")
+    jobs = [Job(ask(f"{at}", range(3, 12 + at), 40, sampling=own, ignore_eos=True)) for at, own in enumerate(SAMPLING)]
+    config = EngineConfig(device=FAKE, drafter="model", draft_tokens=5)
+    with fake_device() as device:
+        speculation = make_speculation(config, target, draft, lambda: 0.0)
+        engine = core(target, slots=3, speculation=speculation)
+        record_steps(config, target, engine.cache, lambda phase: None)
+        recorded = recorder.recorded
+        device.clear()
+        answers = play(engine, jobs)
+        transfers = [each.line.split(":")[0] for each in device.transfers]
+    drafts = next(one for one in engine.stats().drafts if one.kind == "model")
+    loops = sum(line == "engine/model/graph_runner.py" for line in transfers)
+
+    assert texts(play(core(expected_target, slots=3), jobs)) == texts(answers)
+    assert sum(drafts.drafted) > 60
+    assert sum(drafts.accepted) > 0.95 * sum(drafts.drafted)
+    # Upload and wait of a draft, then upload and wait of a step.
+    assert loops > 5
+    assert engine.stats().steps_total + loops == transfers.count("kvcache/staging.py")
+    assert engine.stats().steps_total == transfers.count("engine/sample/device_sampling.py")
+    assert recorder.recorded == recorded
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("case", quick((), LOOPS), ids=lambda case: f"{case.drafter}, {case.kind}")
+def test_drafts_of_a_loop_change_no_text(case: Case, folder: Folder, recorder: CountingRecorder) -> None:
+    """With grammars, penalties and biases too, for which there is no loop."""
+    models = cache(lambda family: load_model(folder(family), "float32", device=FAKE))
+    outcome = played(case, models)
+
+    assert [] == outcome.wrong
+    assert any(drafted for drafted, _ in outcome.drafts.values())
 
 
 def test_a_model_that_cannot_be_recorded_runs_as_before(

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from engine.native.draft_loop import DraftLoopInput
+from engine.model.model_runner import DraftLoopInput
 from engine.native.runner import NativeRunner
 from engine.native.sampler import is_native
 from engine.sample.penalties import PenaltyHistory
