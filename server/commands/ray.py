@@ -9,7 +9,6 @@ import sys
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import NoReturn
 
 from rich.console import Console
 
@@ -68,36 +67,49 @@ def _check_here(settings: Settings) -> int:
 
 def _serve(options: RayOptions, settings: Settings) -> int:
     """Serve until KeyboardInterrupt; the exit code of an error before."""
-    set_environment()
+    set_environment(running_cluster=options.cluster is not None)
     from server.replicas import cluster
 
     low, high = options.bounds
     own = cluster.shared(settings, high) if options.cluster is None else settings
+    earlier = deployed = None
     try:
         print_line(f"cellar: Ray {'starts' if options.cluster is None else f'at {options.cluster}'}")
         cluster.start(own, high, options.cluster)
         _interrupt_by_signals()
         cluster.open_port(own)
+        earlier = cluster.deployed_at()
         print_line(f"cellar: {low} replica{'' if low == 1 else 's'} load the model")
         cluster.deploy(own, (low, high), on_wait=partial(_show_load, low))
+        deployed = cluster.deployed_at()
         print_line(f"Cellar serves {', '.join(settings.model_names)} with {options.replicas} replicas")
         print_line(f"  API        http://{settings.host}:{settings.port}/v1")
-        _watch(cluster.running)
+        _watch(cluster.running, lambda: cluster.deployed_at() == deployed)
+        print_line("cellar: another command has replaced the application")
     except cluster.ClusterError as error:
         return _fail(str(error), EXIT_FAILED)
     finally:
-        cluster.stop(settings.grace_seconds)
+        cluster.stop(settings.grace_seconds, delete=_is_owned(earlier, deployed, cluster.deployed_at()))
     return 0
+
+
+def _is_owned(earlier: float | None, deployed: float | None, current: float | None) -> bool:
+    """Whether an application belongs to this command, by the times of deployment.
+
+    earlier   of the one before this command
+    deployed  of this command; None if its replicas did not start: then those before may still serve
+    """
+    return current is not None and (current == deployed if deployed is not None else earlier is None)
 
 
 def _show_load(count: int, running: int, seconds: float) -> None:
     print_line(f"cellar: {running} of {count} replicas serve after {seconds:.0f} s")
 
 
-def _watch(running: Callable[[], int]) -> NoReturn:
-    """Show changes of the number of replicas."""
+def _watch(running: Callable[[], int], is_current: Callable[[], bool]) -> None:
+    """Show changes of the number of replicas until the application is that of another command."""
     shown, pause = running(), threading.Event()
-    while True:
+    while is_current():
         pause.wait(WATCH_SECONDS)
         if (count := running()) != shown:
             shown = count

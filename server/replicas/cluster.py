@@ -26,6 +26,7 @@ from server.replicas.environment import set_environment
 CONNECT_SECONDS, END_SECONDS = 5.0, 5.0
 # Between two looks at replicas that load, and between two calls that show them.
 POLL_SECONDS, WAIT_SECONDS = 0.5, 15.0
+AUTHENTICATION_HINT = "its token, if it has one, is expected in RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"
 _exception_line = re.compile(r"[\w.]*(Error|Exception|Missing|Unsupported|TooLarge|Dead): ")
 # Values travel in requests; the object store holds none.
 OBJECT_STORE_BYTES = 100 * 2**20
@@ -45,7 +46,7 @@ def start(settings: Settings, high: int, address: str | None = None) -> None:
     Raises ClusterError. Ray replaces the handlers of SIGTERM and SIGINT.
     """
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    set_environment()
+    set_environment(running_cluster=address is not None)
     try:
         if address is None:
             _start_here(settings, high)
@@ -54,7 +55,8 @@ def start(settings: Settings, high: int, address: str | None = None) -> None:
             ray.init(address, logging_level="error")
     except Exception as error:
         # Ray raises Exception itself, for example for a start of more than 30 seconds.
-        raise ClusterError(f"Ray does not {'start' if address is None else f'answer at {address}'}: {error}") from error
+        what = "does not start" if address is None else f"does not answer at {address} ({AUTHENTICATION_HINT})"
+        raise ClusterError(f"Ray {what}: {error}") from error
 
 
 def _start_here(settings: Settings, high: int) -> None:
@@ -133,6 +135,15 @@ def _serves() -> bool:
     return bool(found.status == ApplicationStatus.RUNNING)
 
 
+def deployed_at() -> float | None:
+    """When the application was deployed last, in seconds since the epoch; None without one."""
+    if not ray.is_initialized():
+        return None
+    with suppress(KeyError, RayError, RuntimeError):
+        return float(serve.status().applications[NAME].last_deployed_time_s)
+    return None
+
+
 def running() -> int:
     """Replicas that serve. Raises ClusterError if the application or Ray has ended."""
     try:
@@ -153,12 +164,16 @@ def _deployment() -> DeploymentStatusOverview:
     return serve.status().applications[NAME].deployments[NAME]
 
 
-def stop(grace_seconds: float) -> None:
-    """Drain the replicas, then end Ray here or leave the cluster. KeyboardInterrupt ends the drain."""
+def stop(grace_seconds: float, *, delete: bool = True) -> None:
+    """Drain the replicas, then end Ray here or leave the cluster. KeyboardInterrupt ends the drain.
+
+    delete  whether the application ends, too, in a cluster that goes on
+    """
     started = psutil.Process().children(recursive=True)
     if ray.is_initialized():
         with suppress(KeyboardInterrupt):
-            _drain(grace_seconds + SHUTDOWN_MARGIN_SECONDS)
+            if delete:
+                _drain(grace_seconds + SHUTDOWN_MARGIN_SECONDS)
         ray.shutdown()
     # After an interrupted start of Ray, its agents outlive it.
     for process in psutil.wait_procs(started, END_SECONDS)[1]:

@@ -13,12 +13,13 @@ from typing import Any
 from ray import serve
 from ray.exceptions import RayError
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy, RequestRouterConfig
-from starlette.datastructures import MutableHeaders
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.configuration.logs import configure_logging
 from server.configuration.settings import Settings
 from server.hosting import create_engine, hosted
+from server.http.errors import UNKNOWN_REPLICA, ApiError, error_response
 from server.replicas.routing_header import REPLICA_HEADER
 from server.terminal.load_screen import LineScreen
 
@@ -80,7 +81,7 @@ class ReplicaApp:
         self._app, self._id = app, id
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a request; Ray's lifespan has no effect."""
+        """Serve a request unless it is for another replica, which has ended; Ray's lifespan has no effect."""
         if scope["type"] == "lifespan":
             await _answer_lifespan(receive, send)
             return
@@ -89,6 +90,11 @@ class ReplicaApp:
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message)[REPLICA_HEADER] = self._id
             await send(message)
+
+        if scope["type"] == "http" and Headers(scope=scope).get(REPLICA_HEADER, self._id) != self._id:
+            missing = ApiError(UNKNOWN_REPLICA, f"No replica of {REPLICA_HEADER} serves.")
+            await error_response(missing, scope["path"])(scope, receive, send_with_id)
+            return
 
         async def receive_until_cancelled() -> Message:
             try:

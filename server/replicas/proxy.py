@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 from starlette.datastructures import Headers
@@ -42,8 +42,11 @@ class ReplicaMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request; WebSockets and uploads of files are passed on."""
-        if scope["type"] != "http" or scope["path"] in UPLOAD_PATHS:
+        if scope["type"] == "lifespan":
             await self.app(scope, receive, send)
+            return
+        if scope["type"] != "http" or scope["path"] in UPLOAD_PATHS:
+            await self.app(self._routes.route(scope, b"").scope, receive, send)
             return
         pieces, whole = await _read_body(receive)
         if pieces and pieces[-1]["type"] == "http.disconnect":
@@ -96,7 +99,7 @@ class _Attempt:
         """Hold the head back until the first byte of the body."""
         if message["type"] == "http.response.start":
             unanswered = message["status"] in UNANSWERED and REPLICA_HEADER not in Headers(raw=message["headers"])
-            self._head, self._dropped = message, unanswered
+            self._head, self._dropped = {**message, "headers": _one_request_id(message["headers"])}, unanswered
             return
         if self._dropped or self._head is None:
             return
@@ -122,6 +125,13 @@ class _Attempt:
         else:
             return
         await self._send({"type": "http.response.body", "body": event, "more_body": False})
+
+
+def _one_request_id(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    """Headers with the request id of the replica only: Ray's proxy adds another one."""
+    found = list(headers)
+    ids = [header for header in found if header[0].lower() == b"x-request-id"]
+    return [header for header in found if header not in ids] + ids[:1]
 
 
 def _error_event(error: ApiError, path: str) -> bytes:

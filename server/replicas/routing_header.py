@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 import secrets
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from starlette.datastructures import MutableHeaders
+from starlette.datastructures import Headers
 from starlette.types import Scope
 
 from server.affinity.aliases import ConversationAliases
@@ -14,6 +15,11 @@ from server.affinity.keys import SESSION_HEADER, RequestKeys, keys_of_bytes, ses
 
 # Of every response of a replica: its id. In a request: the id of the replica that has to answer, for its /metrics.
 REPLICA_HEADER = "x-cellar-replica"
+# Headers that Ray's proxy reads, in any spelling: by them clients could set its limits of time.
+_RAY_HEADERS = frozenset(
+    ("x_session_id", "serve_multiplexed_model_id", "x_request_timeout_seconds", "x_request_disconnect_disabled")
+)
+_request_id = re.compile(rb"[\x21-\x7e]{1,128}")
 # A request for a replica by its id, in place of routing keys.
 _TO_REPLICA = "replica:"
 # The ID of a stored response: in the path of requests for it, and in the first bytes of the answer that creates it.
@@ -58,16 +64,15 @@ class RequestRoutes:
 
     def route(self, scope: Scope, body: bytes) -> RoutedRequest:
         """The request with its keys. One for a response, or that continues it, has the keys of its conversation."""
-        headers = MutableHeaders(raw=[*scope["headers"]])
+        headers = Headers(raw=scope["headers"])
         owner = headers.get("authorization", "") or headers.get("x-api-key", "")
         path = _response_path.match(scope["path"])
         keys = self._keys(headers.get(SESSION_HEADER, ""), path, body, owner)
-        replica = headers.get(REPLICA_HEADER)
-        value = f"{_TO_REPLICA}{replica}" if replica else encode_keys(keys)
-        del headers[SESSION_HEADER]
-        if value:
-            headers[SESSION_HEADER] = value
-        return RoutedRequest({**scope, "headers": headers.raw}, owner, keys.conversation, path is not None)
+        replica = headers.get(REPLICA_HEADER, "")
+        # Ray decodes headers as UTF-8.
+        value = f"{_TO_REPLICA}{ascii(replica)[1:-1]}" if replica else encode_keys(keys)
+        sent = [*_client_headers(scope), *([(SESSION_HEADER.encode(), value.encode())] if value else ())]
+        return RoutedRequest({**scope, "headers": sent}, owner, keys.conversation, path is not None)
 
     def record(self, request: RoutedRequest, first: bytes) -> None:
         """Record the ID of a new response, from the first bytes of an answer."""
@@ -82,3 +87,11 @@ class RequestRoutes:
             # Of an input without a message of the user, which later responses may continue.
             keys = replace(keys, conversation=session_key(secrets.token_hex(8), owner))
         return replace(keys, conversation=self._aliases.resolve(keys.conversation))
+
+
+def _client_headers(scope: Scope) -> Iterator[tuple[bytes, bytes]]:
+    """The headers of a request without those for Ray, and without an id that replicas do not accept."""
+    for name, value in scope["headers"]:
+        known = name.lower().replace(b"-", b"_").decode("latin-1")
+        if known not in _RAY_HEADERS and (known != "x_request_id" or _request_id.fullmatch(value)):
+            yield name, value

@@ -145,6 +145,23 @@ def test_a_cancelled_request_is_a_disconnect(kind: str) -> None:
     async def send(message: Any) -> None:
         sent.append(message)
 
-    asyncio.run(ReplicaApp(app, "r1")({"type": kind}, receive, send))
+    asyncio.run(ReplicaApp(app, "r1")({"type": kind, "headers": []}, receive, send))
     assert [{"type": f"{kind}.disconnect"}] == received
     assert (REPLICA_HEADER.encode(), b"r1") in sent[0]["headers"]
+
+
+@pytest.mark.parametrize(("requested", "status"), [("r1", 200), ("r2", 404)])
+def test_a_request_for_another_replica_is_refused(requested: str, status: int) -> None:
+    """It has ended: its metrics are not those of this one."""
+    sent: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    headers = [(REPLICA_HEADER.encode(), requested.encode())]
+    scope = {"type": "http", "method": "GET", "path": "/metrics", "headers": headers}
+    asyncio.run(ReplicaApp(app, "r1")(scope, cast(Any, None), send))
+    assert status == sent[0]["status"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from server.commands import ray
 from server.configuration.settings import Settings
+from server.replicas import environment
 from server.replicas.options import RayOptions
 
 
@@ -71,10 +73,46 @@ def test_a_missing_model_is_an_error_before_ray_starts(tmp_path: Path, capsys: p
 def test_changes_of_the_number_of_replicas_are_shown(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Until the application ends."""
+    """Until another command replaces the application."""
     monkeypatch.setattr(ray, "WATCH_SECONDS", 0)
-    counts = iter([2, 2, 1, 1, 2])
+    counts, current = iter([2, 2, 1, 1, 2]), iter([True] * 4 + [False])
 
-    with pytest.raises(StopIteration):
-        ray._watch(lambda: next(counts))
+    ray._watch(lambda: next(counts), lambda: next(current))
     assert "cellar: 1 replica serving\ncellar: 2 replicas serving\n" == capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("earlier", "deployed", "current", "owned"),
+    [
+        (None, 2.0, 2.0, True),
+        (1.0, 2.0, 2.0, True),
+        # Another command has replaced it.
+        (None, 2.0, 3.0, False),
+        # Refused before its deployment, or its replicas did not start.
+        (1.0, None, 1.0, False),
+        (1.0, None, 2.0, False),
+        (None, None, 2.0, True),
+        (None, None, None, False),
+    ],
+)
+def test_the_end_of_a_command_ends_its_own_application(
+    earlier: float | None, deployed: float | None, current: float | None, owned: bool
+) -> None:
+    assert owned == ray._is_owned(earlier, deployed, current)
+
+
+def test_a_token_is_sent_to_a_running_cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Ray sends it of itself only where it has started the cluster."""
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    for name in (*environment.VARIABLES, *environment.TOKENS, "RAY_AUTH_MODE"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+    environment.set_environment(running_cluster=True)
+    assert "RAY_AUTH_MODE" not in os.environ
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "secret")
+    environment.set_environment()
+    assert "RAY_AUTH_MODE" not in os.environ
+    environment.set_environment(running_cluster=True)
+    assert "token" == os.environ["RAY_AUTH_MODE"]

@@ -84,6 +84,44 @@ def test_a_replica_can_be_named() -> None:
     assert "r1" == requested_replica(fake.headers[0]["x-session-id"])
 
 
+@pytest.mark.parametrize(
+    "header",
+    [
+        "X_Session_ID",
+        "serve_multiplexed_model_id",
+        "Serve-Multiplexed-Model-Id",
+        "x-request-timeout-seconds",
+        "X-Request-Disconnect-Disabled",
+    ],
+)
+def test_clients_do_not_reach_the_headers_of_ray(header: str) -> None:
+    """Ray decodes them as UTF-8, and would obey them."""
+    fake = FakeProxy(OK)
+    ask(fake, headers={header: "\xff"})
+
+    assert header.lower() not in fake.headers[0]
+    assert keys_of_bytes(json.dumps(BODY).encode()) == decode_keys(fake.headers[0]["x-session-id"])
+
+
+@pytest.mark.parametrize(("id", "sent"), [("mine", "mine"), ("\xff", None), ("a" * 129, None)])
+def test_request_ids_are_those_that_replicas_accept(id: str, sent: str | None) -> None:
+    """And the response has one, though Ray's proxy adds another."""
+    fake = FakeProxy(
+        [{**(begin := head(x_request_id="a")), "headers": [*begin["headers"], (b"X-Request-ID", b"b")]}, part(b"")]
+    )
+    answer = ask(fake, headers={"x-request-id": id})
+
+    assert sent == fake.headers[0].get("x-request-id")
+    assert "a" == answer.headers["x-request-id"]
+
+
+def test_a_replica_of_other_characters_is_unknown() -> None:
+    fake = FakeProxy(OK)
+    ask(fake, headers={REPLICA_HEADER: "\xff"})
+
+    assert "\\xc3\\xbf" == requested_replica(fake.headers[0]["x-session-id"])
+
+
 def response(id: str, *, stream: bool = False) -> Messages:
     """The answer that creates a response."""
     if not stream:
