@@ -9,7 +9,7 @@ from itertools import islice
 
 import anyio.to_thread
 
-from server.http.parsing import StrictJsonError, parse
+from server.http.parsing import StrictJsonError, decode, parse
 from server.schemas.batches import BatchError
 
 # OpenAI's limit.
@@ -110,8 +110,8 @@ def _read(number: int, line: bytes, endpoint: str, max_bytes: int) -> BatchLine:
     if len(line) > max_bytes:
         raise LineError("request_too_large", f"The line is larger than {max_bytes} bytes.")
     try:
-        request = parse(line.decode("utf-8"))
-    except (StrictJsonError, UnicodeDecodeError) as error:
+        request = parse(decode(line))
+    except StrictJsonError as error:
         raise LineError("invalid_json_line", f"This line is not parseable as valid JSON: {error}.") from error
     if not isinstance(request, dict):
         raise LineError("invalid_json_line", "This line is not a JSON object.")

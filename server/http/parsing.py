@@ -152,12 +152,23 @@ class StrictJsonError(ValueError):
 def loads(body: bytes) -> dict[str, object]:
     """Parse the body of a request; ApiError if it is not a strict JSON object."""
     try:
-        value = parse(_decode(body))
+        value = parse(decode(body))
     except StrictJsonError as error:
         raise ApiError(INVALID_JSON, f"We could not parse the JSON body of your request: {error}.") from error
     if not isinstance(value, dict):
         raise ApiError(INVALID_VALUE, "Invalid body: it must be a JSON object.")
     return value
+
+
+def decode(body: bytes) -> str:
+    """The text; StrictJsonError if it is not UTF-8 or has a byte order mark."""
+    try:
+        text = body.decode("utf-8")
+    except UnicodeDecodeError as error:
+        _refuse(f"not UTF-8 at byte {error.start}")
+    if text.startswith("\ufeff"):
+        _refuse("it starts with a byte order mark")
+    return text
 
 
 def parse(text: str) -> object:
@@ -182,16 +193,6 @@ def parse(text: str) -> object:
 
 def _refuse(reason: str) -> NoReturn:
     raise StrictJsonError(reason)
-
-
-def _decode(body: bytes) -> str:
-    try:
-        text = body.decode("utf-8")
-    except UnicodeDecodeError as error:
-        _refuse(f"not UTF-8 at byte {error.start}")
-    if text.startswith("\ufeff"):
-        _refuse("it starts with a byte order mark")
-    return text
 
 
 def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:

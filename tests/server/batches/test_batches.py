@@ -11,7 +11,7 @@ import sqlite3
 import tempfile
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from engine.errors import EngineDead, Overloaded
 from engine.types.events import Event
 from engine.types.request import Request
 from server.batches import service
+from server.batches.lines import check_file
 from server.store.batches import BatchStore, StoredBatch
 from server.store.files import FileStore, StoredFile
 from tests.server.fakes import WORDS, FakeEngine, Gate, serve_in_thread, settings, speak
@@ -148,6 +149,22 @@ def test_errors_of_the_file_have_their_line(lines: list[object], code: str, numb
     assert batch.errors.data is not None
     assert [(code, number)] == [(error.code, error.line) for error in batch.errors.data]
     assert not engine.requests
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [("\ufeff{}".encode(), "it starts with a byte order mark"), ("{}".encode("utf-16"), "not UTF-8 at byte 0")],
+)
+def test_another_encoding_is_named(text: bytes, reason: str) -> None:
+    async def chunks() -> AsyncIterator[bytes]:
+        yield text
+
+    _, [error] = asyncio.run(check_file(chunks(), "/v1/chat/completions", 1000))
+
+    assert ("invalid_json_line", f"This line is not parseable as valid JSON: {reason}.") == (
+        error["code"],
+        error["message"],
+    )
 
 
 def test_batches_use_half_of_the_slots() -> None:

@@ -92,3 +92,5 @@ def test_json_lines_have_the_values_by_name(
     assert ("info", "cellar.http") == (line["level"].lower(), line["logger"])
     assert 3 == line["generated_tokens"]
     assert line["time"]
+    # Addresses of the hub are signed, and lines of batches are in the access log.
+    assert not logging.getLogger("httpx").isEnabledFor(logging.INFO)
