@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from transformers import AutoConfig
 
 from engine.gguf.container import GgufError, GgufModel, Metadata
-from engine.gguf.vocabulary import read_vocabulary
+from engine.gguf.vocabulary import read_special_tokens
 
 _MAX_SIZE = 2**31 - 1
 # Values of `expert_gating_func`.
@@ -164,9 +164,9 @@ _TYPES = {"adapter": "LoRA weights for a model", "imatrix": "importances for a q
 def _common_fields(own: Hyperparameters) -> Fields:
     """The fields of all architectures."""
     vocabulary = own.tensors["token_embd.weight"].shape[0]
-    tokens = read_vocabulary(own.metadata)
-    if len(tokens.tokens) > vocabulary:
-        raise GgufError(f"its tokenizer has {len(tokens.tokens)} tokens, but its embeddings have {vocabulary} rows")
+    tokens = read_special_tokens(own.metadata)
+    if tokens.size > vocabulary:
+        raise GgufError(f"its tokenizer has {tokens.size} tokens, but its embeddings have {vocabulary} rows")
     return {
         "vocab_size": vocabulary,
         "hidden_size": own.hidden,

@@ -11,7 +11,7 @@ import hashlib
 import math
 import re
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -100,6 +100,19 @@ class Metadata(Mapping[str, Value]):
 
     def __len__(self) -> int:
         return len(self._entries)
+
+    def find_strings(self, key: str, texts: Iterable[str]) -> tuple[int, dict[str, int]]:
+        """The length of a list of strings, and the last position of each of some texts in it; others are not decoded.
+
+        Raises GgufError for another type, or without the list.
+        """
+        if key not in self._entries:
+            raise GgufError(f"its metadata lacks {key}")
+        offset, kind = self._entries[key]
+        cursor = _Cursor(self._content, offset)
+        if kind != GGUFValueType.ARRAY or cursor.value_type() != GGUFValueType.STRING:
+            raise GgufError(f"its metadata {key} is no list of strings")
+        return cursor.find_strings(cursor.integer(8, key), texts)
 
     def integer(self, key: str, default: int | None = None) -> int:
         """An integer. Raises GgufError without one if there is no default."""
@@ -360,6 +373,22 @@ class _Cursor:
             strings.append(str(view[start:offset], "utf-8"))
         self.offset = offset
         return strings
+
+    def find_strings(self, count: int, texts: Iterable[str]) -> tuple[int, dict[str, int]]:
+        """See Metadata.find_strings, for the next strings."""
+        unpack, view, ends = struct.Struct("<Q").unpack_from, self._view, [self.offset]
+        for _ in range(count):
+            ends.append(ends[-1] + 8 + unpack(view, ends[-1])[0])
+        starts = np.array(ends) + 8
+        lengths, found = np.diff(starts) - 8, dict[str, int]()
+        for text in texts:
+            encoded = text.encode()
+            [same] = np.nonzero(lengths == len(encoded))
+            for at, byte in enumerate(encoded):
+                same = same[self.content[starts[same] + at] == byte]
+            if len(same):
+                found[text] = int(same[-1])
+        return count, found
 
     def tensor_header(self, field: str) -> _TensorHeader:
         """The next header of a tensor."""

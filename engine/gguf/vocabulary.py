@@ -13,7 +13,7 @@ from typing import Any
 
 from gguf import Keys, TokenType
 
-from engine.gguf.container import GgufError
+from engine.gguf.container import GgufError, Metadata
 
 _KEYS = Keys.Tokenizer
 _ID_KEYS = {
@@ -81,6 +81,28 @@ _MASK_MODELS, _MASK_PRE_TOKENIZERS = (
 )
 
 
+# Texts that are looked up in a vocabulary for its special tokens.
+_SEARCHED = frozenset({*_END_NAMES, "<|tool_response>", *(text for texts in _NAMED.values() for text in texts)})
+
+
+@dataclass(frozen=True, slots=True)
+class SpecialTokens:
+    """The special tokens of a vocabulary.
+
+    size        tokens of the vocabulary
+    special     see Vocabulary
+    end_tokens  tokens that end a generation
+    controls    tokens that are found by their text: control tokens, whatever type the file has
+    plain       tokens that are no control tokens, although their text is that of one
+    """
+
+    size: int
+    special: Mapping[str, int]
+    end_tokens: frozenset[int]
+    controls: frozenset[int]
+    plain: frozenset[int]
+
+
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
     """A checked vocabulary.
@@ -122,14 +144,21 @@ def read_vocabulary(metadata: Mapping[str, Any]) -> Vocabulary:
         twice = next(token for number, token in enumerate(tokens) if ids[token] != number)
         raise GgufError(f"its vocabulary {_KEYS.LIST} has the token {twice!r} twice")
     types = _types(metadata, len(tokens))
-    special = _special_ids(metadata, kind, len(tokens))
-    for name, texts in _NAMED.items():
-        found = next((ids[text] for text in texts if text in ids), None)
-        if name not in special and found is not None:
-            special[name], types[found] = found, TokenType.CONTROL
-    ends = _end_tokens(ids, types, special)
-    lstrip, rstrip = _stripping(metadata, ids, types)
-    return Vocabulary(kind, tokens, ids, types, _scores(metadata, len(tokens)), special, ends, lstrip, rstrip)
+    found = _special_tokens(metadata, ids, len(tokens))
+    for token in found.controls:
+        types[token] = TokenType.CONTROL
+    for token in found.plain:
+        types[token] = TokenType.NORMAL
+    scores, (lstrip, rstrip) = _scores(metadata, len(tokens)), _stripping(metadata, ids, types)
+    return Vocabulary(kind, tokens, ids, types, scores, found.special, found.end_tokens, lstrip, rstrip)
+
+
+def read_special_tokens(metadata: Metadata) -> SpecialTokens:
+    """The special tokens of a file; the texts of others are not decoded. Raises GgufError."""
+    size, ids = metadata.find_strings(_KEYS.LIST, _SEARCHED)
+    if not size:
+        raise GgufError(f"its vocabulary {_KEYS.LIST} is empty")
+    return _special_tokens(metadata, ids, size)
 
 
 def text_value(metadata: Mapping[str, Any], key: str, default: str | None = None) -> str:
@@ -205,20 +234,22 @@ def _special_ids(metadata: Mapping[str, Any], kind: str, size: int) -> dict[str,
     return found
 
 
-def _end_tokens(ids: Mapping[str, int], types: list[TokenType], special: Mapping[str, int]) -> frozenset[int]:
-    """The end tokens; the ones that are found by their text become control tokens."""
-    named = {ids[text] for text in _END_NAMES if text in ids}
-    for token in named:
-        types[token] = TokenType.CONTROL
-    ends = named | {special[key] for key in _END_KEYS if key in special}
+def _special_tokens(metadata: Mapping[str, Any], ids: Mapping[str, int], size: int) -> SpecialTokens:
+    """The special tokens; `ids` has at least the searched texts of the vocabulary."""
+    special = _special_ids(metadata, text_value(metadata, _KEYS.MODEL), size)
+    controls = _known(ids, _END_NAMES)
+    for name, texts in _NAMED.items():
+        found = next((ids[text] for text in texts if text in ids), None)
+        if name not in special and found is not None:
+            special[name] = found
+            controls.add(found)
+    ends = _known(ids, _END_NAMES) | {special[key] for key in _END_KEYS if key in special}
     # In the formats of gpt-oss and Solar, <|end|> ends a message; in that of Gemma 4, </s> is plain text.
     calls, returns = _known(ids, ("<|call|>", "<|calls|>")), _known(ids, ("<|return|>", "<|flush|>"))
     if ends & calls and ends & returns:
         ends -= _known(ids, ("<|end|>",))
-    if "</s>" in ids and "<|tool_response>" in ids:
-        ends.discard(ids["</s>"])
-        types[ids["</s>"]] = TokenType.NORMAL
-    return frozenset(ends)
+    plain = _known(ids, ("</s>",)) if "<|tool_response>" in ids else set[int]()
+    return SpecialTokens(size, special, frozenset(ends - plain), frozenset(controls), frozenset(plain))
 
 
 def _known(ids: Mapping[str, int], texts: Iterable[str]) -> set[int]:
