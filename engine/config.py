@@ -67,7 +67,8 @@ class EngineConfig:
     model              a local folder or GGUF file, a hub id such as Qwen/Qwen3-0.6B, or None for the bundled model
     dtype              of weights and activations; "auto": the fastest on this machine
     kv_dtype           of keys and values in the cache; "auto": `dtype`
-    quantize           of linear layers and experts at load, on a CPU; "auto": int8 or int4 where that is faster
+    quantize           of linear layers and experts at load; "auto": int8 or int4, on a CPU where that is faster, on a
+                       GPU where the weights do not fit as stored
     calibration        text file for the choice of formats and codes of int4 weights; None: a built-in text
     context            tokens of a sequence; None: the limit of the model and of the memory
     slots              concurrent sequences; None: up to 8, on a GPU up to 64, within the memory
@@ -80,8 +81,7 @@ class EngineConfig:
                        2048
     itl_target_ms      limit of the inter-token latency while prompts are computed, in milliseconds; 0: prompts first;
                        None: 60, or three times the duration of a step without prompts if that is more
-    device             cpu, a GPU of CUDA such as cuda or cuda:1, or auto: the first GPU if there is one and `quantize`
-                       allows it, else cpu
+    device             cpu, a GPU of CUDA such as cuda or cuda:1, or auto: the first GPU if there is one, else cpu
     enforce_eager      no CUDA graphs
     memory             limit of the process's memory on the device: a size such as 8GiB, or a share of the machine or
                        the GPU such as 40%; None: all free memory
@@ -161,10 +161,6 @@ class EngineConfig:
     def _check_device(self) -> None:
         if not _DEVICE.fullmatch(self.device):
             raise ConfigError("device", f"must be auto, cpu, cuda or one GPU such as cuda:1, not {self.device}")
-        for setting in ("quantize", "draft_quantize"):
-            value = getattr(self, setting)
-            if value in ("int8", "int4") and self.device not in ("auto", "cpu"):
-                raise ConfigError(setting, f"{value} is for the device cpu, not {self.device}")
 
     def _check_memory(self) -> None:
         if self.memory is None:

@@ -14,6 +14,7 @@ from engine.kernels.cpu import build
 from engine.kernels.cpu.attention import FORMATS, NativeAttention
 from engine.kernels.cpu.linear import NativeLinear
 from engine.kernels.cpu.products import NativeProduct
+from engine.kernels.device_products import DeviceProducts, TorchProducts
 from engine.kernels.linear import PrepareMatrices
 from engine.kernels.products import RowInvariantProduct, TiledProduct
 from engine.kernels.reference import AttentionFunction
@@ -42,6 +43,23 @@ def device_attention(dtype: torch.dtype, kv_dtype: torch.dtype, device: str) -> 
     except (ImportError, KernelUnavailable) as error:
         log.warning("attention on %s is several times slower, in torch instead of Triton: %s", device, error)
         return reference.attend
+
+
+def device_products(dtype: torch.dtype, device: str, *, one_tile: bool = False) -> DeviceProducts:
+    """The Triton kernels for quantised weights and activations of a dtype, or torch and a warning in the log.
+
+    one_tile  whether a row has the same bits in any batch
+    """
+    target = torch.device(device)
+    if target.type != "cuda":
+        return TorchProducts(target)
+    try:
+        from engine.kernels.triton.linear import TritonProducts
+
+        return TritonProducts(target, dtype, one_tile=one_tile)
+    except ImportError as error:
+        log.warning("quantised weights on %s are unpacked at each use, as Triton is missing: %s", device, error)
+        return TorchProducts(target)
 
 
 @cache

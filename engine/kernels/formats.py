@@ -90,7 +90,7 @@ class FormatLayout:
     def values(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
         """The values of codes (uint8)."""
         if self.lookup:
-            return torch.tensor(self.lookup, dtype=dtype)[codes.int()]
+            return torch.tensor(self.lookup, dtype=dtype, device=codes.device)[codes.int()]
         return codes.to(dtype).sub_(self.zero)
 
 

@@ -31,9 +31,18 @@ def multiply(rows: Tensor, matrices: Sequence[PackedMatrix]) -> list[Tensor]:
 
     Computed in float32, for float64 rows in float64. Weights are unpacked in blocks, to need little memory.
     """
-    inner = torch.float64 if rows.dtype == torch.float64 else torch.float32
-    rounded = round_rows(rows.float()).to(inner)
+    rounded = round_rows(rows.float()).to(_inner_dtype(rows))
     return [_product(rounded, matrix).to(rows.dtype) for matrix in matrices]
+
+
+def multiply_unrounded(rows: Tensor, matrices: Sequence[PackedMatrix]) -> list[Tensor]:
+    """As `multiply`, of rows that are not quantised."""
+    wide = rows.to(_inner_dtype(rows))
+    return [_product(wide, matrix).to(rows.dtype) for matrix in matrices]
+
+
+def _inner_dtype(rows: Tensor) -> torch.dtype:
+    return torch.float64 if rows.dtype == torch.float64 else torch.float32
 
 
 def _product(rows: Tensor, matrix: PackedMatrix) -> Tensor:

@@ -20,8 +20,8 @@ BLOCK = 16
 # Outputs, columns and format of a matrix.
 MatrixShape: TypeAlias = tuple[int, int, WeightFormat]
 
-# Weights packed or unpacked at once, so that they stay in the processor's cache.
-_WEIGHTS_AT_ONCE = 2**18
+# Weights packed or unpacked at once, so that they stay in the processor's cache; and on other devices.
+_WEIGHTS_AT_ONCE, _DEVICE_WEIGHTS_AT_ONCE = 2**18, 2**26
 # Bytes of a block's super-scales in a superblock, and of both its super-scales and super-minimums.
 _SUPER_BYTES: dict[ScaleKind, int] = {"superblock_half": 2 * BLOCK, "superblock_minimum": 4 * BLOCK}
 
@@ -49,7 +49,8 @@ class PackedMatrix:
     @property
     def blocks_at_once(self) -> int:
         """Blocks to pack or unpack at once."""
-        return max(_WEIGHTS_AT_ONCE // (self.codes.shape[1] * GROUP * BLOCK), 1)
+        at_once = _WEIGHTS_AT_ONCE if self.codes.device.type == "cpu" else _DEVICE_WEIGHTS_AT_ONCE
+        return max(at_once // (self.codes.shape[1] * GROUP * BLOCK), 1)
 
     def unpack(self, dtype: torch.dtype, blocks: slice = slice(None)) -> Tensor:
         """The weights [outputs of the blocks, columns]; see RowMajorWeights.unpack."""
@@ -183,20 +184,20 @@ def _unpack_codes(codes: Tensor, bits: int) -> Tensor:
     return words.transpose(2, 3).contiguous().view(torch.uint8)
 
 
-def _shifts(bits: int) -> Tensor:
+def _shifts(bits: int, device: torch.device) -> Tensor:
     """Shifts of the high bits of words that share a stored word."""
-    return torch.arange(0, 8, bits, dtype=torch.int32)[:, None]
+    return torch.arange(0, 8, bits, dtype=torch.int32, device=device)[:, None]
 
 
 def _pack_high_bits(high: Tensor, bits: int) -> Tensor:
     """High bits [blocks, groups, words, BLOCK] as stored words [blocks, groups, bits, BLOCK]."""
-    return (split_dim(high, 2, (bits, -1)) << _shifts(bits)).sum(3, dtype=torch.int32)
+    return (split_dim(high, 2, (bits, -1)) << _shifts(bits, high.device)).sum(3, dtype=torch.int32)
 
 
 def _unpack_high_bits(stored: Tensor, bits: int) -> Tensor:
     """The inverse of _pack_high_bits."""
     mask = 0x01010101 if bits == 1 else 0x03030303
-    return (stored[:, :, :, None] >> _shifts(bits) & mask).flatten(2, 3)
+    return (stored[:, :, :, None] >> _shifts(bits, stored.device) & mask).flatten(2, 3)
 
 
 def _scale_views(scales: Tensor, kind: ScaleKind) -> dict[str, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 from engine.config import BUNDLED_NAME, EngineConfig
 from engine.errors import ModelUnsupported
-from engine.gguf.deferred import DeferredWeights
+from engine.gguf.matrices import FileMatrices
 from engine.kernels import dispatch, reference
 from engine.kernels.products import TiledProduct
 from engine.kernels.reference import AttentionFunction
@@ -73,15 +74,15 @@ class ModelChecks:
         model: Any,
         checks: EarlierChecks,
         *,
-        quantises: bool,
-        deferred: DeferredWeights | None = None,
+        surveys: bool,
+        matrices: FileMatrices | None = None,
     ) -> None:
         """Without an earlier outcome, start the survey of layers to quantise.
 
-        quantises  whether layers are quantised or repacked
-        deferred   weights that have values inside calls of their modules only
+        surveys   whether layers are quantised or repacked after the checks, which find them
+        matrices  those of the model's GGUF file if layers keep its formats
         """
-        self._deferred = deferred
+        self._deferred = None if matrices is None else matrices.deferred
         self._config, self._model = config, model
         self._dtype, self._kv_dtype, self._attend = checks.dtype, checks.kv_dtype, checks.attend
         self._file, self.earlier = checks.file, checks.outcome
@@ -89,7 +90,7 @@ class ModelChecks:
         if self.earlier is not None and self.earlier.quantised is not None:
             self._plan = plan_from_names(model, self.earlier.quantised)
             self.earlier = None if self._plan is None else self.earlier
-        self._survey = LayerSurvey(model) if quantises and self.earlier is None else None
+        self._survey = LayerSurvey(model) if surveys and self.earlier is None else None
 
     def set_traits(
         self, vocabulary: int, *, recurrent: bool, encoder: Encoder | None, switch: RopeSwitch | None = None
@@ -126,6 +127,11 @@ class ModelChecks:
         self._deferred.close()
         return find_runner(name, self._model, self._traits)
 
+    def plan_by(self, names: Callable[[], QuantizationPlanNames]) -> QuantizationPlan | None:
+        """The layers to quantise before the checks, by the earlier outcome or by `names`."""
+        self._plan = self._plan or plan_from_names(self._model, names())
+        return self._plan
+
     def quantization_plan(self) -> QuantizationPlan | None:
         """The layers to quantise; None: the settings exclude quantisation."""
         if self._survey is not None:
@@ -160,7 +166,8 @@ class ModelChecks:
     def _is_batch_invariant(self, runner: LocalRunner, format: str | None, passed: Outcome | None) -> bool:
         """See ModelInfo. Quantised models are made batch invariant, as they amplify rounding; the result is checked."""
         native = isinstance(runner, NativeRunner)
-        if format is None or self._dtype == torch.float64:
+        # Rows are quantised on a CPU alone.
+        if format is None or self._dtype == torch.float64 or self._config.device != "cpu":
             return native
         runner.make_invariant(TiledProduct() if self._config.kernels == "torch" else dispatch.best_row_invariant())
         if passed is not None and passed.batch_invariant and passed.native == native:

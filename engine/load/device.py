@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, replace
 
 import torch
 
 from engine.config import EngineConfig
 from engine.errors import DeviceUnavailable
-
-log = logging.getLogger("cellar.engine")
 
 # Prompt tokens of a step on a GPU: fewer leave it idle.
 _GPU_CHUNK = 2048
@@ -34,14 +31,12 @@ class DeviceMemory:
 def resolve_device(config: EngineConfig) -> EngineConfig:
     """The settings with the device cpu or a GPU that is there, and its defaults. Raises DeviceUnavailable."""
     if config.device == "auto":
-        config = replace(config, device=_auto_device(config))
+        config = replace(config, device="cuda" if torch.cuda.is_available() else "cpu")
     if config.device == "cpu":
         return config
     reason = _unavailable_reason(config.device)
     if reason is not None:
         raise DeviceUnavailable(config.device, reason)
-    if config.quantize == "auto":
-        log.info("--quantize auto: weights are not quantised on %s", config.device)
     return replace(config, chunk=_GPU_CHUNK) if config.chunk == EngineConfig().chunk else config
 
 
@@ -87,18 +82,6 @@ def no_gpu_reason() -> str:
     if torch.version.cuda is None and torch.version.hip is None:
         return f"torch {torch.__version__} is built for the CPU only; {GPU_TORCH_REMEDY}"
     return f"torch {torch.__version__} finds no GPU; the driver must list one (nvidia-smi), also inside a container"
-
-
-def _auto_device(config: EngineConfig) -> str:
-    quantised = [f"--quantize {config.quantize}"] if config.quantize in ("int8", "int4") else []
-    if config.draft_quantize in ("int8", "int4"):
-        quantised.append(f"--draft-quantize {config.draft_quantize}")
-    if not torch.cuda.is_available():
-        return "cpu"
-    if quantised:
-        log.info("device: cpu, as %s is for it", " and ".join(quantised))
-        return "cpu"
-    return "cuda"
 
 
 def _unavailable_reason(device: str) -> str | None:

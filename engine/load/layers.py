@@ -7,6 +7,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from engine.config import BUNDLED_NAME, EngineConfig
 from engine.errors import ModelUnsupported
 from engine.gguf.matrices import FileMatrices
@@ -17,7 +19,7 @@ from engine.load.resources import release_freed_memory
 from engine.load.selftest import default_attention
 from engine.quantize.calibration import CalibrationText, calibrate, read_text
 from engine.quantize.plan import QuantizationPlan
-from engine.quantize.quantize import bits_for, quantize, repack
+from engine.quantize.quantize import bits_for, bytes_of, quantize, repack
 from engine.quantize.store import WeightStore
 from engine.text.tokenizer import Tokenizer
 
@@ -26,17 +28,21 @@ log = logging.getLogger("cellar.engine")
 
 @dataclass(frozen=True, slots=True)
 class LayersToQuantize:
-    """The layers of a model to replace.
+    """A model in CPU memory, some layers of which are to be replaced.
 
-    plan      None: the settings exclude quantisation
-    matrices  those of the model's GGUF file if layers keep its formats
-    identity  of the original weights
+    matrices         those of the model's GGUF file if layers keep its formats
+    identity         of the original weights
+    dtype            of the activations
+    available_bytes  of memory for the model on its device
+    tokenizer        of the model, for the calibration
     """
 
     model: Any
-    plan: QuantizationPlan | None
     matrices: FileMatrices | None
     identity: str
+    dtype: torch.dtype
+    available_bytes: int
+    tokenizer: Future[Tokenizer]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,28 +57,47 @@ class QuantizedLayers:
     key: str = ""
 
 
-def quantize_layers(
-    config: EngineConfig, layers: LayersToQuantize, available_bytes: int, tokenizer: Future[Tokenizer]
-) -> QuantizedLayers:
-    """Replace the layers of a plan by the settings. Raises ModelUnsupported."""
-    if layers.plan is None:
+def quantize_layers(config: EngineConfig, layers: LayersToQuantize, plan: QuantizationPlan | None) -> QuantizedLayers:
+    """Replace the layers of a plan by the settings; the matrices are on the device of the settings.
+
+    plan  None: the settings exclude quantisation
+
+    Raises ModelUnsupported.
+    """
+    if plan is None:
         return QuantizedLayers()
-    bits = None if layers.matrices is not None else bits_for(config.quantize, layers.plan, available_bytes)
+    bits = None if layers.matrices is not None else _bits(config, layers, plan)
     if layers.matrices is None and bits is None:
         return QuantizedLayers()
-    prepare = linear.prepare if config.kernels == "torch" else dispatch.best_linear()
+    prepare = _products(config, layers.dtype)
     if prepare is linear.prepare:
         log.warning(_without_kernels(config, layers.matrices))
     try:
         if layers.matrices is not None:
-            quantised = _repack(layers.model, layers.plan, layers.matrices, prepare)
+            quantised = _repack(layers.model, plan, layers.matrices, prepare)
         else:
             assert bits is not None
-            quantised = _quantize(config, layers, bits, prepare, tokenizer)
+            quantised = _quantize(config, layers, plan, bits, prepare)
     except ValueError as error:
         raise ModelUnsupported(config.model or BUNDLED_NAME, f"its weights cannot be quantised: {error}") from error
-    _release_files(layers.model)
+    if config.device == "cpu":
+        _release_files(layers.model)
     return quantised
+
+
+def _bits(config: EngineConfig, layers: LayersToQuantize, plan: QuantizationPlan) -> Bits | None:
+    stored_bytes = bytes_of(layers.model)
+    bits = bits_for(config.quantize, plan, layers.available_bytes, device=config.device, stored_bytes=stored_bytes)
+    if config.quantize == "auto" and config.device != "cpu":
+        log.info("--quantize auto: weights are %s on %s", "as stored" if bits is None else f"int{bits}", config.device)
+    return bits
+
+
+def _products(config: EngineConfig, dtype: torch.dtype) -> PrepareMatrices:
+    """The products of quantised matrices."""
+    if config.device != "cpu":
+        return dispatch.device_products(dtype, config.device)
+    return linear.prepare if config.kernels == "torch" else dispatch.best_linear()
 
 
 def _without_kernels(config: EngineConfig, matrices: FileMatrices | None) -> str:
@@ -93,11 +118,10 @@ def _repack(model: Any, plan: QuantizationPlan, matrices: FileMatrices, prepare:
 
 
 def _quantize(
-    config: EngineConfig, layers: LayersToQuantize, bits: Bits, prepare: PrepareMatrices, tokenizer: Future[Tokenizer]
+    config: EngineConfig, layers: LayersToQuantize, plan: QuantizationPlan, bits: Bits, prepare: PrepareMatrices
 ) -> QuantizedLayers:
-    model, plan = layers.model, layers.plan
-    assert plan is not None
-    text = CalibrationText(read_text(config.calibration), lambda part: tokenizer.result().encode(part))
+    model = layers.model
+    text = CalibrationText(read_text(config.calibration), lambda part: layers.tokenizer.result().encode(part))
     store = WeightStore(layers.identity if bits == 8 else f"{layers.identity} {text.digest}", bits)
     quantize(model, plan, store, prepare, lambda: calibrate(model, plan, text, default_attention(model)))
     # The formats of int4 weights depend on the calibration text, and cells on them.

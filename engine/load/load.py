@@ -10,19 +10,14 @@ import logging
 import sys
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from copy import deepcopy
 from dataclasses import astuple, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoModelForSeq2SeqLM,
-    AutoModelForSpeechSeq2Seq,
-)
+from transformers import AutoConfig
 
 from engine.config import BUNDLED_NAME, EngineConfig
 from engine.errors import ModelUnsupported
@@ -49,12 +44,12 @@ from engine.load.checkpoint import (
 from engine.load.construction import construct
 from engine.load.device import has_bfloat16, use_device
 from engine.load.gguf_model import gguf_config, gguf_model
-from engine.load.layers import LayersToQuantize, quantize_layers
+from engine.load.layers import LayersToQuantize, QuantizedLayers, quantize_layers
 from engine.load.memory import max_fitting_context, model_sizes, plan_memory, rank_bytes
 from engine.load.resources import release_freed_memory
+from engine.load.skeleton import install_hooks, install_rope, make_skeleton, model_class
 from engine.load.tokenizer_cache import read_tokenizer
 from engine.load.weight_bars import reported_weights
-from engine.model import hooks, recurrence, rope
 from engine.model.device_runner import DeviceRunner
 from engine.model.encoder import Encoder, has_encoder
 from engine.model.layers import CachedLayer, state_bytes
@@ -62,6 +57,7 @@ from engine.model.margins import Margin, recording
 from engine.model.model_runner import ModelRunner
 from engine.model.rope import RopeSwitch
 from engine.native.step_library import step_variants
+from engine.quantize.plan import QuantizationPlanNames
 from engine.quantize.quantize import bytes_of, estimate
 from engine.text.tokenizer import Tokenizer
 from engine.types.status import MemoryPlan, ModelInfo, QuantizationEstimate
@@ -151,20 +147,21 @@ def _load(config: EngineConfig, on_phase: Callable[[str], None], reserved_bytes:
     model, matrices = _read_model(name, checkpoint, model_config, config, earlier)
     text_config = model.config.get_text_config()
     parameters = sum(parameter.numel() for parameter in model.parameters())
+    quantises, on_cpu = config.quantize != "none" or matrices is not None, config.device == "cpu"
+    checks = ModelChecks(config, model, earlier, surveys=quantises and on_cpu, matrices=matrices)
+    layers = LayersToQuantize(model, matrices, f"{earlier.digest} {dtype}", dtype, available, reading)
+    plan_names = partial(_plan_names, name, model_config, dtype)
+    quantised = _move_to_device(config, layers, checks, plan_names if quantises else None)
     on_phase("calibrate")
     switch = install_rope(name, model)
-    quantises = config.device == "cpu" and (config.quantize != "none" or matrices is not None)
-    deferred = None if matrices is None else matrices.deferred
-    checks = ModelChecks(config, model, earlier, quantises=quantises, deferred=deferred)
     recurrent = install_hooks(model)
     on_phase("kernels")
     encoder = _encoder(name, model, budget_bytes=available // _ENCODER_MEMORY_DIVISOR)
     checks.set_traits(text_config.vocab_size, recurrent=recurrent, encoder=encoder, switch=switch)
     on_phase("self-test" if checks.earlier is None else "checked before")
     checks.find_runner(name)
-    on_phase("quantize" if quantises else "native step")
-    layers = LayersToQuantize(model, checks.quantization_plan(), matrices, f"{earlier.digest} {dtype}")
-    quantised = quantize_layers(config, layers, available, reading)
+    on_phase("quantize" if quantises and on_cpu else "native step")
+    quantised = quantize_layers(config, layers, checks.quantization_plan()) if on_cpu else quantised
     selection, invariant = checks.select(quantised.format, context=config.context or max_context(text_config))
     compute_dtype = torch.float32 if selection.reason is None else dtype
     sizes = model_sizes(
@@ -177,9 +174,9 @@ def _load(config: EngineConfig, on_phase: Callable[[str], None], reserved_bytes:
         longest=max_context(text_config),
         state_bytes=state_bytes(model, text_config.vocab_size) if _has_pool(recurrent, selection.runner) else 0,
     )
-    reserved = sizes.weights_bytes + (0 if encoder is None else encoder.budget_bytes)
-    memory, context, slots = plan_memory(config, sizes, available - reserved)
-    largest_context = max(context, max_fitting_context(config, sizes, available - reserved))
+    left = available - sizes.weights_bytes - (0 if encoder is None else encoder.budget_bytes)
+    memory, context, slots = plan_memory(config, sizes, left)
+    largest_context = max(context, max_fitting_context(config, sizes, left))
     tokenizer = reading.result().with_context(min(context, memory.cells), largest_context)
     info = ModelInfo(
         name=name,
@@ -216,6 +213,29 @@ def _load(config: EngineConfig, on_phase: Callable[[str], None], reserved_bytes:
         encoder=encoder,
     )
     return replace(loaded, identity=_identity(checkpoint, loaded, quantised.key))
+
+
+def _move_to_device(
+    config: EngineConfig,
+    layers: LayersToQuantize,
+    checks: ModelChecks,
+    plan_names: Callable[[], QuantizationPlanNames] | None,
+) -> QuantizedLayers:
+    """Move the model from CPU memory to another device, which may have memory for the quantised weights only.
+
+    plan_names  of the layers to quantise; None: nothing is quantised
+    """
+    if config.device == "cpu":
+        return QuantizedLayers()
+    plan = None if plan_names is None else checks.plan_by(plan_names)
+    quantised = quantize_layers(config, layers, plan)
+    layers.model.to(config.device)
+    return quantised
+
+
+def _plan_names(name: str, model_config: Any, dtype: torch.dtype) -> QuantizationPlanNames:
+    """The layers to quantise of a model that has not run. Raises ModelUnsupported."""
+    return make_skeleton(name, deepcopy(model_config), dtype).quantization.names
 
 
 def _has_pool(recurrent: bool, runner: ModelRunner) -> bool:
@@ -309,7 +329,7 @@ def _read_earlier_checks(
 def _read_model(
     name: str, checkpoint: Checkpoint, config: Any, settings: EngineConfig, earlier: EarlierChecks
 ) -> tuple[Any, FileMatrices | None]:
-    """The model, and the quantised matrices of its file that replace layers. Raises ModelUnsupported."""
+    """The model in CPU memory, and the quantised matrices of its file that replace layers. Raises ModelUnsupported."""
     # Another dtype or format is that of all weights.
     dtype, keeps = earlier.dtype, keeps_formats(settings)
     repacked = earlier.quantised if keeps else None
@@ -318,8 +338,7 @@ def _read_model(
             model, report = _read_weights(name, checkpoint.path, config, dtype, settings.tensor_parallel)
             matrices = None
         else:
-            uses_kernels = settings.kernels != "torch" and settings.device == "cpu"
-            reader = dispatch.best_blocks() if uses_kernels else TorchBlocks()
+            reader = TorchBlocks() if settings.kernels == "torch" else dispatch.best_blocks()
             model, report, matrices = gguf_model(checkpoint.gguf, config, dtype, repacked, reader=reader, defers=keeps)
     except READ_ERRORS as error:
         raise ModelUnsupported(name, broken_weights_reason(checkpoint.path) or error_line(error)) from error
@@ -329,12 +348,12 @@ def _read_model(
         # The default, a grouped matrix product, does not support float64.
         model.set_experts_implementation("eager")
     kept = matrices if matrices is not None and matrices.quantised and keeps else None
-    return model.to(settings.device).eval().requires_grad_(False), kept
+    return model.eval().requires_grad_(False), kept
 
 
 def keeps_formats(settings: EngineConfig) -> bool:
     """Whether the quantised matrices of a GGUF file keep their formats."""
-    return settings.quantize in ("none", "auto") and settings.dtype == "auto" and settings.device == "cpu"
+    return settings.quantize in ("none", "auto") and settings.dtype == "auto"
 
 
 def _read_weights(name: str, path: Path, config: Any, dtype: torch.dtype, ranks: int) -> tuple[Any, dict[str, Any]]:
@@ -367,19 +386,12 @@ def _dequantize(name: str, folder: Path, config: Any, dtype: torch.dtype) -> Non
     stored["dequantize"] = True
     size = sum(file.stat().st_size for file in weight_files(folder)) * torch.finfo(dtype).bits / bits
     log.warning(
-        "%s has weights in %s: they are read as %s, which takes about %.1f GiB; on a CPU --quantize makes them smaller",
+        "%s has weights in %s: they are read as %s, which takes about %.1f GiB; --quantize makes them smaller",
         name,
         kind,
         str(dtype).removeprefix("torch."),
         size / 2**30,
     )
-
-
-def model_class(config: Any) -> Any:
-    """The Auto class of transformers: one with the encoder if the configuration has an encoder."""
-    kinds = (AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq, AutoModelForImageTextToText)
-    classes = [kind for kind in kinds if has_encoder(config) and type(config) in kind._model_mapping]
-    return classes[0] if classes else AutoModelForCausalLM
 
 
 def _encoder(name: str, model: Any, *, budget_bytes: int) -> Encoder | None:
@@ -418,24 +430,6 @@ def read_model_tokenizer(name: str, checkpoint: Checkpoint, *, vocabulary: int) 
         return Tokenizer(tokenizer, vocabulary_size=vocabulary, context=sys.maxsize, vocabulary=summary)
     except READ_ERRORS as error:
         raise ModelUnsupported(name, f"its tokenizer cannot be read: {error_line(error)}") from error
-
-
-def install_rope(name: str, model: Any) -> RopeSwitch | None:
-    """Install the rotary hooks; the length at which the model's rotary factors change.
-
-    Dynamic NTK scaling starts beyond max_position_embeddings, the longest context that is served, so it never applies.
-    """
-    try:
-        return rope.install(model)
-    except ValueError as error:
-        raise ModelUnsupported(name, str(error)) from error
-
-
-def install_hooks(model: Any) -> bool:
-    """Install the attention and recurrence hooks; whether some layers keep a recurrent state."""
-    hooks.install_latent(model)
-    hooks.install_bias(model)
-    return recurrence.install(model)
 
 
 def read_max_context(name: str, folder: Path) -> int:

@@ -143,7 +143,7 @@ def plan_memory(config: EngineConfig, sizes: ModelSizes, available: int) -> tupl
             break
     needed = plan.weights_bytes + plan.cache_bytes + plan.workspace_bytes
     if needed > plan.available_bytes:
-        raise PlanTooLarge(needed, plan.available_bytes, _advice(config, plan, context, slots))
+        raise PlanTooLarge(needed, plan.available_bytes, _advice(plan, context, slots))
     return plan, context, slots
 
 
@@ -228,15 +228,14 @@ def _default_cells(config: EngineConfig, context: int, slots: int) -> int:
     return context * slots if config.context else max(context, min(context, _MIN_TOKENS_PER_SLOT) * slots)
 
 
-def _advice(config: EngineConfig, plan: MemoryPlan, context: int, slots: int) -> str:
+def _advice(plan: MemoryPlan, context: int, slots: int) -> str:
     """The settings to lower, and the largest users of memory."""
     weights, tokens, windows, work = (
         f"{part / 2**30:.1f} GiB"
         for part in (plan.weights_bytes, plan.cells * plan.cell_bytes, plan.window_bytes, plan.workspace_bytes)
     )
-    smaller = "--quantize" if config.device == "cpu" else "--device cpu with --quantize"
     return (
-        f"lower --context ({context}) or --slots ({slots}), or choose a smaller --dtype or --kv-dtype, or {smaller}; "
+        f"lower --context ({context}) or --slots ({slots}), or choose a smaller --dtype or --kv-dtype, or --quantize; "
         f"the plan has {weights} of weights, {tokens} for {plan.cells} tokens, {windows} for windows of {slots} slots "
         f"and {work} of activations"
     )

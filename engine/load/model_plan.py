@@ -1,20 +1,18 @@
 """The memory of a model before its weights are read: from its configuration, headers and tokenizer alone.
 
-The model is constructed on torch's meta device, where tensors have shapes but no memory, and one forward of a few
-tokens finds the layers that store cells or states. The sizes then go through the plan of the load (memory.py).
+A model without weights (skeleton.py) has the layers that store cells or states. The sizes then go through the plan of
+the load (memory.py).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
-from torch import Tensor, nn
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from torch import nn
 
 from engine.config import BUNDLED_NAME, EngineConfig
 from engine.errors import ModelUnsupported, PlanTooLarge
@@ -25,23 +23,18 @@ from engine.kernels.blocks import TorchBlocks
 from engine.kernels.formats import WeightFormat
 from engine.kernels.packing import packed_bytes
 from engine.load.cache import state_budget
-from engine.load.checkpoint import READ_ERRORS, Checkpoint, error_line, is_small, weight_files
-from engine.load.construction import construct
+from engine.load.checkpoint import Checkpoint, is_small, weight_files
 from engine.load.load import (
     choose_dtype,
-    install_hooks,
-    install_rope,
     keeps_formats,
     max_context,
-    model_class,
     read_headers,
     read_model_tokenizer,
 )
 from engine.load.memory import ModelSizes, available_bytes, memory_plan, model_sizes, plan_memory
-from engine.model import hooks
-from engine.model.layers import cached_layers_without_rotation, calibrate
+from engine.load.skeleton import Skeleton, make_skeleton
 from engine.quantize.formats import MAX_AVERAGE_BITS
-from engine.quantize.plan import LayerSurvey, QuantizationPlan
+from engine.quantize.plan import QuantizationPlan
 from engine.quantize.quantize import bits_for, bytes_of
 from engine.quantize.quantizer import PlannedEmbedding, matrix_shapes, planned_matrices
 from engine.types.status import MemoryPlan
@@ -50,7 +43,6 @@ from kvcache.spec import group_layers
 # Contexts and slots of the table.
 _TABLE_CONTEXTS = (4096, 8192, 16384, 32768, 65536, 131072)
 _TABLE_SLOTS = (1, 2, 4, 8)
-_EXPERTS = "shapes"
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,16 +113,6 @@ class ModelPlan:
         return self.process_bytes + own + self.states_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class _Skeleton:
-    """A model on the meta device with the outcome of one forward."""
-
-    model: Any
-    layers: Any
-    state_bytes: int
-    quantization: QuantizationPlan
-
-
 def plan_model(config: EngineConfig, folder: Path, *, process_bytes: int | None = None) -> ModelPlan:
     """The plan of a model in a folder or GGUF file. Raises ModelUnsupported."""
     name = config.model or BUNDLED_NAME
@@ -140,7 +122,7 @@ def plan_model(config: EngineConfig, folder: Path, *, process_bytes: int | None 
     checkpoint, model_config = read_headers(name, folder, config)
     text = model_config.get_text_config()
     dtype = choose_dtype(config, model_config, small=bool(weight_files(folder)) and is_small(folder))
-    skeleton = _skeleton(name, model_config, dtype)
+    skeleton = make_skeleton(name, model_config, dtype)
     parameters = sum(parameter.numel() for parameter in skeleton.model.parameters())
     label, weights_bytes = _weights(config, checkpoint, model_config, skeleton, dtype, available)
     kv_dtype: torch.dtype = dtype if config.kv_dtype == "auto" else getattr(torch, config.kv_dtype)
@@ -185,40 +167,11 @@ def _process_bytes(config: EngineConfig) -> int:
     return int(psutil.Process().memory_info().rss) if config.device == "cpu" else 0
 
 
-def _skeleton(name: str, config: Any, dtype: torch.dtype) -> _Skeleton:
-    """Raises ModelUnsupported for a model that needs values to run."""
-    try:
-        with torch.device("meta"):
-            make = partial(model_class(config).from_config, config, dtype=dtype, attn_implementation="eager")
-            model = construct(make).to("meta").eval().requires_grad_(False)
-            model.tie_weights()
-        install_rope(name, model)
-        install_hooks(model)
-        model.set_attn_implementation(hooks.ATTENTION_NAME)
-        model.set_experts_implementation(_EXPERTS)
-        survey = LayerSurvey(model)
-        calls = calibrate(model, config.get_text_config().vocab_size)
-    except (*READ_ERRORS, NotImplementedError) as error:
-        raise ModelUnsupported(
-            name, f"its memory cannot be planned without its weights, as they decide how it runs ({error_line(error)})"
-        ) from error
-    layers = cached_layers_without_rotation(model, calls.calls)
-    return _Skeleton(model, layers, sum(calls.state_bytes.values()), survey.close())
-
-
-def _experts_shape(module: nn.Module, hidden_states: Tensor, *_: object, **__: object) -> Tensor:
-    """The output of experts without values: the choice of experts would need some."""
-    return torch.empty_like(hidden_states)
-
-
-ALL_EXPERTS_FUNCTIONS.register(_EXPERTS, _experts_shape)
-
-
 def _weights(
     config: EngineConfig,
     checkpoint: Checkpoint,
     model_config: Any,
-    skeleton: _Skeleton,
+    skeleton: Skeleton,
     dtype: torch.dtype,
     available: int,
 ) -> tuple[str, int]:
@@ -234,7 +187,7 @@ def _weights(
             if embedding is not None:
                 embedding.module.register_parameter("weight", None)
             return matrices.label, _quantised_bytes(model, limited, packed)
-    bits = bits_for(config.quantize, plan, available) if config.device == "cpu" else None
+    bits = bits_for(config.quantize, plan, available, device=config.device, stored_bytes=bytes_of(model))
     if bits is None:
         return label, bytes_of(model)
     if bits == 8:

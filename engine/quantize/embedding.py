@@ -6,6 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from engine.kernels.device_products import DeviceProducts, ReadOutputs
+from engine.kernels.linear import PrepareMatrices
 from engine.kernels.packing import PackedMatrix
 
 
@@ -15,9 +17,12 @@ class QuantizedEmbedding(nn.Module):
     dtype  of the original weights, to which the rows are rounded
     """
 
-    def __init__(self, original: nn.Embedding, packed: PackedMatrix) -> None:
+    def __init__(self, original: nn.Embedding, packed: PackedMatrix, prepare: PrepareMatrices) -> None:
         """`original` computes from the rows, for example their scale; its weights are freed."""
         super().__init__()
+        self._read: ReadOutputs = lambda tokens: packed.rows(tokens).unpack(torch.float32)
+        if isinstance(prepare, DeviceProducts):
+            self._read = prepare.outputs(packed)
         self.original, self.packed, self.dtype = original, packed, original.weight.dtype
         # A matrix may be shared with the output layer; buffers make it visible to memory statistics.
         self.register_buffer("codes", packed.codes, persistent=False)
@@ -38,7 +43,7 @@ class QuantizedEmbedding(nn.Module):
 
     def rows(self, tokens: Tensor) -> Tensor:
         """The weights [tokens, width] of tokens [tokens]."""
-        weights = self.packed.rows(tokens).unpack(torch.float32).to(self.dtype)
+        weights = self._read(tokens).to(self.dtype)
         # Within Float32Mode the empty weight is float32.
         return weights.to(self.weight.dtype)
 

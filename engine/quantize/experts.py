@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from engine.kernels.device_products import DeviceProducts, MultiplyByExpert
 from engine.kernels.linear import MultiplyRows, PrepareMatrices
 from engine.kernels.packing import PackedMatrix
 from engine.quantize.stacks import Experts, ExpertStack
@@ -42,12 +43,11 @@ class QuantizedExperts(nn.Module):
         """
         # Pairs of a row and a rank, sorted by expert.
         experts, order = indices.flatten().sort(stable=True)
-        experts = experts[experts < self._up.experts]
-        order = order[: len(experts)]
         inputs = rows[order // indices.shape[1]]
         hidden = self.experts.activate(self._up.multiply(inputs, experts))
         outputs = self.experts.post_norm(self._down.multiply(hidden, experts))
         weighted = outputs * weights.flatten()[order][:, None]
+        weighted = weighted.masked_fill((experts >= self._up.experts)[:, None], 0)
         parts = weighted.new_zeros(indices.numel(), outputs.shape[1])
         parts[order] = weighted
         # Adding rank by rank makes the order of each row's sum independent of the number of rows.
@@ -68,13 +68,37 @@ class _Products:
         self._multiply: list[MultiplyRows] = [prepare(matrices[start : start + stack.parts]) for start in starts]
         self._width = sum(matrix.outputs for matrix in matrices[: stack.parts])
         self._stack, self.experts = stack, len(starts)
+        self._by_expert = _multiply_by_expert(matrices, stack.parts, prepare)
 
     def multiply(self, inputs: Tensor, experts: Tensor) -> Tensor:
-        """Each input [inputs, columns] times the matrix of its expert index, plus its bias; indices are ascending."""
-        outputs = inputs.new_empty(len(inputs), self._width)
+        """Each input [inputs, columns] times the matrix of its expert index, plus its bias; indices are ascending.
+
+        Of an index beyond all experts: any finite numbers.
+        """
+        if self._by_expert and inputs.dtype != torch.float64:
+            outputs = torch.cat([multiply(inputs, experts) for multiply in self._by_expert], 1)
+        else:
+            outputs = self._expert_by_expert(inputs, experts)
+        if self._stack.bias is None:
+            return outputs
+        return outputs + self._stack.bias[experts.clamp_max(self.experts - 1)]
+
+    def _expert_by_expert(self, inputs: Tensor, experts: Tensor) -> Tensor:
+        outputs = inputs.new_zeros(len(inputs), self._width)
         start = 0
-        for multiply, count in zip(self._multiply, experts.bincount(minlength=self.experts).tolist(), strict=True):
+        counts = experts.bincount(minlength=self.experts).tolist()
+        for multiply, count in zip(self._multiply, counts[: self.experts], strict=True):
             if count:
                 outputs[start : start + count] = torch.cat(multiply(inputs[start : start + count]), 1)
                 start += count
-        return outputs if self._stack.bias is None else outputs + self._stack.bias[experts]
+        return outputs
+
+
+def _multiply_by_expert(
+    matrices: Sequence[PackedMatrix], parts: int, prepare: PrepareMatrices
+) -> list[MultiplyByExpert]:
+    """By part, the products on the device alone; empty without such."""
+    if not isinstance(prepare, DeviceProducts):
+        return []
+    found = [prepare.experts(matrices[part::parts]) for part in range(parts)]
+    return [] if None in found else [each for each in found if each is not None]

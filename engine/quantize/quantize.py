@@ -11,6 +11,7 @@ from transformers.pytorch_utils import Conv1D
 
 from engine.config import Quantize
 from engine.kernels import linear
+from engine.kernels.device_products import DeviceProducts, upload
 from engine.kernels.dispatch import best_linear
 from engine.kernels.formats import LAYOUTS
 from engine.kernels.linear import PrepareMatrices
@@ -45,12 +46,21 @@ _BITS: dict[Quantize, Bits | None] = {"none": None, "int8": 8, "int4": 4}
 _AUTO_MIN_WEIGHTS = 2**25
 # With "auto", weights have 8 bits if they then use at most this share of the available memory, else 4.
 _AUTO_INT8_SHARE = 0.5
+# With "auto", weights on a GPU have the most bits with which they use at most this share of its memory.
+_AUTO_DEVICE_SHARE = 0.75
 
 
-def bits_for(settings: Quantize, plan: QuantizationPlan, available_bytes: int) -> Bits | None:
-    """Bits of a quantised weight by the setting; None: the layers are not quantised."""
+def bits_for(
+    settings: Quantize, plan: QuantizationPlan, available_bytes: int, *, device: str = "cpu", stored_bytes: int = 0
+) -> Bits | None:
+    """Bits of a quantised weight by the setting; None: the layers are not quantised.
+
+    stored_bytes  of all weights as stored
+    """
     if settings != "auto":
         return _BITS[settings]
+    if device != "cpu":
+        return _fitting_bits(plan.weights, stored_bytes, int(_AUTO_DEVICE_SHARE * available_bytes))
     return None if best_linear() is linear.prepare else _auto_bits(plan.weights, available_bytes)
 
 
@@ -72,6 +82,12 @@ def estimate(model: nn.Module, available_bytes: int) -> QuantizationEstimate | N
     return QuantizationEstimate(reads, None if auto is None else f"int{auto}")
 
 
+def _fitting_bits(weights: int, stored_bytes: int, limit: int) -> Bits | None:
+    if stored_bytes <= limit:
+        return None
+    return 8 if weights * LAYOUTS["int8"].weight_bits / 8 <= limit else 4
+
+
 def _auto_bits(weights: int, available_bytes: int) -> Bits | None:
     if weights < _AUTO_MIN_WEIGHTS:
         return None
@@ -89,6 +105,7 @@ def quantize(
 
     Quantised weights are read from the store, or computed and then stored.
 
+    prepare    DeviceProducts: the matrices are copied to their device
     calibrate  called for new weights of 4 bits: statistics by the name of a layer, or of a module with experts
     """
     matrices = _QuantizedMatrices(store, plan, calibrate)
@@ -111,7 +128,8 @@ def repack(
     """Replace the layers and experts of the plan, and an embedding, by the matrices of a source; the original weights
     are freed.
 
-    label  name of the formats, for the log
+    prepare  as in `quantize`
+    label    name of the formats, for the log
     """
     shapes = matrix_shapes(plan, embedding)
     storage = PackedStorage((*shape, source.formats[name]) for name, shape in shapes.items())
@@ -124,8 +142,11 @@ def repack(
     _replace(model, plan, matrix, prepare, step="repack weights")
     if embedding is not None:
         own = embedding.module
-        table = matrix(embedding.name, own.weight) if embedding.layer is None else packed[embedding.layer]
-        replace_modules(model, {own: QuantizedEmbedding(own, table)})
+        if embedding.layer is None:
+            [table] = _placed([matrix(embedding.name, own.weight)], prepare)
+        else:
+            table = next(layer.packed for name, layer in _named_layers(model) if name == embedding.layer)
+        replace_modules(model, {own: QuantizedEmbedding(own, table, prepare)})
     log.info("%s: %s", label, describe_formats(packed))
     _log_summary(model, plan, label)
 
@@ -149,9 +170,14 @@ def _replace(
     for group in plan.groups:
         replacements |= _quantized_linears(group, [reported(layer.name, layer.weight) for layer in group], prepare)
     for name, experts in plan.experts.items():
-        up, down = (_quantize_stack(reported, name, stack) for stack in (experts.up, experts.down))
+        up, down = (_placed(_quantize_stack(reported, name, stack), prepare) for stack in (experts.up, experts.down))
         replacements[experts.module] = QuantizedExperts(experts, up, down, prepare)
     replace_modules(model, replacements)
+
+
+def _placed(matrices: Sequence[PackedMatrix], prepare: PrepareMatrices) -> Sequence[PackedMatrix]:
+    """The matrices on the device of their products."""
+    return upload(matrices, prepare.device) if isinstance(prepare, DeviceProducts) else matrices
 
 
 def bytes_of(model: nn.Module) -> int:
@@ -220,6 +246,10 @@ def _layers(model: nn.Module) -> Iterator[QuantizedLinear]:
     return (module for module in model.modules() if isinstance(module, QuantizedLinear))
 
 
+def _named_layers(model: nn.Module) -> Iterator[tuple[str, QuantizedLinear]]:
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, QuantizedLinear))
+
+
 def _experts(model: nn.Module) -> Iterator[QuantizedExperts]:
     return (module for module in model.modules() if isinstance(module, QuantizedExperts))
 
@@ -228,6 +258,7 @@ def _quantized_linears(
     group: Sequence[LinearLayer], matrices: Sequence[PackedMatrix], prepare: PrepareMatrices
 ) -> dict[nn.Module, QuantizedLinear]:
     """The replacements of the layers of one group; the original weights are freed."""
+    matrices = _placed(matrices, prepare)
     shared = SharedInputGroup(prepare(matrices))
     pairs = enumerate(zip(group, matrices, strict=True))
     replacements = {layer.module: QuantizedLinear(shared, number, packed, layer) for number, (layer, packed) in pairs}

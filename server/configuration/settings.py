@@ -89,8 +89,8 @@ class Settings:
     device: Annotated[
         str,
         Parameter(
-            help="Where models run: cpu; cuda or one GPU such as cuda:1; auto: the first GPU if there is one and "
-            "--quantize allows it, else cpu. CUDA was built and checked without a card (docs/gpu.md)."
+            help="Where models run: cpu; cuda or one GPU such as cuda:1; auto: the first GPU if there is one, else "
+            "cpu. CUDA was built and checked without a card (docs/gpu.md)."
         ),
     ] = "cpu"
     enforce_eager: Annotated[
@@ -110,8 +110,8 @@ class Settings:
     quantize: Annotated[
         Quantize,
         Parameter(
-            help="Weight quantisation of linear layers and experts on a CPU. auto: the format that fits the memory, "
-            "where it is faster."
+            help="Weight quantisation of linear layers and experts. auto: the format that fits the memory, on a CPU "
+            "where it is faster, on a GPU where the weights do not fit as stored."
         ),
     ] = "none"
     calibration: Annotated[

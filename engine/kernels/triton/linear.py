@@ -1,65 +1,278 @@
-"""Products with quantised matrices on a GPU, with the interface of engine/kernels/linear.py."""
+"""Products with quantised matrices on a GPU: see engine/kernels/device_products.py."""
 
 from __future__ import annotations
 
+import logging
+import subprocess
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from triton.errors import TritonError
 
-from engine.kernels.formats import LAYOUTS, SUPERBLOCK
-from engine.kernels.linear import MultiplyRows
+from engine.kernels.device_products import DeviceProducts, MultiplyByExpert, ReadOutputs, TorchProducts
+from engine.kernels.formats import GROUP, LAYOUTS, FormatLayout, WeightFormat
+from engine.kernels.linear import MultiplyRows, multiply_unrounded
 from engine.kernels.packing import PackedMatrix
-from engine.kernels.triton.products import multiply_kernel
+from engine.kernels.triton.products import embed_kernel, join_kernel, multiply_kernel
 
-# Outputs of a program, and rows of a program for few and for many rows.
-_OUTPUTS, _FEW_ROWS, _MANY_ROWS = 32, 16, 64
+log = logging.getLogger("cellar.engine")
+
+# Errors of compilers and drivers.
+FAILURES = (TritonError, RuntimeError, OSError, subprocess.CalledProcessError)
+# Rows of the check, and errors relative to the largest product: sums of float32, and weights rounded to bfloat16.
+_CHECKED_ROWS, _EXACT_ERROR, _ROUNDED_ERROR = 3, 1e-4, 2e-2
+# Programs of a product with few rows: fewer leave a GPU idle, so that the columns of a matrix are split.
+_PROGRAMS = 1024
+# Groups of a split, at least, and splits at most.
+_SPLIT_GROUPS, _MAX_SPLITS = 16, 8
+# Numbers that a program of `join_kernel` adds up, and tokens of a program of `embed_kernel`.
+_JOINED, _TOKENS = 1024, 4
+# Rows of an expert, on average, from which on tiles have many rows.
+_MANY_ROWS_OF_EXPERT = 32
 
 
-def prepare(matrices: Sequence[PackedMatrix]) -> MultiplyRows:
-    """A function that multiplies rows [rows, columns] by each matrix, in their dtype. All are on one device.
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Rows and outputs of a program, the groups that it multiplies at once, and its warps."""
 
-    Unlike engine/kernels/linear.py it does not quantise the rows, so texts differ between devices. A row has the same
-    bits beside any others in float32; in other dtypes, few and many rows are summed in different orders.
+    rows: int
+    outputs: int
+    step: int
+    warps: int
+
+
+# For tokens that are decoded, and for prompts.
+FEW_ROWS = Tile(rows=16, outputs=16, step=4, warps=2)
+MANY_ROWS = Tile(rows=64, outputs=64, step=1, warps=4)
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Matrices [outputs, columns] of one format, as the kernel reads them; strides are from a matrix to the next.
+
+    layout          None: floating-point numbers at output_stride and column_stride
+    codes           int32 words, or numbers
+    scales          in their dtype, and the same memory as float16; without a meaning for numbers
+    lookup          values by code, for formats with a table
     """
-    tables = [_lookup(matrix) for matrix in matrices]
-    return lambda rows: [_multiply(rows, matrix, table) for matrix, table in zip(matrices, tables, strict=True)]
+
+    layout: FormatLayout | None
+    outputs: int
+    columns: int
+    codes: Tensor
+    scales: Tensor
+    super_scales: Tensor
+    lookup: Tensor
+    code_stride: int = 0
+    scale_stride: int = 0
+    output_stride: int = 0
+    column_stride: int = 0
+
+    @property
+    def groups(self) -> int:
+        """Groups of columns."""
+        return -(-self.columns // GROUP)
+
+    @property
+    def constants(self) -> dict[str, object]:
+        """The constants of the kernels for the format."""
+        if self.layout is None:
+            return {"BITS": 0, "ZERO": 0, "LOOKUP": False, "KIND": ""}
+        own = self.layout
+        return {"BITS": own.bits, "ZERO": own.zero, "LOOKUP": bool(own.lookup), "KIND": own.scales}
 
 
-def _multiply(rows: Tensor, matrix: PackedMatrix, lookup: Tensor | None) -> Tensor:
-    rows = rows if rows.stride(-1) == 1 else rows.contiguous()
-    layout, count = LAYOUTS[matrix.format], len(rows)
-    products = rows.new_empty(count, matrix.outputs)
-    is_few = count <= _FEW_ROWS or rows.dtype == torch.float32
-    row_tile = _FEW_ROWS if is_few else _MANY_ROWS
+def packed_weights(matrix: PackedMatrix) -> Weights:
+    """The weights of a matrix on its device."""
+    layout = LAYOUTS[matrix.format]
+    codes, halves = matrix.codes.view(torch.int32), matrix.scales.view(torch.float16)
+    values = torch.tensor(layout.lookup or (0,), dtype=torch.float32, device=codes.device)
     scales = matrix.scales.view(torch.int8) if layout.scales == "superblock_half" else matrix.scales
-    grid = (-(-matrix.outputs // _OUTPUTS), -(-count // row_tile))
-    if count:
-        multiply_kernel[grid](
-            rows,
-            matrix.codes.view(torch.int32),
-            scales,
-            matrix.scales.view(torch.float16),
-            rows if lookup is None else lookup,
-            products,
-            count,
-            rows.stride(0),
-            matrix.outputs,
-            matrix.columns,
-            matrix.codes.shape[1],
-            BITS=layout.bits,
-            ZERO=layout.zero,
-            LOOKUP=lookup is not None,
-            KIND=layout.scales,
-            SUPERBLOCK=SUPERBLOCK,
-            ROWS=row_tile,
-            OUTPUTS=_OUTPUTS,
-            num_warps=4,
-        )
+    return Weights(layout, matrix.outputs, matrix.columns, codes, scales, halves, values)
+
+
+def stacked_weights(matrices: Sequence[PackedMatrix]) -> Weights | None:
+    """The weights of matrices of one `upload`; None for others."""
+    own = packed_weights(matrices[0])
+    code_starts, scale_starts = ([getattr(one, name).data_ptr() for one in matrices] for name in ("codes", "scales"))
+    code_strides, scale_strides = (
+        {after - before for before, after in zip(starts, starts[1:], strict=False)}
+        for starts in (code_starts, scale_starts)
+    )
+    alike = {(one.format, one.outputs, one.columns) for one in matrices}
+    if len(alike) != 1 or len(code_strides) > 1 or len(scale_strides) > 1:
+        return None
+    code_stride, scale_stride = (next(iter(found), 0) for found in (code_strides, scale_strides))
+    return replace(own, code_stride=code_stride // own.codes.itemsize, scale_stride=scale_stride // own.scales.itemsize)
+
+
+def split_groups(weights: Weights, tile: Tile) -> int:
+    """Groups of a split, by the shape of the matrix alone."""
+    programs, groups = -(-weights.outputs // tile.outputs), weights.groups
+    splits = min(_PROGRAMS // programs, groups // _SPLIT_GROUPS, _MAX_SPLITS)
+    own = -(-groups // max(splits, 1))
+    return -(-own // tile.step) * tile.step
+
+
+def multiply(
+    rows: Tensor, weights: Weights, tile: Tile, *, tiles: Tensor | None = None, is_split: bool = True
+) -> Tensor:
+    """The products [rows, outputs] of rows [rows, columns], in their dtype.
+
+    tiles     int32 [tiles, 3], of `tile.rows` rows at most: matrix, first row, end of rows; others have products of 0
+    is_split  whether few programs share the columns of a matrix
+    """
+    rows = rows if rows.stride(-1) == 1 else rows.contiguous()
+    count, outputs = len(rows), weights.outputs
+    make = rows.new_empty if tiles is None else rows.new_zeros
+    products = make(count, outputs)
+    if not count:
+        return products
+    split = split_groups(weights, tile) if is_split and tiles is None else -(-weights.groups // tile.step) * tile.step
+    splits = -(-weights.groups // split)
+    target = products if splits == 1 else products.new_empty(splits, count, outputs, dtype=torch.float32)
+    row_tiles = -(-count // tile.rows) if tiles is None else len(tiles)
+    multiply_kernel[(-(-outputs // tile.outputs), row_tiles, splits)](
+        rows,
+        weights.codes,
+        weights.scales,
+        weights.super_scales,
+        weights.lookup,
+        target,
+        rows if tiles is None else tiles,
+        count,
+        rows.stride(0),
+        outputs,
+        weights.columns,
+        weights.code_stride,
+        weights.scale_stride,
+        weights.output_stride,
+        weights.column_stride,
+        **weights.constants,
+        TILED=tiles is not None,
+        ROWS=tile.rows,
+        OUTPUTS=tile.outputs,
+        STEP=tile.step,
+        SPLIT=split,
+        num_warps=tile.warps,
+    )
+    if splits > 1:
+        total = count * outputs
+        join_kernel[(-(-total // _JOINED),)](target, products, total, SPLITS=splits, BLOCK=_JOINED)
     return products
 
 
-def _lookup(matrix: PackedMatrix) -> Tensor | None:
-    """The values of codes on the device of a matrix; None for formats without a table."""
-    values = LAYOUTS[matrix.format].lookup
-    return torch.tensor(values, dtype=torch.float32, device=matrix.codes.device) if values else None
+def expert_tiles(experts: Tensor, count: int, rows: int) -> Tensor:
+    """Tiles of up to `rows` rows for rows with experts [rows], ascending; see `multiply`.
+
+    Their number depends on shapes alone, so that nothing is waited for: some tiles are empty. Rows with an expert of
+    `count` or more have no tile.
+    """
+    pairs, device = len(experts), experts.device
+    starts = torch.searchsorted(experts, torch.arange(count + 1, device=device))
+    tile_counts = (starts.diff() + rows - 1) // rows
+    ends = tile_counts.cumsum(0)
+    number = torch.arange(pairs // rows + min(count, pairs), device=device)
+    expert = torch.searchsorted(ends, number, right=True).clamp_max(count - 1)
+    first = starts[expert] + (number - (ends - tile_counts)[expert]) * rows
+    return torch.stack((expert, first, torch.minimum(first + rows, starts[expert + 1])), 1).int()
+
+
+class TritonProducts(DeviceProducts):
+    """The kernels of this package, for activations of one dtype; torch for formats whose kernel fails its check.
+
+    A row has the same bits beside any others in float32, and with `one_tile`; else few and many rows are summed in
+    different orders in bfloat16 and float16.
+    """
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, *, one_tile: bool = False) -> None:
+        super().__init__(device)
+        self._dtype, self._one_tile = dtype, one_tile
+        self._torch = TorchProducts(device)
+        self._failures: dict[WeightFormat, str | None] = {}
+
+    def __call__(self, matrices: Sequence[PackedMatrix]) -> MultiplyRows:
+        """See DeviceProducts."""
+        if not all(map(self._is_usable, matrices)):
+            return self._torch(matrices)
+        prepared = [packed_weights(matrix) for matrix in matrices]
+
+        def multiply_rows(rows: Tensor) -> list[Tensor]:
+            if rows.dtype == torch.float64:
+                return multiply_unrounded(rows, matrices)
+            tile = self._tile(rows, is_few=len(rows) <= FEW_ROWS.rows)
+            return [multiply(rows, weights, tile) for weights in prepared]
+
+        return multiply_rows
+
+    def experts(self, matrices: Sequence[PackedMatrix]) -> MultiplyByExpert | None:
+        """See DeviceProducts."""
+        weights = stacked_weights(matrices)
+        if weights is None or not self._is_usable(matrices[0]):
+            return None
+        count = len(matrices)
+
+        def multiply_by_expert(rows: Tensor, experts: Tensor) -> Tensor:
+            tile = self._tile(rows, is_few=len(rows) < _MANY_ROWS_OF_EXPERT * count)
+            return multiply(rows, weights, tile, tiles=expert_tiles(experts, count, tile.rows))
+
+        return multiply_by_expert
+
+    def outputs(self, matrix: PackedMatrix) -> ReadOutputs:
+        """See DeviceProducts."""
+        if not self._is_usable(matrix):
+            return self._torch.outputs(matrix)
+        weights = packed_weights(matrix)
+        return lambda outputs: embed(outputs, weights)
+
+    def _tile(self, rows: Tensor, *, is_few: bool) -> Tile:
+        return FEW_ROWS if is_few or self._one_tile or rows.dtype == torch.float32 else MANY_ROWS
+
+    def _is_usable(self, matrix: PackedMatrix) -> bool:
+        """Whether the kernel of a format agrees with torch; a failure is logged once."""
+        if matrix.format not in self._failures:
+            reason = self._failures[matrix.format] = products_failure(matrix, self._dtype)
+            if reason is not None:
+                log.warning("%s weights are multiplied by torch, which is slow: %s", matrix.format, reason)
+        return self._failures[matrix.format] is None
+
+
+def products_failure(matrix: PackedMatrix, dtype: torch.dtype) -> str | None:
+    """Why a matrix cannot be multiplied by rows of a dtype; None: the products agree with those of torch."""
+    dtype = torch.float32 if dtype == torch.float64 else dtype
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(_CHECKED_ROWS, matrix.columns, generator=generator).to(matrix.codes.device, dtype)
+    try:
+        found = multiply(rows, packed_weights(matrix), FEW_ROWS).float()
+    except FAILURES as error:
+        return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    blocks = slice(0, 2)
+    expected = rows.float() @ matrix.unpack(torch.float32, blocks).T
+    largest = float((found[:, : expected.shape[1]] - expected).abs().max() / expected.abs().max().clamp_min(1e-30))
+    limit = _EXACT_ERROR if dtype == torch.float32 else _ROUNDED_ERROR
+    # Also NaN.
+    return (
+        None if largest <= limit else f"its output differs by {largest:.2g} from that of torch, more than {limit:.2g}"
+    )
+
+
+def embed(tokens: Tensor, weights: Weights) -> Tensor:
+    """The weights of outputs [tokens], float32 [tokens, columns]."""
+    embeddings = torch.empty(len(tokens), weights.columns, dtype=torch.float32, device=tokens.device)
+    if len(tokens):
+        embed_kernel[(-(-len(tokens) // _TOKENS), -(-weights.groups // FEW_ROWS.step))](
+            tokens,
+            weights.codes,
+            weights.scales,
+            weights.super_scales,
+            weights.lookup,
+            embeddings,
+            len(tokens),
+            weights.columns,
+            **weights.constants,
+            TOKENS=_TOKENS,
+            STEP=FEW_ROWS.step,
+        )
+    return embeddings

@@ -292,11 +292,6 @@ def test_quantised_weights_without_kernels_are_a_warning(folder: Folder, caplog:
     assert expected in caplog.text
 
 
-def test_quantisation_is_refused_for_other_devices() -> None:
-    with pytest.raises(ValueError, match="quantize int8 is for the device cpu"):
-        EngineConfig(quantize="int8", device="cuda")
-
-
 def test_auto_quantisation_depends_on_size_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """8 bits if they fit well, else 4; none for small models or without a kernel."""
     monkeypatch.setattr(quantize, "best_linear", lambda: lambda matrices: None)
@@ -311,6 +306,16 @@ def test_auto_quantisation_depends_on_size_and_memory(monkeypatch: pytest.Monkey
     monkeypatch.setattr(quantize, "best_linear", lambda: linear.prepare)
 
     assert quantize.bits_for("auto", big, 2**30) is None
+
+
+@pytest.mark.parametrize(("room", "bits"), [(2**28, None), (2**27, 8), (2**26, 4)])
+def test_auto_quantisation_on_a_gpu_keeps_weights_that_fit(room: int, bits: int | None) -> None:
+    """Also those of small models; 2**26 weights of 16 bits."""
+    plan = surveyed(nn.Sequential(nn.Linear(64, 64)))
+    big = QuantizationPlan(plan.groups * 2**14, plan.skipped)
+
+    assert bits == quantize.bits_for("auto", big, room, device="cuda", stored_bytes=2**27)
+    assert 4 == quantize.bits_for("int4", big, room, device="cuda", stored_bytes=2**27)
 
 
 @pytest.fixture

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor
 
-from engine.kernels.formats import LAYOUTS, WeightFormat
+from engine.kernels.device_products import upload
+from engine.kernels.formats import GROUP, LAYOUTS, WeightFormat
 from engine.kernels.packing import PackedMatrix
 from tests.engine.kernels.triton.interpreter import DEVICE, HALF, linear
 from tests.engine.kernels.weights import random_matrix
@@ -18,10 +17,10 @@ from tests.selection import quick
 QUICK: tuple[WeightFormat, ...] = ("int8", "int4", "q5_1", "q4_k", "q6_k", "iq4_xs")
 
 
-def multiply(rows: Tensor, *matrices: PackedMatrix) -> list[Tensor]:
+def multiply(rows: Tensor, *matrices: PackedMatrix, one_tile: bool = False) -> list[Tensor]:
     """The products on the CPU."""
-    moved = [replace(one, codes=one.codes.to(DEVICE), scales=one.scales.to(DEVICE)) for one in matrices]
-    return [product.cpu() for product in linear.prepare(moved)(rows.to(DEVICE))]
+    products = linear.TritonProducts(DEVICE, rows.dtype, one_tile=one_tile)
+    return [product.cpu() for product in products(upload(matrices, DEVICE))(rows.to(DEVICE))]
 
 
 @pytest.mark.parametrize("format", quick(QUICK, LAYOUTS))
@@ -48,12 +47,57 @@ def test_matrices_of_several_formats_in_one_call() -> None:
         torch.testing.assert_close(product.double(), expected, rtol=0, atol=1e-2 * float(expected.abs().max()))
 
 
-def test_bits_of_a_row_do_not_depend_on_other_rows() -> None:
-    matrix, rows = random_matrix("int4", 40, 64, seed=1), torch.randn(18, 64)
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+def test_bits_of_a_row_do_not_depend_on_other_rows(dtype: torch.dtype) -> None:
+    """With one tile in every dtype, also with columns in splits."""
+    matrix, rows = random_matrix("int4", 40, 1100, seed=1), torch.randn(18, 1100).to(dtype)
 
-    (together,), (alone,) = multiply(rows, matrix), multiply(rows[17:], matrix)
+    (together,), (alone,) = multiply(rows, matrix, one_tile=True), multiply(rows[17:], matrix, one_tile=True)
 
     assert torch.equal(together[17:], alone)
+    assert 1 < 1100 / (GROUP * linear.split_groups(linear.packed_weights(matrix), linear.FEW_ROWS))
+
+
+@pytest.mark.parametrize("format", quick(["int8"], ["int8", "q6_k", "mxfp4"]))
+def test_rows_of_experts_are_multiplied_by_theirs(format: WeightFormat) -> None:
+    """Experts without rows, with more than a tile of rows, and an index beyond all experts, whose product is zero."""
+    matrices = upload([random_matrix(format, 40, 100, seed=at) for at in range(4)], DEVICE)
+    experts = torch.tensor([0, *[2] * 18, 3, 4], device=DEVICE)
+    rows = torch.randn(len(experts), 100, device=DEVICE)
+    multiply_by_expert = linear.TritonProducts(DEVICE, torch.float32).experts(matrices)
+
+    assert multiply_by_expert is not None
+    product = multiply_by_expert(rows, experts).double()
+    weights = [*(one.unpack(torch.float64) for one in matrices), torch.zeros(40, 100, device=DEVICE).double()]
+    expected = torch.stack([row @ weights[expert].T for row, expert in zip(rows.double(), experts, strict=True)])
+    torch.testing.assert_close(product, expected, rtol=0, atol=3e-6 * float(expected.abs().max()))
+    assert not product[-1].any()
+
+
+@pytest.mark.parametrize("format", quick(["q4_k"], LAYOUTS))
+def test_outputs_are_dequantised(format: WeightFormat) -> None:
+    matrix = random_matrix(format, 40, 300, seed=1)
+    tokens = torch.tensor([39, 0, 39, 7, 20])
+
+    read = linear.TritonProducts(DEVICE, torch.float32).outputs(*upload([matrix], DEVICE))
+
+    torch.testing.assert_close(read(tokens.to(DEVICE)).cpu(), matrix.rows(tokens).unpack(torch.float32))
+
+
+def test_torch_multiplies_where_a_kernel_fails(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By format, with one log line for each."""
+    matrices, rows = [random_matrix("int8", 40, 64, seed=at) for at in range(2)], torch.randn(3, 64)
+    right = linear.multiply
+    monkeypatch.setattr(linear, "multiply", lambda *given, **more: right(*given, **more) * 1.1)
+
+    products = multiply(rows, *matrices)
+
+    for product, matrix in zip(products, matrices, strict=True):
+        torch.testing.assert_close(product, rows @ matrix.unpack(torch.float32).T, rtol=1e-4, atol=1e-5)
+    assert ["int8 weights are multiplied by torch, which is slow: its output differs by" in caplog.text] == [True]
+    assert 1 == len(caplog.messages)
 
 
 def test_no_rows_have_no_products() -> None:
