@@ -16,6 +16,7 @@ from torch import Tensor
 from kvcache.errors import OutOfCells
 from kvcache.kv_buffer import CellIndex, allocate_kv_buffers
 from kvcache.spec import GroupSpec
+from kvcache.staging import to_device
 
 CellArray: TypeAlias = NDArray[np.int64]
 
@@ -81,19 +82,19 @@ class CellPool:
         return self.reference_counts[cells] > 1
 
     def save(self, cells: CellArray) -> dict[str, Tensor]:
-        """Copies of the cells on the CPU, by buffer name, in the storage format: [layers, heads, len(cells), ...]."""
+        """Copies of the cells, by buffer name, in the storage format: [layers, heads, len(cells), ...]."""
         index = self.index_tensor(cells)
-        return {name: tensor[:, :, index].cpu() for name, tensor in self._named_tensors()}
+        return {name: tensor[:, :, index] for name, tensor in self._named_tensors()}
 
     def load(self, cells: CellArray, content: Mapping[str, Tensor], start: int, stop: int) -> None:
         """Write the saved cells [start, stop) into `cells`, which have a reference count of 1."""
         index = self.index_tensor(cells)
         for name, tensor in self._named_tensors():
-            tensor[:, :, index] = content[name][:, :, start:stop].to(self.device)
+            tensor[:, :, index] = content[name][:, :, start:stop].to(self.device, non_blocking=True)
 
     def index_tensor(self, cells: CellArray) -> Tensor:
         """A copy of the cells as an index tensor on the device of the buffers."""
-        return torch.tensor(cells, device=self.device)
+        return to_device(cells, self.device)
 
     def cell_index(self, cells: CellArray) -> CellIndex:
         """The cells as an index of the KV buffers: a slice if they are one run."""

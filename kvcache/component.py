@@ -20,7 +20,7 @@ from kvcache.spec import Span
 References = TypeVar("References")
 # The references of all components to one token range, in the order of the components.
 ComponentReferences: TypeAlias = list[Any]
-# Saved content of a token range: CPU tensors by name.
+# Saved content of a token range: tensors by name, in host memory but for the result of `save`.
 SavedTensors: TypeAlias = dict[str, Tensor]
 
 

@@ -1,6 +1,7 @@
 """The offload tier of the prefix tree: evicted content in host memory and in files.
 
-Evicted content is saved in host memory. Recently used content is written to files when the engine is idle, and found
+Evicted content is saved in host memory, from a device by copies beside the steps (host_copies.py). Recently used
+content is written to files when the engine is idle, and found
 again by the next process. Memory and files have a budget each; least recently used entries go first. `on_lost` reports
 entries without content to the tree. A node's file is written before the files of its children: the prefix of every file
 is in files too.
@@ -17,6 +18,7 @@ import numpy as np
 
 from kvcache.component import CacheComponents, SavedTensors
 from kvcache.disk import DiskFolder, FileHeader, FoundFile, InvalidFile
+from kvcache.host_copies import HostCopies
 from kvcache.node import EntrySlice, Node, OffloadEntry
 
 # Size of an entry, so that writing or loading one never blocks the engine for long: 80 ms to write and 85 ms to load,
@@ -69,6 +71,7 @@ class OffloadTier:
         write_buffer = 0 if self._disk is None else min(WRITE_BUFFER_BYTES, config.disk_bytes)
         self.memory_budget = max(config.memory_bytes, write_buffer)
         self.max_entry_tokens = max(MAX_ENTRY_BYTES // max(token_bytes, 1), 1)
+        self._copies = HostCopies()
         self._memory: OrderedDict[OffloadEntry, None] = OrderedDict()
         self._files: set[OffloadEntry] = set()
         # Nodes with content in no file yet, by last use.
@@ -155,6 +158,8 @@ class OffloadTier:
 
     def read(self, entry: OffloadEntry) -> Sequence[SavedTensors] | None:
         """The saved tensors of each component; None if the file is unreadable: the entry is lost then."""
+        if entry.content is not None:
+            self._copies.wait()
         if entry.content is not None or entry.file is None or self._disk is None:
             return entry.content
         try:
@@ -200,6 +205,7 @@ class OffloadTier:
         path = np.concatenate([each.tokens for each in node.path()])
         ends_edge = any(entry.stop == each.stop for each in (node, *entry.nodes))
         header = FileHeader(node.salt, entry.start, np.concatenate((path[: entry.start], entry.tokens)), ends_edge)
+        self._copies.wait()
         data = self._disk.encode(header, entry.content)
         if not self._free_disk(len(data), node.last_used):
             self._disk_full_at = self._clock
@@ -244,7 +250,8 @@ class OffloadTier:
         """A new entry with a resident node's content from `start` on, at most `max_entry_tokens`."""
         stop = min(start + self.max_entry_tokens, len(node.tokens))
         entry = OffloadEntry(node.start + start, node.tokens[start:stop].copy())
-        entry.content = self._components.save(self._components.slice(node.references, start, stop))
+        saved = self._components.save(self._components.slice(node.references, start, stop))
+        entry.content = [self._copies.copy(part) for part in saved]
         entry.placeholder = self._components.placeholder(entry.content, stop - start)
         return entry
 

@@ -214,7 +214,7 @@ class RecurrentStates:
     def save(self, references: Checkpoints) -> SavedTensors:
         """The tensors of all states, by "tokens before it:name" with the name as JSON."""
         return {
-            f"{at}:{json.dumps(name)}": tensor.to("cpu", copy=True).contiguous()
+            f"{at}:{json.dumps(name)}": tensor.clone(memory_format=torch.contiguous_format)
             for at, state in references.states.items()
             for name, tensor in state.items()
         }

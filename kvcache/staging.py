@@ -45,6 +45,14 @@ class StagingBuffer:
         return self._words[:size]
 
 
+def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
+    """A copy of an array on a device, which is not waited for."""
+    tensor = torch.from_numpy(array)
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device, copy=True)
+
+
 def _words(array: NDArray[Any]) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(array).reshape(-1).view(np.int64))
 

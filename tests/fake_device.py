@@ -96,6 +96,20 @@ class Recorder:
     """The transfers since the last `clear`."""
 
     transfers: list[Transfer] = field(default_factory=list)
+    _copies: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    def start_copy(self, target: Tensor, numbers: Tensor) -> None:
+        """Begin a copy to host memory that ends with `finish_copies`; the target has other numbers until then."""
+        target.copy_(numbers).add_(1)
+        self._copies.append((target, numbers))
+
+    def finish_copies(self) -> None:
+        """Wait for the copies to host memory."""
+        if self._copies:
+            self.add("wait")
+        for target, numbers in self._copies:
+            target.copy_(numbers)
+        self._copies.clear()
 
     @property
     def uploads(self) -> list[str]:
@@ -123,7 +137,8 @@ def fake_device() -> Iterator[Recorder]:
     recorder = Recorder()
     names = patch("engine.config._DEVICE", re.compile(f"cpu|{FAKE}"))
     memory = patch("engine.load.memory.device_memory", lambda device: DeviceMemory(2**33, 2**33, 0))
-    with names, memory, _Numbers(), _Operations(recorder):
+    copies = patch("kvcache.host_copies.HostCopies.wait", lambda self: recorder.finish_copies())
+    with names, memory, copies, _Numbers(), _Operations(recorder):
         yield recorder
 
 
@@ -171,6 +186,10 @@ class _Operations(TorchDispatchMode):
         return DeviceTensor(copied) if to_device else copied
 
     def _copy_into(self, target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+        if isinstance(source, DeviceTensor) and non_blocking:
+            # As from CUDA to page-locked memory: the numbers come later.
+            self._recorder.start_copy(target, source.memory.to(target.dtype, copy=True))
+            return target
         self._recorder.add("upload" if isinstance(target, DeviceTensor) else "wait")
         _inner(target).copy_(_inner(source))
         return target

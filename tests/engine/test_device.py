@@ -189,6 +189,27 @@ def test_context_shift_and_disk_cache_run_on_a_device(folder: Callable[[str], Pa
     assert engine.stats().written_tokens_total > 0
 
 
+@pytest.mark.parametrize("family", quick(["llama"], ["llama", "gemma3", "qwen3_next"]))
+def test_eviction_to_host_memory_waits_for_no_copy(family: str, folder: Callable[[str], Path]) -> None:
+    """A step has one wait, that for its tokens; a prefix that is used again is copied back."""
+    jobs = [Job(ask(f"{at}", range(3 + at, 45 + at), 9), 12 * at) for at in range(5)]
+    again = [Job(ask("again", range(3, 45), 9))]
+    settings = {"slots": 1, "context": 64, "cells": 96, "host_cache_bytes": 2**20}
+    expected_engine = core(load_model(folder(family), "float32", kernels="torch"), **settings)
+    expected = play(expected_engine, jobs) | play(expected_engine, again)
+    with fake_device() as device:
+        engine = core(load_model(folder(family), "float32", device=FAKE), **settings)
+        device.clear()
+        answers = play(engine, jobs)
+        waits, evicted, steps = device.waits.copy(), engine.stats().evicted_tokens_total, engine.stats().steps_total
+        answers |= play(engine, again)
+
+    assert texts(expected) == texts(answers)
+    assert 100 < evicted
+    assert steps == sum(line.startswith("engine/sample/device_sampling.py") for line in waits) == len(waits)
+    assert 40 < engine.stats().loaded_tokens_total
+
+
 @pytest.mark.parametrize("kind", quick(["bert"], ["bert", "modernbert", "t5", "qwen3", "ranker"]))
 def test_embeddings_are_those_of_the_cpu(kind: str, tmp_path: Path) -> None:
     texts = [EmbeddingInput((5, 6, 7)), EmbeddingInput((9, 10, 11, 12, 13, 14))]
