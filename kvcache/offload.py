@@ -1,10 +1,9 @@
 """The offload tier of the prefix tree: evicted content in host memory and in files.
 
 Evicted content is saved in host memory, from a device by copies beside the steps (host_copies.py). Recently used
-content is written to files when the engine is idle, and found
-again by the next process. Memory and files have a budget each; least recently used entries go first. `on_lost` reports
-entries without content to the tree. A node's file is written before the files of its children: the prefix of every file
-is in files too.
+content is written to files when the engine is idle, and found again by the next process. Memory and files have a budget
+each; least recently used entries go first. `on_lost` reports entries without content to the tree. A node's file is
+written before the files of its children: the prefix of every file is in files too.
 """
 
 from __future__ import annotations
