@@ -37,6 +37,7 @@ def running(tab: Tab) -> int:
 
 def test_an_answer_streams_and_has_its_figures(tab: Tab) -> None:
     """Speed, time to the first token, and the cached part of the prompt; the second turn reuses the first."""
+    tab.set("Temperature", "0")
     assert "Cellar" in tab.ask(QUESTION)
     figures = tab.answers.last.get_by_role("list", name="Figures of this answer")
     for pattern in (r"[\d.,]+ tok/s", r"first token [\d.]+ m?s", r"\d+ tokens", r"\d+ of \d+ prompt tokens cached"):

@@ -100,7 +100,9 @@ def test_a_key_is_asked_for_and_kept_in_the_session(open_tab: Callable[..., Tab]
         tab.page.get_by_label("API key").first.fill(KEY)
         tab.page.keyboard.press("Enter")
         tab.ready()
+        tab.set("Temperature", "0")
         assert "Cellar" in tab.ask("What is Cellar?")
+        tab.open_panel("Engine")
         expect(tab.page.locator(".slots")).to_be_visible()
 
         assert KEY not in tab.page.evaluate("JSON.stringify({...localStorage}) + document.cookie + location.href")
@@ -143,6 +145,7 @@ def test_reasoning_is_folded(open_tab: Callable[..., Tab]) -> None:
 
 def test_a_full_storage_is_reported(tab: Tab) -> None:
     """The conversation goes on, and can be exported."""
+    tab.set("Temperature", "0")
     tab.page.evaluate("void (Storage.prototype.setItem = () => { throw new Error() })")
     assert "Cellar" in tab.ask("What is Cellar?")
 
