@@ -77,27 +77,26 @@ def _serve(options: RayOptions, settings: Settings) -> int:
         print_line(f"cellar: Ray {'starts' if options.cluster is None else f'at {options.cluster}'}")
         cluster.start(own, high, options.cluster)
         _interrupt_by_signals()
-        earlier = cluster.deployed_at()
+        earlier = cluster.owner()
         cluster.open_port(own)
         print_line(f"cellar: {low} replica{'' if low == 1 else 's'} load the model")
-        cluster.deploy(own, (low, high), on_wait=partial(_show_load, low))
-        deployed = cluster.deployed_at()
-        print_line(f"Cellar serves {', '.join(settings.model_names)} with {options.replicas} replicas")
+        deployed = cluster.deploy(own, (low, high), on_wait=partial(_show_load, low))
+        print_line(f"Cellar serves {', '.join(settings.model_names)} on Ray, replicas: {options.replicas}")
         print_line(f"  API        http://{settings.host}:{settings.port}/v1")
-        _watch(cluster.running, lambda: cluster.deployed_at() == deployed)
+        _watch(cluster.running, lambda: cluster.owner() in (deployed, None))
         print_line("cellar: another command has replaced the application")
     except cluster.ClusterError as error:
         return _fail(str(error), EXIT_FAILED)
     finally:
-        cluster.stop(settings.grace_seconds, delete=_is_owned(earlier, deployed, cluster.deployed_at()))
+        cluster.stop(settings.grace_seconds, delete=_is_owned(earlier, deployed, cluster.owner()))
     return 0
 
 
-def _is_owned(earlier: float | None, deployed: float | None, current: float | None) -> bool:
-    """Whether an application belongs to this command, by the times of deployment.
+def _is_owned(earlier: str | None, deployed: str | None, current: str | None) -> bool:
+    """Whether an application belongs to this command, by the names of deployments.
 
-    earlier   of the one before this command
-    deployed  of this command; None if its replicas did not start: then those before may still serve
+    earlier   the one before this command
+    deployed  the one of this command; None if its replicas did not start: then those before may still serve
     """
     return current is not None and (current == deployed if deployed is not None else earlier is None)
 

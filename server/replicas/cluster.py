@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import secrets
 import socket
 import threading
 import time
@@ -15,6 +16,7 @@ import psutil
 import ray
 from ray import serve
 from ray.exceptions import RayError
+from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 from ray.serve import context
 from ray.serve.schema import ApplicationStatus, DeploymentStatusOverview
 
@@ -23,6 +25,8 @@ from server.configuration.settings import Settings
 from server.replicas.deployment import LOGGING, NAME, SHUTDOWN_MARGIN_SECONDS, application
 from server.replicas.environment import set_environment
 
+# In the key-value store of the cluster.
+OWNER_KEY = b"cellar:owner"
 CONNECT_SECONDS, END_SECONDS = 5.0, 5.0
 # Between two looks at replicas that load, and between two calls that show them.
 POLL_SECONDS, WAIT_SECONDS = 0.5, 15.0
@@ -106,8 +110,8 @@ def deploy(
     *,
     on_wait: Callable[[int, float], None] = lambda running, seconds: None,
     **options: object,
-) -> None:
-    """Run the application and wait until its replicas serve, which takes as long as the model needs to load.
+) -> str:
+    """Run the application and wait until its replicas serve, as long as the model needs to load; returns the `owner`.
 
     on_wait  called every WAIT_SECONDS with the replicas that serve, and the seconds since the beginning
 
@@ -123,6 +127,9 @@ def deploy(
             if time.monotonic() - shown >= WAIT_SECONDS:
                 shown = time.monotonic()
                 on_wait(running(), shown - begun)
+        name = secrets.token_hex(8)
+        _internal_kv_put(OWNER_KEY, name.encode())
+        return name
     except (RayError, RuntimeError, KeyError) as error:
         raise ClusterError(str(error) or "the application on Ray Serve was ended") from error
 
@@ -135,12 +142,13 @@ def _serves() -> bool:
     return bool(found.status == ApplicationStatus.RUNNING)
 
 
-def deployed_at() -> float | None:
-    """When the application was deployed last, in seconds since the epoch; None without one."""
+def owner() -> str | None:
+    """The name of the last deployment whose replicas served, by whichever command; None without an application."""
     if not ray.is_initialized():
         return None
-    with suppress(KeyError, RayError, RuntimeError):
-        return float(serve.status().applications[NAME].last_deployed_time_s)
+    with suppress(RayError, RuntimeError):
+        if NAME in serve.status().applications:
+            return (_internal_kv_get(OWNER_KEY) or b"").decode()
     return None
 
 

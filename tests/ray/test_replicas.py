@@ -6,13 +6,15 @@ import asyncio
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ import psutil
 import pytest
 
 from benchmarks.routers import Result, all_conversations, read_stream
+from server.replicas.environment import VARIABLES
 from tests.e2e.serving import ROOT
 
 pytestmark = pytest.mark.ray
@@ -30,6 +33,7 @@ START_SECONDS = 900
 REPLICAS = 2
 FLAGS = ("--replicas", f"{REPLICAS}", "--threads", "1", "--context", "2048", "--slots", "8", "--store", "memory")
 STREAMS = 6
+TOKEN = 32 * "c0"
 
 
 @pytest.fixture(scope="module")
@@ -42,15 +46,15 @@ def cluster() -> Iterator[tuple[str, psutil.Process]]:
 
 
 @contextmanager
-def started(*arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """A process of the command, with a Ray of its own; it is ended if it still runs."""
+def started(*arguments: str, port: int | None = None) -> Iterator[subprocess.Popen[str]]:
+    """A process of the command; it is ended if it still runs."""
     command = [
         sys.executable,
         "-c",
         "from server.cli import main; main()",
         "ray",
         "--port",
-        str(free_port()),
+        str(port or free_port()),
         *arguments,
     ]
     # Ray's sockets need a short path.
@@ -67,8 +71,6 @@ def started(*arguments: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def free_port() -> int:
-    import socket
-
     with socket.create_server(("127.0.0.1", 0)) as listening:
         return int(listening.getsockname()[1])
 
@@ -243,3 +245,58 @@ def test_a_model_that_does_not_load_is_one_line(tmp_path: Path) -> None:
     assert 1 == process.returncode
     assert "" == output
     assert f"cellar: cannot serve the model '{tmp_path}': it has no safetensors weights" in errors.splitlines()[-1]
+
+
+@contextmanager
+def running_cluster() -> Iterator[str]:
+    """The address of a Ray cluster with tokens, which `cellar ray` has not started."""
+    port = free_port()
+    arguments = ["start", "--head", "--block", "--port", f"{port}", "--num-cpus", "4", "--include-dashboard=false"]
+    ports = ["--ray-client-server-port", f"{free_port()}", "--min-worker-port", "0", "--max-worker-port", "0"]
+    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
+        environment = {
+            **os.environ,
+            **VARIABLES,
+            "PYTHONPATH": str(ROOT),
+            "RAY_TMPDIR": folder,
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": TOKEN,
+        }
+        command = [sys.executable, "-m", "ray.scripts.scripts", *arguments, *ports, "--node-ip-address", "127.0.0.1"]
+        with subprocess.Popen(
+            command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        ) as process:
+            try:
+                yield f"127.0.0.1:{port}"
+            finally:
+                process.terminate()
+
+
+def wait_until_open(port: int) -> None:
+    for _ in range(START_SECONDS):
+        with suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+            return
+        time.sleep(1)
+    raise AssertionError("the cluster did not start")
+
+
+def test_commands_on_a_running_cluster_end_their_own_application_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not that of another command, whether they are refused or replace it."""
+    monkeypatch.setenv("RAY_AUTH_TOKEN", TOKEN)
+    flags = ("--replicas", "1", *FLAGS[2:])
+    with running_cluster() as cluster, started("--cluster", cluster, *flags) as first:
+        address = wait_for_address(first)
+        with started("--cluster", cluster, *flags) as second:
+            errors = second.communicate(timeout=START_SECONDS)[1]
+        assert 1 == second.returncode
+        assert "use --host 127.0.0.1 --port" in errors
+        assert 200 == httpx.get(f"{address}/v1/models", trust_env=False).status_code
+
+        port = address.rpartition(":")[2]
+        with started("--cluster", cluster, *flags, port=int(port)) as third:
+            assert address == wait_for_address(third)
+            assert 0 == first.wait(60)
+            assert 200 == httpx.get(f"{address}/v1/models", trust_env=False).status_code
+            third.send_signal(signal.SIGTERM)
+            assert 0 == third.wait(120)
+        assert 404 == httpx.get(f"{address}/v1/models", trust_env=False).status_code

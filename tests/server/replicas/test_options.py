@@ -84,19 +84,18 @@ def test_changes_of_the_number_of_replicas_are_shown(
 @pytest.mark.parametrize(
     ("earlier", "deployed", "current", "owned"),
     [
-        (None, 2.0, 2.0, True),
-        (1.0, 2.0, 2.0, True),
+        (None, "b", "b", True),
+        ("a", "b", "b", True),
         # Another command has replaced it.
-        (None, 2.0, 3.0, False),
+        (None, "b", "c", False),
         # Refused before its deployment, or its replicas did not start.
-        (1.0, None, 1.0, False),
-        (1.0, None, 2.0, False),
-        (None, None, 2.0, True),
+        ("a", None, "a", False),
+        (None, None, "", True),
         (None, None, None, False),
     ],
 )
 def test_the_end_of_a_command_ends_its_own_application(
-    earlier: float | None, deployed: float | None, current: float | None, owned: bool
+    earlier: str | None, deployed: str | None, current: str | None, owned: bool
 ) -> None:
     assert owned == ray._is_owned(earlier, deployed, current)
 
