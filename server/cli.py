@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -393,7 +394,7 @@ def run(settings: Settings) -> int:
     limit_spinning()
     # Garbage collections free nothing during imports and take a sixth of their time (4.6 s without, 5.4 s with them).
     gc.disable()
-    screen = load_screen(Console(highlight=False), _print_line, "import torch and transformers")
+    screen = load_screen(Console(highlight=False), _print_status, "import torch and transformers")
     try:
         return _run(settings, screen)
     finally:
@@ -430,3 +431,12 @@ def _engine(settings: Settings, screen: LoadScreen) -> Engine:
 
 def _print_line(text: str) -> None:
     print(text, flush=True)
+
+
+def _print_status(text: str) -> None:
+    """Print a line of a server, which a full disk or a closed pipe does not end."""
+    try:
+        _print_line(text)
+    except OSError:
+        # Python would fail to write the line at its end, too.
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115

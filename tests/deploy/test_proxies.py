@@ -146,11 +146,13 @@ def test_errors_large_bodies_and_metrics(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", PROXIES)
 def test_websockets_pass(kind: str, tmp_path: Path) -> None:
-    """The WebSocket mode of /v1/responses."""
-    with proxied(kind, FakeEngine(), tmp_path) as url, connect(f"{url.replace('http', 'ws')}/v1/responses") as socket:
-        socket.send(json.dumps({"type": "response.create", "model": "fake", "input": "hi", "store": False}))
-        kinds = iter(lambda: json.loads(socket.recv(PATIENCE_SECONDS))["type"], "response.completed")
-        assert "response.created" in list(kinds)
+    """The WebSocket mode of /v1/responses, with and without the prefix."""
+    with proxied(kind, FakeEngine(), tmp_path) as url:
+        for path in ("/v1/responses", "/responses"):
+            with connect(f"{url.replace('http', 'ws')}{path}") as socket:
+                socket.send(json.dumps({"type": "response.create", "model": "fake", "input": "hi", "store": False}))
+                kinds = iter(lambda: json.loads(socket.recv(PATIENCE_SECONDS))["type"], "response.completed")
+                assert "response.created" in list(kinds)
 
 
 def test_the_unit_is_valid(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import gc
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -264,6 +265,21 @@ def test_a_world_readable_key_file_is_a_warning(
     shown = capsys.readouterr().out
     assert told == (f"can read {keys}; chmod o-r" in shown)
     assert "secret" not in shown
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full is Linux's")
+def test_a_full_disk_does_not_end_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the standard output is a file on it: the lines of the start are lost, and so are later ones."""
+    full = open("/dev/full", "w")  # noqa: SIM115
+    monkeypatch.setattr(sys, "stdout", full)
+    screen = LineScreen(cli._print_status)
+    for phase in ("load weights", "warm up"):
+        screen.set_phase(phase)
+
+    assert sys.stdout is not full
+    sys.stdout.close()
+    with suppress(OSError):
+        full.close()
 
 
 def test_garbage_collection_resumes_after_the_import() -> None:

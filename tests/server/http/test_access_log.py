@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from server.app import create_app
-from server.configuration.logs import configure_logging
+from server.configuration.logs import ExportFilter, configure_logging
 from tests.server.fakes import FakeEngine, ask, settings
 
 CHAT = "/v1/chat/completions"
@@ -94,3 +94,15 @@ def test_json_lines_have_the_values_by_name(
     assert line["time"]
     # Addresses of the hub are signed, and lines of batches are in the access log.
     assert not logging.getLogger("httpx").isEnabledFor(logging.INFO)
+
+
+def test_a_collector_that_is_gone_is_logged_once() -> None:
+    """Each export fails with other numbers in its message."""
+    export = ExportFilter()
+
+    def passed(name: str, level: int) -> bool:
+        return bool(export.filter(logging.LogRecord(name, level, "", 0, "failed", None, None)))
+
+    exporter = "opentelemetry.exporter.otlp"
+    assert [True, True, False, False] == [passed(exporter, level) for level in (30, 40, 30, 40)]
+    assert all(passed("cellar.http", 30) for _ in range(2))
