@@ -14,15 +14,15 @@ from tests.arm64.machine import MACHINE, MISSING, NEEDED
 
 ROOT = Path(__file__).resolve().parents[2]
 # The command of an arm64 Python with the packages of the tests, natively or under qemu-user. Under QEMU 7.2 torch
-# crashes in its SVE operations, so the command has `-cpu max,sve=off` or QEMU_CPU=max,sve=off; and where it finds
-# the processors of an x86 host in /sys/devices/system/cpu: the system of that Python (-L or chroot) has a /sys
-# without their lists.
+# crashes in its SVE operations, so the command has `-cpu max,sve=off` or QEMU_CPU=max,sve=off; and with the
+# /sys/devices/system/cpu of an x86 host: the system of that Python (-L or chroot) has one of an arm64 machine, with
+# possible, present, kernel_max and cpu0/regs/identification/midr_el1. Without one, operations of torch raise "Failed to
+# initialize cpuinfo!".
 PYTHON = os.environ.get("ARM64_PYTHON", "")
 TESTS = (
-    "tests/engine/kernels/test_attention.py",
-    "tests/engine/kernels/test_linear.py",
-    "tests/engine/kernels/test_shared_cells.py",
-    "tests/engine/native/test_step.py",
+    *(f"tests/engine/kernels/test_{name}.py" for name in ("attention", "blocks", "linear", "packing", "shared_cells")),
+    *(f"tests/engine/native/test_{name}.py" for name in ("step", "formats", "kv_dtypes", "mlp", "shared_cells")),
+    *(f"tests/engine/native/test_{name}.py" for name in ("draft_loop", "recurrent", "rejection", "sampler")),
 )
 
 pytestmark = [

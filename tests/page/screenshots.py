@@ -44,7 +44,9 @@ SHIFT = {"overflow": "shift", "max_tokens": 100_000}
 def save(tab: Tab, folder: Path, name: str) -> None:
     """Save what the tab shows, with 256 colours."""
     image = Image.open(io.BytesIO(tab.page.screenshot())).convert("RGB")
-    image.quantize(256, dither=Image.Dither.NONE).save(folder / f"{name}.png", optimize=True)
+    # The other methods lose the colours of small areas.
+    few = image.quantize(256, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+    few.save(folder / f"{name}.png", optimize=True)
 
 
 def talk(tab: Tab) -> None:
@@ -89,6 +91,8 @@ def tools(tab: Tab, folder: Path) -> None:
 
 def phone(tab: Tab, folder: Path) -> None:
     """A narrow window."""
+    tab.set("Temperature", "0")
+    tab.button("Close the panel").click()
     tab.ask("What is Cellar?")
     tab.ask("What is a slot?")
     save(tab, folder, "phone")
