@@ -95,7 +95,9 @@ class Hyperparameters:
 
     def factors(self, tensor: str) -> list[float]:
         """The values of a small float32 tensor, such as the factors of rotary frequencies. Raises GgufError."""
-        found = self.tensors[tensor]
+        found = self.tensors.get(tensor)
+        if found is None:
+            raise GgufError(f"it lacks the tensor {tensor}")
         if found.type != GGMLQuantizationType.F32 or len(found.shape) != 1:
             raise GgufError(f"the tensor {tensor} is no vector in F32")
         factors: list[float] = found.data.view(np.float32).tolist()

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import logging
+import struct
 from collections.abc import Mapping, Sequence
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 from tokenizers import AddedToken, Regex, pre_tokenizers
 
 from benchmarks.gemma import gguf_file
-from engine.gguf.container import GgufError, read_metadata
+from engine.gguf.container import GgufError, Metadata, parse, read_metadata
 from engine.gguf.pre_tokenizers import PRE_TOKENIZERS
 from engine.gguf.tokenizer import read_tokenizer
-from engine.gguf.vocabulary import read_vocabulary
+from engine.gguf.vocabulary import read_special_tokens, read_vocabulary
+from tests.engine.gguf.test_container import content, number, text
 from tests.engine.gguf.vocabularies import (
     BYTES,
     CONTROL,
@@ -256,6 +259,15 @@ def test_special_tokens_of_phi_3_absorb_spaces() -> None:
     assert [False, True] == [added[token].rstrip for token in (1, 2)]
 
 
+def stored(values: dict[str, Any]) -> Metadata:
+    """The tokens, strings and integers as in a file."""
+    tokens = values["tokenizer.ggml.tokens"]
+    keys = [text("tokenizer.ggml.tokens") + struct.pack("<IIQ", 9, 8, len(tokens)) + b"".join(map(text, tokens))]
+    keys += [text(key) + struct.pack("<I", 8) + text(value) for key, value in values.items() if isinstance(value, str)]
+    keys += [number(key, value) for key, value in values.items() if isinstance(value, int)]
+    return parse(np.frombuffer(content(keys, []), np.uint8))[0]
+
+
 def with_tokens(*tokens: str, **ids: int) -> dict[str, Any]:
     """A vocabulary with these tokens, which are normal ones, from id 256."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -283,8 +295,12 @@ def with_tokens(*tokens: str, **ids: int) -> dict[str, Any]:
     ],
 )
 def test_end_tokens_are_found_by_key_and_by_text(tokens: tuple[str, ...], ids: dict[str, int], ends: set[int]) -> None:
-    """<|end|> of gpt-oss ends a message only, and </s> of Gemma 4 is plain text."""
-    assert ends == read_vocabulary(with_tokens(*tokens, **ids)).end_tokens
+    """<|end|> of gpt-oss ends a message only, and </s> of Gemma 4 is plain text. No other token is decoded for it."""
+    values = with_tokens(*tokens, **ids)
+    vocabulary, special = read_vocabulary(values), read_special_tokens(stored(values))
+
+    assert ends == vocabulary.end_tokens == special.end_tokens
+    assert (vocabulary.special, len(vocabulary.tokens)) == (special.special, special.size)
 
 
 def test_tokens_that_are_found_by_their_text_are_special() -> None:
