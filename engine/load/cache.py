@@ -8,7 +8,7 @@ from pathlib import Path
 
 from engine.config import EngineConfig
 from engine.load.load import LoadedModel
-from engine.load.memory import max_batch_tokens
+from engine.load.memory import STATE_SHARE, max_batch_tokens
 from engine.model.layers import CachedLayer
 from engine.types.status import MemoryPlan
 from kvcache.cache import Cache
@@ -16,13 +16,13 @@ from kvcache.offload import OffloadConfig
 
 log = logging.getLogger("cellar.engine")
 
-# Recurrent states in the prefix tree may take this part of the free memory; those of a draft model half as much.
-_STATE_SHARE, _DRAFT_STATE_SHARE = 1 / 8, 1 / 16
+# Recurrent states of a draft model in the prefix tree take half as much as those of the model.
+_DRAFT_STATE_SHARE = STATE_SHARE / 2
 
 
 def model_cache(config: EngineConfig, model: LoadedModel) -> Cache:
     """The cache of the served model."""
-    return _make_cache(config, model, model.layers, model.identity, _STATE_SHARE)
+    return _make_cache(config, model, model.layers, model.identity, STATE_SHARE)
 
 
 def draft_cache(config: EngineConfig, model: LoadedModel) -> Cache:
@@ -49,7 +49,7 @@ def offload_config(config: EngineConfig, identity: str) -> OffloadConfig:
     )
 
 
-def state_budget(memory: MemoryPlan, share: float = _STATE_SHARE) -> int:
+def state_budget(memory: MemoryPlan, share: float = STATE_SHARE) -> int:
     """Bytes of recurrent states in the prefix tree at most."""
     return int(memory.available_bytes * share)
 

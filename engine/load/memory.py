@@ -29,6 +29,8 @@ _CONTEXT_MULTIPLE = 1024
 # Share of the available memory for a cache of default size: the machine has other uses, and sizes are estimates. On a
 # GPU it is the share of the memory without the activations.
 _CACHE_SHARE, _GPU_CACHE_SHARE = 0.6, 0.9
+# Recurrent states in the prefix tree may take this part of the free memory.
+STATE_SHARE = 1 / 8
 # Memory of a recorded step beside its activations, which all of them share: estimated from the published figures of
 # other servers.
 _GRAPH_BYTES = 16 * 2**20
@@ -150,7 +152,8 @@ def plan_memory(config: EngineConfig, sizes: ModelSizes, available: int) -> tupl
 def _default_cache_bytes(config: EngineConfig, sizes: ModelSizes, available: int, slots: int) -> int:
     if config.device == "cpu":
         return int(available * _CACHE_SHARE)
-    return max(int((available - _workspace_bytes(config, sizes, slots)) * _GPU_CACHE_SHARE), 0)
+    states = int((available + sizes.weights_bytes) * STATE_SHARE) if sizes.state_bytes else 0
+    return max(int((available - states - _workspace_bytes(config, sizes, slots)) * _GPU_CACHE_SHARE), 0)
 
 
 def fitting_context(config: EngineConfig, sizes: ModelSizes, cache_bytes: int, slots: int) -> int:

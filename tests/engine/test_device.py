@@ -32,7 +32,7 @@ from tests.fake_device import FAKE, fake_device
 from tests.selection import quick
 
 # Full and sliding windows, chunks, latent attention, recurrent layers, sinks, learned positions.
-FAMILIES = ("llama", "gemma3", "llama4", "deepseek_v3", "qwen3_next", "gpt2")
+FAMILIES = ("llama", "gemma3", "llama4", "deepseek_v3", "qwen3_next", "gpt_oss", "gpt2")
 SAMPLING = (
     SamplingParams(temperature=0.0),
     SamplingParams(temperature=0.9, top_p=0.9, seed=1),

@@ -114,12 +114,13 @@ def test_plan_of_a_gpu_has_more_slots_and_most_of_its_memory() -> None:
 
 
 def test_plan_of_a_gpu_has_a_pool_of_recurrent_states() -> None:
-    """Two for each slot, and two for rows of no sequence."""
-    sizes = ModelSizes(GIB, (LayerSpec(8, 128, 128),), torch.bfloat16, 2**17, 4096)
+    """Two for each slot, and two for rows of no sequence; and memory for the states in the prefix tree."""
+    sizes = ModelSizes(GIB, (LayerSpec(8, 128, 128),) * 80, torch.bfloat16, 2**17, 2**20)
     config = EngineConfig(device="cuda", slots=4, enforce_eager=True)
     plans = [plan_memory(config, replace(sizes, state_bytes=size), 8 * GIB)[0] for size in (0, 2**20)]
 
     assert 10 * 2**20 == plans[1].workspace_bytes - plans[0].workspace_bytes
+    assert plans[1].cache_bytes <= 0.9 * (8 * GIB - (8 + 1) * GIB / 8)
 
 
 @pytest.mark.usefixtures("two_gpus")

@@ -26,9 +26,10 @@ from engine.model.graph_runner import CallRecorder, Replay
 from engine.types.request import SamplingParams
 from tests.conftest import skip_without_gpu
 from tests.engine.mixes import mix, prompts
-from tests.engine.models import core, load_model
+from tests.engine.models import Reference, core, load_model
 from tests.engine.play import Job, ask, play, texts
 from tests.engine.speculated import Case, played
+from tests.engine.test_oracle import run
 from tests.fake_device import FAKE, fake_device
 from tests.selection import quick
 
@@ -106,6 +107,21 @@ def test_a_recorded_step_serves_many_batches(folder: Folder, recorder: CountingR
     assert 20 == len(own)
     assert own == pytest.approx(other, abs=1e-4)
     assert 2 == recorder.recorded - before
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss", "deepseek_v3", "qwen3_next"])
+def test_any_mix_equals_generate(
+    family: str, folder: Folder, reference: Callable[..., Reference], recorder: CountingRecorder
+) -> None:
+    """The text of transformers' `generate`, in float32 except for ties."""
+    loaded = load_model(folder(family), "float32", device=FAKE)
+    judged = run(lambda *_: loaded, reference, family, range(1000, 1012), "float32")
+    judged += run(lambda *_: loaded, reference, family, range(1012, 1016), "float32", scarce=True)
+
+    assert 200 < judged
+    assert recorder.replayed > 100
 
 
 @pytest.mark.parametrize("family", quick(("llama",), ("llama", "deepseek_v3", "qwen3_next")))
