@@ -173,9 +173,9 @@ REPLICAS = ("replica-1", "replica-2")
 
 @pytest.mark.parametrize("name", REPLICAS)
 def test_replicas_are_hardened_like_the_server(name: str) -> None:
-    """They differ in their store, their host names, and in that only the router has a port."""
+    """They differ in their store, their host names, the time of their first load, and in that only the router has a port."""
     replica = SERVICES[name]
-    own = {"profiles", "environment", "ports", "networks", "depends_on"}
+    own = {"profiles", "environment", "ports", "networks", "depends_on", "healthcheck"}
 
     assert {key: value for key, value in SERVICE.items() if key not in own} == {
         key: value for key, value in replica.items() if key not in own
@@ -205,3 +205,43 @@ def test_the_database_is_for_the_replicas_alone() -> None:
 
 def test_the_profile_is_no_part_of_the_default() -> None:
     assert {"cellar"} == {name for name, service in SERVICES.items() if "profiles" not in service}
+
+
+def images() -> list[str]:
+    """Images that are not built here: those of services, and those that inline files begin with."""
+    built = [service["build"] for service in SERVICES.values() if "build" in service]
+    inline = "\n".join(each.get("dockerfile_inline", "") for each in built)
+    named = [service["image"] for service in SERVICES.values() if "build" not in service]
+    return [*named, *re.findall(r"^FROM (\S+)", inline, re.MULTILINE)]
+
+
+@pytest.mark.parametrize("image", sorted(set(images())))
+def test_images_of_others_have_a_version(image: str) -> None:
+    """Tags without a minor version change what a pull installs."""
+    assert re.fullmatch(r"[a-z0-9/]+:v?[0-9]+\.[0-9]+[a-z0-9.-]*", image)
+
+
+def test_services_wait_for_health_checks_that_exist() -> None:
+    """In compose.yaml, or in the image: Compose refuses to wait for a service without one."""
+    waited = [
+        (name, condition["condition"])
+        for service in SERVICES.values()
+        for name, condition in service.get("depends_on", {}).items()
+    ]
+
+    assert {"store", "replica-1", "replica-2"} == {name for name, _ in waited}
+    assert {"service_healthy"} == {condition for _, condition in waited}
+    assert last("HEALTHCHECK")
+    for name, _ in waited:
+        build = SERVICES[name].get("build", {})
+        assert "healthcheck" in SERVICES[name] or build.get("dockerfile") == "docker/Dockerfile"
+
+
+def test_the_replicas_share_a_store_that_only_they_reach() -> None:
+    """It has no password."""
+    inside = {name for name, service in SERVICES.items() if "store" in service.get("networks", ())}
+
+    assert {"store", "replica-1", "replica-2"} == inside
+    assert COMPOSE["networks"]["store"]["internal"]
+    assert "ports" not in SERVICES["store"]
+    assert [] == [port for name in ("replica-1", "replica-2") for port in SERVICES[name]["ports"]]
