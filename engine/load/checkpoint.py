@@ -67,7 +67,8 @@ def resolve(model: str | None, download_files: Callable[[str], Path] = download)
     except (OSError, RuntimeError) as error:
         raise ModelMissing(model, error_line(error)) from error
     if model.partition(":")[0].count("/") != 1 or model.startswith((".", "/", "~")):
-        raise ModelMissing(model, "there is no such folder, and a name on the hub looks like organisation/model")
+        reason = "there is no such folder, and a name on the hub looks like organisation/model, as in Qwen/Qwen3-0.6B"
+        raise ModelMissing(model, reason)
     found = download_files(model)
     if found.is_file():
         return _model_file(model, found)

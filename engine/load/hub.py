@@ -65,7 +65,7 @@ def download(model: str, revision: str | None = None) -> Path:
     """
     name, _, quantisation = model.partition(":")
     if name.count("/") != 1:
-        raise ModelMissing(model, "a name on the hub looks like organisation/model")
+        raise ModelMissing(model, "a name on the hub looks like organisation/model, as in Qwen/Qwen3-0.6B")
     with _refusals(model, revision):
         repository = _repository(name, revision or "main")
         files = _gguf_files(repository.files)
@@ -204,7 +204,7 @@ def _refusals(model: str, revision: str | None) -> Iterator[None]:
     try:
         yield
     except HFValidationError as error:
-        raise ModelMissing(model, "a name on the hub looks like organisation/model") from error
+        raise ModelMissing(model, "a name on the hub looks like organisation/model, as in Qwen/Qwen3-0.6B") from error
     except GatedRepoError as error:
         raise ModelMissing(model, "the repository is gated: set HF_TOKEN") from error
     except RevisionNotFoundError as error:

@@ -15,11 +15,11 @@ from rich.text import Text
 
 from server.commands.chat import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, end_by_signals, starting
 from server.configuration.settings import Settings
-from server.terminal.client import AnswerEnd, AnswerPiece, ServerError
+from server.terminal.client import AnswerPiece, ServerError
 from server.terminal.connection import ServedModel, connected
 from server.terminal.conversation import Conversation
 from server.terminal.options import RunOptions
-from server.terminal.screen import printable
+from server.terminal.screen import AnswerFigures, printable
 
 CHAT_PATH, COMPLETION_PATH = "/v1/chat/completions", "/v1/completions"
 # 128 + SIGPIPE, as of other programs in a pipe.
@@ -41,7 +41,7 @@ def run_once(model: str, prompt: str | None, options: RunOptions, settings: Sett
             connected(model, options.url, settings, note=note) as served,
         ):
             path, body = _request(served, text, schema, options)
-            end = _print_answer(served, path, body, note)
+            figures = _print_answer(served, path, body, note)
     except PromptError as error:
         return _fail(messages, str(error), EXIT_USAGE)
     except ServerError as error:
@@ -52,10 +52,12 @@ def run_once(model: str, prompt: str | None, options: RunOptions, settings: Sett
         # At exit Python would write the rest of its buffer, and fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_PIPE
-    if end is not None and end.finish_reason == "length":
+    is_cut = figures.finish_reason == "length"
+    if options.verbose:
+        messages.print(Text(f"cellar: {figures.line()}"), soft_wrap=True)
+    elif is_cut:
         messages.print("cellar: the answer is cut at --max-tokens or the context", soft_wrap=True)
-        return EXIT_FAILED if schema is not None else 0
-    return 0
+    return EXIT_FAILED if is_cut and schema is not None else 0
 
 
 def _fail(messages: Console, text: str, code: int) -> int:
@@ -101,18 +103,15 @@ def _request(served: ServedModel, text: str, schema: Any, options: RunOptions) -
     return COMPLETION_PATH, {**conversation.parameters, "model": served.name, "prompt": text}
 
 
-def _print_answer(
-    served: ServedModel, path: str, body: dict[str, Any], note: Callable[[str], None]
-) -> AnswerEnd | None:
-    """Print the answer while it arrives; its end. Raises ServerError and BrokenPipeError."""
+def _print_answer(served: ServedModel, path: str, body: dict[str, Any], note: Callable[[str], None]) -> AnswerFigures:
+    """Print the answer while it arrives; its figures. Raises ServerError and BrokenPipeError."""
     shown = printable if sys.stdout.isatty() else str
-    end, text = None, ""
+    figures, text = AnswerFigures(), ""
     note(f"{served.name}: prompt")
     with closing(served.client.stream(path, body)) as pieces:
         for piece in pieces:
+            figures.add(piece)
             match piece:
-                case AnswerEnd():
-                    end = piece
                 case AnswerPiece(reasoning=True):
                     note(f"{served.name}: reasoning")
                 case AnswerPiece():
@@ -123,4 +122,4 @@ def _print_answer(
     if not text.endswith("\n"):
         sys.stdout.write("\n")
         sys.stdout.flush()
-    return end
+    return figures

@@ -59,3 +59,9 @@ class RunOptions(ChatOptions):
         Path | None,
         Parameter(help="File with a JSON schema; the answer is JSON that satisfies it.", show_default="none"),
     ] = None
+    verbose: Annotated[
+        bool,
+        Parameter(
+            help="Print tokens, tokens per second and the time to the first token to stderr.", show_default="off"
+        ),
+    ] = False

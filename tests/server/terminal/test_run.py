@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -34,10 +35,15 @@ def test_the_answer_alone_is_on_stdout(url: str, home: Home) -> None:
 
     assert (0, ANSWER, "") == run(home, *greedy, QUESTION)
     assert (0, ANSWER, "") == run(home, *greedy, piped=QUESTION.encode())
-    code, answer, messages = run(home, *greedy, "Repeat this:", "--max-tokens", "3", piped=b"one two three four")
+    limited = (*greedy, "--max-tokens", "3", "Repeat this:")
+    code, answer, messages = run(home, *limited, piped=b"one two three four")
     assert 0 == code
     assert 0 < len(answer.split()) <= 3
     assert "cellar: the answer is cut at --max-tokens or the context\n" == messages
+    code, _, messages = run(home, *limited, "--verbose", piped=b"one two three four")
+    figures = r"cellar: 3 tokens, [\d.]+ tokens/s, first token after [\d.]+ s,.* cut at --max-tokens or the context\n"
+    assert 0 == code
+    assert re.fullmatch(figures, messages)
 
 
 def test_a_model_is_started_for_one_prompt(home: Home) -> None:
