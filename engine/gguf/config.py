@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from gguf.constants import GGMLQuantizationType, LlamaFileType
+from huggingface_hub.errors import StrictDataclassError
 from numpy.typing import NDArray
 from transformers import AutoConfig
 
@@ -115,8 +116,9 @@ def read_config(model: GgufModel) -> Any:
     try:
         model_type, fields = ARCHITECTURES[own.architecture](own)
         return AutoConfig.for_model(model_type, **_common_fields(own) | fields)
-    except ArithmeticError as error:
-        raise GgufError(f"its metadata has numbers that do not fit together: {error}") from error
+    except (ArithmeticError, StrictDataclassError) as error:
+        reason = " ".join(str(error).split())
+        raise GgufError(f"its metadata has values that do not fit together: {reason}") from error
 
 
 def is_language_model(metadata: Metadata) -> bool:

@@ -242,6 +242,8 @@ class _Names:
             return self._stack([tensor], None, outputs, shape, transposed)
         whole = _whole(tensor)
         _require_values(name, whole.stop * whole.columns, shape)
+        if len(shape) == 2 and len(tensor.shape) > 1 and tensor.shape[-1] != shape[-1]:
+            raise GgufError(f"the tensor {tensor.name} has the shape {list(tensor.shape)}, not {list(shape)}")
         return Matrices((FileMatrix((whole,), self._row_order(name, shape[0])),), shape, shift=shift)
 
     def _gated_experts(self, name: str, shape: tuple[int, ...], transposed: bool) -> ParameterSource:
@@ -339,7 +341,10 @@ def _is_transposed(skeleton: nn.Module, name: str) -> bool:
 
 
 def _whole(tensor: GgufTensor) -> RowRange:
+    """All rows. Raises GgufError for a vector of blocks: its values are no rows."""
     probe = RowRange(tensor, 0, 0)
+    if probe.columns == 1 and tensor.type not in PLAIN_TYPES:
+        raise GgufError(f"the tensor {tensor.name} is a vector of the type {tensor.type.name}, which is not supported")
     return RowRange(tensor, 0, math.prod(tensor.shape) // probe.columns)
 
 

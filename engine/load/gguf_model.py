@@ -58,7 +58,7 @@ def gguf_model(
     defers    without such a plan, matrices with an exact format are dequantised at each call: `FileMatrices.deferred`
     """
     reader = reader or TorchBlocks()
-    skeleton = construct(partial(_make_skeleton, config))
+    skeleton = _skeleton(config)
     sources = parameter_sources(content, skeleton, config)
     matrices = FileMatrices(sources, skeleton, file_type(content.metadata) or "GGUF", reader)
     # Long rotary factors are calibrated by running the model at each start (engine/load/selftest.py).
@@ -89,8 +89,16 @@ def gguf_model(
     return model, report, matrices
 
 
+def _skeleton(config: Any) -> Any:
+    """The model on the meta device. Raises GgufError for a configuration that transformers refuses."""
+    try:
+        return construct(partial(_make_skeleton, config))
+    except (ArithmeticError, ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise GgufError(f"its metadata describes no model that transformers can construct ({reason})") from error
+
+
 def _make_skeleton(config: Any) -> Any:
-    """The model on the meta device."""
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config)
 

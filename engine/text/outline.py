@@ -17,7 +17,7 @@ from engine.text.prefix import Pieces, common_prefix_length
 
 Messages = Sequence[Mapping[str, object]]
 # Exceptions of a template that refuses a conversation.
-TEMPLATE_ERRORS = (TemplateError, ValueError, TypeError, KeyError, IndexError)
+TEMPLATE_ERRORS = (TemplateError, ValueError, TypeError, KeyError, IndexError, ArithmeticError, RecursionError)
 
 
 @dataclass(frozen=True, slots=True)

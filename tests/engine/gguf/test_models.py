@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
 from transformers import AutoModelForCausalLM
 
 from engine.errors import ModelUnsupported
-from engine.gguf.container import read_model
-from engine.load.gguf_model import read_gguf_config, read_gguf_model
+from engine.gguf.container import GgufError, read_model
+from engine.load.gguf_model import gguf_config, gguf_model, read_gguf_config, read_gguf_model
 from engine.load.load import LoadedModel
 from engine.quantize.experts import QuantizedExperts
 from tests.engine.convert.checkpoints import CHECKPOINTS
@@ -125,6 +127,22 @@ def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
         load_file(file)
 
 
+@pytest.mark.parametrize(
+    ("name", "changes", "reason"),
+    [
+        ("blk.0.attn_k.weight", {"shape": (64, 32)}, r"attn_k\.weight has the shape \[64, 32\], not \[32, 64\]"),
+        ("blk.1.attn_norm.weight", {"type": Type.Q8_0, "data": np.zeros(68, np.uint8)}, "is a vector of the type Q8_0"),
+    ],
+)
+def test_tensors_of_another_form_are_named(name: str, changes: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    """With as many values as the parameter."""
+    source = read_model(write_checkpoint("llama", tmp_path))
+    tensors = {**source.tensors, name: replace(source.tensors[name], **changes)}
+
+    with pytest.raises(GgufError, match=reason):
+        gguf_model(replace(source, tensors=tensors), gguf_config(source), torch.float32)
+
+
 def _content(tensor: object) -> tuple[object, ...]:
     return tuple(getattr(tensor, field) for field in ("type", "shape", "data"))
 
@@ -168,6 +186,7 @@ def test_other_files_are_refused_by_their_kind(
         ("llama.rope.freq_base", math.inf, "no finite number"),
         ("llama.context_length", "long", "no integer"),
         ("llama.feed_forward_length", [96, 96, 64], "differs between layers"),
+        ("tokenizer.ggml.eos_token_id", 10**6, "but the vocabulary has"),
     ],
 )
 def test_metadata_that_does_not_fit_is_named(key: str, value: Any, reason: str, tmp_path: Path) -> None:
