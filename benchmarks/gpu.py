@@ -1,9 +1,12 @@
 """Measures one GPU: `make bench-gpu`. Needs no download: models have published shapes and random weights.
 
-    python -m benchmarks.gpu [SHAPE ...] [--device cuda] [--streams 1 8 64] [--prompts 512 2048 8192] [--json FILE]
+    python -m benchmarks.gpu [SHAPE ...] [--device cuda] [--modes graphs eager "batch invariant" int8]
+                             [--streams 1 8 64] [--prompts 512 2048 8192] [--json FILE]
 
-For each shape: decoding behind 512 tokens with and without CUDA graphs, prompts, and the decoding of many streams. A
-share compares the bytes of the weights that each step reads with the bandwidth of a copy on the same device.
+For each shape and mode: decoding behind 512 tokens, prompts, and the decoding of many streams. The modes are those with
+and without CUDA graphs, with --batch-invariant, and with quantised weights: int8, or int4, which is calibrated on the
+CPU first. A share compares the bytes of the weights that each step reads with the bandwidth of a copy on the same
+device.
 """
 
 from __future__ import annotations
@@ -26,11 +29,21 @@ from benchmarks.shapes import SHAPES, write_folder
 from engine.config import EngineConfig
 from engine.core import Core
 from engine.load.load import LoadedModel, load
+from engine.quantize.quantize import bytes_of, weights_of
 from engine.types.events import Delta
 from engine.types.request import Request, SamplingParams
 
 SHAPE_NAMES = ("qwen3-0.6b", "qwen3-8b")
 BEHIND, STEPS, WARM_STEPS, FIRST_TOKEN = 512, 64, 8, 300
+# Settings by mode.
+MODES: dict[str, dict[str, Any]] = {
+    "graphs": {},
+    "eager": {"enforce_eager": True},
+    "batch invariant": {"batch_invariant": True},
+    "int8": {"quantize": "int8"},
+    "int4": {"quantize": "int4"},
+}
+DEFAULT_MODES = ("graphs", "eager", "batch invariant", "int8")
 COPIED_BYTES = {"cuda": 2**31, "cpu": 2**27}
 
 
@@ -41,6 +54,7 @@ class Options:
     device: str
     streams: Sequence[int]
     prompts: Sequence[int]
+    modes: Sequence[str] = DEFAULT_MODES
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -50,12 +64,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--streams", type=int, nargs="+", default=(1, 8, 64))
     parser.add_argument("--prompts", type=int, nargs="+", default=(512, 2048, 8192))
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=DEFAULT_MODES)
     add_json_option(parser)
     given = parser.parse_args(arguments)
     if given.device.startswith("cuda") and not torch.cuda.is_available():
         print("benchmarks.gpu: torch can use no GPU here", file=sys.stderr)
         return 1
-    options = Options(given.device, given.streams, given.prompts)
+    options = Options(given.device, given.streams, given.prompts, given.modes)
     for shape in given.shapes or SHAPE_NAMES:
         with tempfile.TemporaryDirectory() as folder:
             write_folder(SHAPES[shape], Path(folder))
@@ -69,14 +84,14 @@ def main(arguments: list[str] | None = None) -> int:
 def shape_rows(shape: str, folder: Path, options: Options) -> Iterator[dict[str, Any]]:
     """The figures of a shape, the most important first."""
     bandwidth = copy_bandwidth(options.device)
-    for mode, enforce_eager in (("graphs", False), ("eager", True)):
+    for mode in options.modes:
         config = EngineConfig(
             model=str(folder),
             device=options.device,
-            enforce_eager=enforce_eager,
             context=max(*options.prompts, BEHIND) + STEPS + WARM_STEPS + max(options.streams) + 8,
             slots=max(options.streams),
             drafter="none",
+            **MODES[mode],
         )
         loaded = load(config, lambda phase: None)
         core = Core(loaded, config)
@@ -90,12 +105,12 @@ def shape_rows(shape: str, folder: Path, options: Options) -> Iterator[dict[str,
                 "host_ms": round(1000 * outside, 3),
                 "share_of_bandwidth": round(read_bytes(loaded) / whole / bandwidth, 3),
             }
-        for length in () if enforce_eager else options.prompts:
+        for length in () if mode == "eager" else options.prompts:
             whole = prompt_seconds(core, length)
             yield about | {
                 "cell": f"prompt of {length}",
                 "tokens_per_second": round(length / whole, 1),
-                "teraflops": round(read_bytes(loaded) * length / whole / 1e12, 2),
+                "teraflops": round(2 * read_weights(loaded) * length / whole / 1e12, 2),
             }
         del core, loaded
 
@@ -159,12 +174,19 @@ def seconds(run: Callable[[], object]) -> float:
 
 def read_bytes(loaded: LoadedModel) -> int:
     """Bytes of the weights that a decoding step reads: all but a separate input embedding."""
+    return bytes_of(loaded.model) - sum(weight.nbytes for weight in separate_embedding(loaded))
+
+
+def read_weights(loaded: LoadedModel) -> int:
+    """Their number."""
+    return weights_of(loaded.model) - sum(weight.numel() for weight in separate_embedding(loaded))
+
+
+def separate_embedding(loaded: LoadedModel) -> list[torch.Tensor]:
+    """The weight of an input embedding that is not the output layer too."""
     model: Any = loaded.model
-    own = {id(each): each for each in model.parameters()}
     embedding, output = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    if embedding is not output:
-        del own[id(embedding)]
-    return sum(each.nbytes for each in own.values())
+    return [] if embedding is output else [embedding]
 
 
 def copy_bandwidth(device: str) -> float:

@@ -13,9 +13,10 @@ import argparse
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -30,7 +31,7 @@ from triton.compiler import ASTSource
 from benchmarks.result import add_json_option, measured
 from engine.kernels.formats import WeightFormat
 from engine.kernels.packing import PackedStorage
-from engine.kernels.triton import launch, linear
+from engine.kernels.triton import invariant, launch, linear, sampling
 from engine.kernels.triton.batch import BatchTables, TileSet, Tiling
 from engine.kernels.triton.kernels import PROMPT_WIDTH
 from engine.kernels.triton.launch import Scoring, stored_rows
@@ -45,6 +46,7 @@ TARGETS = {
 # Pointers and integers of a multiple of 16 are known to be such when a kernel is compiled.
 _ALIGNMENT = 16
 _POINTERS = {
+    torch.float64: "*fp64",
     torch.float32: "*fp32",
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
@@ -136,13 +138,53 @@ def recorded(module: ModuleType = launch) -> Iterator[list[Launch]]:
         yield launches
 
 
+def first_launch(module: ModuleType, call: Callable[[], object]) -> Launch:
+    """The first kernel of a call, which does not run."""
+    with recorded(module) as launches:
+        call()
+    return launches[0]
+
+
+def on_meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """A tensor without memory."""
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
 def products_of(format: WeightFormat) -> dict[str, Launch]:
-    """By name, the products of few and of many rows with a matrix of a format."""
+    """By name, the products of few and of many rows with a matrix of a format, those of experts, and an embedding."""
     matrix = PackedStorage([(64, 4096, format)]).allocate(64, 4096, format)
+    one, many, tiles = on_meta(1, 4096), on_meta(512, 4096), on_meta(8, 3, dtype=torch.int32)
+    weights, tokens = linear.packed_weights(matrix), on_meta(8, dtype=torch.int64)
+    calls = {
+        "decode, product": lambda: linear.multiply(one, weights, linear.FEW_ROWS),
+        "decode, experts": lambda: linear.multiply(one, weights, linear.FEW_ROWS, tiles=tiles),
+        "decode, embedding": lambda: linear.embed(tokens, weights),
+        "prompt, product": lambda: linear.multiply(many, weights, linear.MANY_ROWS),
+        "batch invariant, product": lambda: linear.multiply(one, weights, linear.one_tile(torch.bfloat16)),
+        "float32, product": lambda: linear.multiply(one.float(), weights, linear.one_tile(torch.float32)),
+    }
+    return {name: first_launch(linear, call) for name, call in calls.items()}
+
+
+def other_launches() -> dict[tuple[str, str], Launch]:
+    """The sum of splits, row-invariant products and sums, and sampling, by kind and name."""
+    product, rows = invariant.TritonProduct(), on_meta(8, 4096)
+    found = {}
+    for name, dtype in (("bfloat16", torch.bfloat16), ("float32", torch.float32)):
+        own, weight = rows.to(dtype), on_meta(4096, 4096, dtype=dtype)
+        batch = on_meta(2, 8, 4096, dtype=dtype)
+        found |= {
+            (name, "batch invariant, product"): first_launch(linear, partial(product.linear, own, weight)),
+            (name, "batch invariant, batch"): first_launch(linear, partial(product.batch, batch, batch.mT)),
+            (name, "batch invariant, sum"): first_launch(invariant, partial(product.sums, own)),
+        }
     with recorded(linear) as launches:
-        for count in (1, 512):
-            linear.prepare([matrix])(torch.empty(count, 4096, dtype=torch.bfloat16, device="meta"))
-    return dict(zip(("product, 16 rows", "product, 64 rows"), launches, strict=True))
+        product.linear(rows, on_meta(4096, 4096))
+    found["bfloat16", "sum of splits"] = launches[1]
+    logits, numbers = on_meta(8, 151936, dtype=torch.float32), on_meta(8, dtype=torch.int64)
+    call = partial(sampling.noisy_argmax, logits, logits[:, :1], numbers, numbers)
+    found["float32", "decode, sampling"] = first_launch(sampling, call)
+    return found
 
 
 def launches_of(shape: Shape) -> dict[str, Launch]:
@@ -279,6 +321,7 @@ def main() -> None:
     options = parser.parse_args()
     launches = {(shape.name, name): one for shape in SHAPES for name, one in launches_of(shape).items()}
     launches |= {(format, name): one for format in FORMATS for name, one in products_of(format).items()}
+    launches |= other_launches()
     chosen = {names: one for names, one in launches.items() if options.only in ", ".join(names)}
     rows = [resources(*names, one, target) for names, one in chosen.items() for target in options.target or TARGETS]
     print(table(rows))

@@ -83,6 +83,7 @@ class EngineConfig:
                        None: 60, or three times the duration of a step without prompts if that is more
     device             cpu, a GPU of CUDA such as cuda or cuda:1, or auto: the first GPU if there is one, else cpu
     enforce_eager      no CUDA graphs
+    batch_invariant    each text has the same bits in any batch, with any chunks and cached prefix; slower
     memory             limit of the process's memory on the device: a size such as 8GiB, or a share of the machine or
                        the GPU such as 40%; None: all free memory
     threads            of torch, of all ranks together; None: all cores, or one for a small model
@@ -114,6 +115,7 @@ class EngineConfig:
     itl_target_ms: float | None = None
     device: str = "cpu"
     enforce_eager: bool = False
+    batch_invariant: bool = False
     memory: str | None = None
     threads: int | None = None
     tensor_parallel: int = 1
@@ -140,6 +142,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(name, f"must be at least 1, not {value}")
+        if self.batch_invariant and self.dtype == "float64":
+            raise ConfigError("batch_invariant", "is for float32, bfloat16 and float16, not float64")
         if self.context is not None and self.context < 8:
             raise ConfigError("context", f"must be at least 8, not {self.context}")
         for name in ("max_waiting", "disk_cache_bytes", "host_cache_bytes", "itl_target_ms"):
@@ -198,6 +202,7 @@ class EngineConfig:
             "disk_cache": self.disk_cache is not None,
             "host_cache_bytes": self.host_cache_bytes > 0,
             "drafter": self.drafter == "mtp",
+            "batch_invariant": self.batch_invariant,
             "device": self.device not in ("auto", "cpu", "cuda"),
         }
         for setting, is_set in refused.items():

@@ -10,17 +10,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from engine.config import EngineConfig
+from engine.kernels.dispatch import device_products
 from engine.load.device import describe_gpus, device_memory, no_gpu_reason
 from engine.load.load import load
 from engine.types.request import SamplingParams
 from tests.engine.models import core
 from tests.engine.play import Job, ask, play
+from tests.gpu_products import quantised_products
 
 REPORT = Path("out/gpu/report.json")
 DEVICE = "cuda"
@@ -80,6 +83,7 @@ STAGES: dict[str, Callable[[], dict[str, Any]]] = {
     "machine": machine,
     "tests": marked_tests,
     "bundled model": bundled_model,
+    "quantised products": partial(quantised_products, DEVICE, partial(device_products, device=DEVICE)),
 }
 
 

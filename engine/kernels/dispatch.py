@@ -23,23 +23,30 @@ log = logging.getLogger("cellar.engine")
 NO_VECTORS = "the C++ kernel needs AVX2, AVX-512 or NEON, which this processor has not"
 
 
-def attention_kernel(dtype: torch.dtype, kv_dtype: torch.dtype, device: str = "cpu") -> AttentionFunction:
-    """The fastest attention on a device for a model's dtype and KV dtype. May build the kernel, in seconds."""
+def attention_kernel(
+    dtype: torch.dtype, kv_dtype: torch.dtype, device: str = "cpu", *, one_tile: bool = False
+) -> AttentionFunction:
+    """The fastest attention on a device for a model's dtype and KV dtype. May build the kernel, in seconds.
+
+    one_tile  on a GPU, whether rows of prompts have the bits of decoded ones
+    """
     if dtype == torch.float64:
         return reference.attend
     if device.startswith("cuda"):
-        return device_attention(dtype, kv_dtype, device)
+        return device_attention(dtype, kv_dtype, device, one_tile=one_tile)
     return best_attention() if device == "cpu" and kv_dtype in FORMATS else reference.attend
 
 
 @cache
-def device_attention(dtype: torch.dtype, kv_dtype: torch.dtype, device: str) -> AttentionFunction:
+def device_attention(
+    dtype: torch.dtype, kv_dtype: torch.dtype, device: str, *, one_tile: bool = False
+) -> AttentionFunction:
     """The Triton kernels, or torch and one warning in the log."""
     try:
         # Only torch for GPUs brings triton.
         from engine.kernels.triton.check import checked_kernels
 
-        return checked_kernels(dtype, kv_dtype, torch.device(device))
+        return checked_kernels(dtype, kv_dtype, torch.device(device), one_tile=one_tile)
     except (ImportError, KernelUnavailable) as error:
         log.warning("attention on %s is several times slower, in torch instead of Triton: %s", device, error)
         return reference.attend
@@ -118,6 +125,19 @@ def _linear_library() -> NativeLinear:
         return NativeLinear(library)
     except OSError as error:
         raise build.LibraryUnavailable(f"the library cannot be loaded: {error}") from error
+
+
+def device_row_invariant(device: str) -> RowInvariantProduct:
+    """The Triton kernels for row-invariant products, or torch in tiles and a warning in the log."""
+    if torch.device(device).type != "cuda":
+        return TiledProduct()
+    try:
+        from engine.kernels.triton.invariant import TritonProduct
+
+        return TritonProduct()
+    except ImportError as error:
+        log.warning("products on %s are computed in tiles by torch, as Triton is missing: %s", device, error)
+        return TiledProduct()
 
 
 @cache

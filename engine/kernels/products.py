@@ -7,6 +7,7 @@ tile does not change its bits (measured; the self-test checks it at each start, 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Protocol
 
 import torch
@@ -18,7 +19,12 @@ ROWS, POSITIONS = 16, 64
 
 
 class RowInvariantProduct(Protocol):
-    """Computes row-invariant products."""
+    """Computes row-invariant products.
+
+    sums_rows  whether it has `sums`; if not, those of torch are row-invariant for contiguous rows
+    """
+
+    sums_rows: bool
 
     def linear(self, rows: Tensor, weight: Tensor) -> Tensor:
         """The product [rows, outputs] of rows [rows, columns] and a weight [outputs, columns]."""
@@ -31,8 +37,42 @@ class RowInvariantProduct(Protocol):
         """
         ...
 
+    def grouped(self, rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+        """The products [rows, columns] of each row [inner] and the weight of its group, of [groups, inner, columns].
 
-class TiledProduct:
+        ends  [groups]: the row behind each group; rows behind the last group have products of zeros
+        """
+        ...
+
+    def sums(self, rows: Tensor) -> Tensor:
+        """The sums of rows [rows, columns], float32."""
+        ...
+
+
+class HostProduct(ABC):
+    """The parts of a RowInvariantProduct that are the same in all of the CPU."""
+
+    sums_rows = False
+
+    @abstractmethod
+    def linear(self, rows: Tensor, weight: Tensor) -> Tensor:
+        """See RowInvariantProduct."""
+
+    def grouped(self, rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+        """See RowInvariantProduct. Waits for the ends."""
+        products, start = rows.new_zeros(len(rows), weights.shape[2]), 0
+        for weight, end in zip(weights, ends.tolist(), strict=True):
+            if end > start:
+                products[start:end] = self.linear(rows[start:end], weight.mT)
+            start = end
+        return products
+
+    def sums(self, rows: Tensor) -> Tensor:
+        """See RowInvariantProduct."""
+        return rows.contiguous().sum(-1, dtype=torch.float32)
+
+
+class TiledProduct(HostProduct):
     """Products of torch, a tile of one shape at a time; implements RowInvariantProduct."""
 
     def linear(self, rows: Tensor, weight: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from engine.config import BUNDLED_NAME, EngineConfig
 from engine.errors import ModelUnsupported
 from engine.gguf.matrices import FileMatrices
 from engine.kernels import dispatch, reference
-from engine.kernels.products import TiledProduct
+from engine.kernels.products import RowInvariantProduct, TiledProduct
 from engine.kernels.reference import AttentionFunction
 from engine.load.checkpoint import Checkpoint, is_small
 from engine.load.outcomes import Outcome, OutcomeFile
@@ -164,21 +164,30 @@ class ModelChecks:
         return select(self._model, runner, self._traits, context=context, checked=checked, file=file)
 
     def _is_batch_invariant(self, runner: LocalRunner, format: str | None, passed: Outcome | None) -> bool:
-        """See ModelInfo. Quantised models are made batch invariant, as they amplify rounding; the result is checked."""
-        native = isinstance(runner, NativeRunner)
-        # Rows are quantised on a CPU alone.
-        if format is None or self._dtype == torch.float64 or self._config.device != "cpu":
+        """See ModelInfo. Models that quantise rows are made batch invariant too, as they amplify rounding; the result
+        is checked. Raises ModelUnsupported.
+        """
+        native, is_wanted = isinstance(runner, NativeRunner), self._config.batch_invariant
+        quantises_rows = format is not None and self._config.device == "cpu"
+        if self._dtype == torch.float64 or not (quantises_rows or (is_wanted and not native)):
             return native
-        runner.make_invariant(TiledProduct() if self._config.kernels == "torch" else dispatch.best_row_invariant())
+        runner.make_invariant(self._row_invariant())
         if passed is not None and passed.batch_invariant and passed.native == native:
             return True
-        invariant = is_batch_invariant(runner, self._model, self._traits)
-        if not invariant:
-            log.warning(
-                "%s is not batch invariant when quantised: batches, chunks and prefix hits may change a completion",
-                self._config.model or BUNDLED_NAME,
-            )
-        return invariant
+        if is_batch_invariant(runner, self._model, self._traits):
+            return True
+        name = self._config.model or BUNDLED_NAME
+        if is_wanted:
+            raise ModelUnsupported(name, "its logits change with the batch; leave out --batch-invariant")
+        log.warning(
+            "%s is not batch invariant when quantised: batches, chunks and prefix hits may change a completion", name
+        )
+        return False
+
+    def _row_invariant(self) -> RowInvariantProduct:
+        if self._config.device != "cpu":
+            return dispatch.device_row_invariant(self._config.device)
+        return TiledProduct() if self._config.kernels == "torch" else dispatch.best_row_invariant()
 
     def _save(self, format: str | None, selection: RunnerSelection, *, batch_invariant: bool) -> None:
         runner, file = self._torch_runner, self._file
@@ -210,7 +219,7 @@ def log_margins(margins: Margins) -> tuple[Margin, ...]:
 def _attention_kernel(config: EngineConfig, dtype: torch.dtype, kv_dtype: torch.dtype) -> AttentionFunction:
     if config.kernels == "torch":
         return reference.attend
-    return dispatch.attention_kernel(dtype, kv_dtype, config.device)
+    return dispatch.attention_kernel(dtype, kv_dtype, config.device, one_tile=config.batch_invariant)
 
 
 def _outcome_file(
@@ -222,6 +231,7 @@ def _outcome_file(
     """
     if is_small(checkpoint.path) or config.tensor_parallel > 1:
         return None
-    settings = (config.device, config.kernels, config.mla, config.context, config.quantize == "none", config.dtype)
+    settings: tuple[object, ...] = (config.device, config.kernels, config.mla, config.context)
+    settings += (config.quantize == "none", config.dtype, config.batch_invariant)
     kernel = getattr(attend, "__qualname__", type(attend).__qualname__)
     return OutcomeFile((weights, checkpoint.configuration, settings, kernel))

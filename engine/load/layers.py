@@ -96,7 +96,7 @@ def _bits(config: EngineConfig, layers: LayersToQuantize, plan: QuantizationPlan
 def _products(config: EngineConfig, dtype: torch.dtype) -> PrepareMatrices:
     """The products of quantised matrices."""
     if config.device != "cpu":
-        return dispatch.device_products(dtype, config.device)
+        return dispatch.device_products(dtype, config.device, one_tile=config.batch_invariant)
     return linear.prepare if config.kernels == "torch" else dispatch.best_linear()
 
 

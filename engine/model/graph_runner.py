@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import takewhile
@@ -225,7 +226,7 @@ class GraphRunner(DeviceRunner):
         if draft_vocabulary and cache.recurrent_states is None:
             steps += [self._draft_step(cache, *size, draft_vocabulary) for size in sizes]
         for number, step in enumerate(steps, 1):
-            if not self._records or self._record(step) is None:
+            if not self._records(cache) or self._record(step) is None:
                 return
             yield number, len(steps)
 
@@ -242,9 +243,9 @@ class GraphRunner(DeviceRunner):
                 self._is_recordable = False
         return step.replay
 
-    @property
-    def _records(self) -> bool:
-        return self._is_recordable and self._invariant is None
+    def _records(self, cache: Cache) -> bool:
+        # Row by row, recurrent layers have other bits than together.
+        return self._is_recordable and (self._invariant is None or cache.recurrent_states is None)
 
     def _recorded_step(self, cache: Cache, size: int, most: int) -> RecordedStep:
         if self._cache is not cache:
@@ -262,7 +263,7 @@ class GraphRunner(DeviceRunner):
         """The logits [size, vocabulary] of the batch whose numbers are written; of a DraftStep the tokens [size]."""
         inputs = (step.inputs.tokens, step.inputs.positions, step.inputs.logit_rows)
         backend = _RowBackend(step.cells.copy(), self._cache_layers, self._sharing_layers, self._attend)
-        with torch.inference_mode(), hooks.use_backend(backend):
+        with torch.inference_mode(), hooks.use_backend(backend), self._invariant or nullcontext():
             logits = hooks.forward(self.model, *inputs)
             if isinstance(step, DraftStep):
                 return sample_numbered(logits[:, : step.vocabulary], step.sampling)
@@ -274,7 +275,7 @@ class GraphRunner(DeviceRunner):
     def supports_draft_loop(self, forward: Forward, first_tokens: int = 1) -> bool:
         """See DraftLoopRunner."""
         is_small = max(first_tokens, len(forward.spans)) <= BATCH_SIZES[-1]
-        return is_small and self._records and forward.cache.recurrent_states is None
+        return is_small and self._records(forward.cache) and forward.cache.recurrent_states is None
 
     def run_draft_loop(self, forward: Forward, inputs: Sequence[DraftLoopInput], vocabulary: int) -> list[list[int]]:
         """See DraftLoopRunner: a replay for each step, one upload before the first and one wait after the last."""
@@ -340,7 +341,7 @@ class GraphRunner(DeviceRunner):
         count = forward.batch_tokens
         # A replay calls no hook.
         is_watched = bool(getattr(self.model.get_decoder(), "_forward_hooks", None))
-        if not self._records or is_watched or type(forward) is not Forward:
+        if not self._records(forward.cache) or is_watched or type(forward) is not Forward:
             return None
         if len(logit_rows) != count or count > BATCH_SIZES[-1] or any(span.bidirectional for span in forward.spans):
             return None

@@ -28,6 +28,8 @@ _SOFTPLUS_THRESHOLD = 20.0
 _MIN_EXPONENT = -60.0
 # Fixed-point units of the largest weight in which a softmax is summed: float64 holds sums of 2 million such weights.
 _SUM_SCALE = 2.0**32
+# Terms that are added one by one, such as the outputs of a token's experts.
+_FEW_TERMS = 32
 
 
 _REDUCTIONS: tuple[Callable[..., Any], ...] = (
@@ -37,11 +39,11 @@ _REDUCTIONS: tuple[Callable[..., Any], ...] = (
 
 
 class RowInvariant(TorchFunctionMode):
-    """A reusable context for forwards on the CPU, in float32 or fewer bits."""
+    """A reusable context for forwards in float32 or fewer bits."""
 
     def __init__(self, product: RowInvariantProduct) -> None:
         super().__init__()
-        products = _InvariantProducts(product)
+        products, sums = _InvariantProducts(product), _InvariantSums(product)
         self._functions: dict[Callable[..., Any], Callable[..., Any]] = {
             functional.linear: products.linear,
             functional.scaled_dot_product_attention: products.attend,
@@ -56,6 +58,7 @@ class RowInvariant(TorchFunctionMode):
             Tensor.bmm: products.matmul,
             Tensor.addmm: products.addmm,
             Tensor.baddbmm: products.baddbmm,
+            functional.grouped_mm: products.grouped_mm,
             torch.softmax: _softmax,
             Tensor.softmax: _softmax,
             functional.softmax: _functional_softmax,
@@ -69,6 +72,11 @@ class RowInvariant(TorchFunctionMode):
             Tensor.sigmoid: _sigmoid,
             torch.special.expit: _sigmoid,
             **{reduce: _contiguous(reduce) for reduce in _REDUCTIONS},
+            torch.sum: sums.sum,
+            Tensor.sum: sums.sum,
+            torch.mean: sums.mean,
+            Tensor.mean: sums.mean,
+            functional.normalize: sums.normalize,
         }
 
     def __torch_function__(
@@ -119,6 +127,10 @@ class _InvariantProducts:
         """torch.baddbmm."""
         return self.addmm(input, batch1, batch2, beta=beta, alpha=alpha)
 
+    def grouped_mm(self, mat_a: Tensor, mat_b: Tensor, *, offs: Tensor) -> Tensor:
+        """functional.grouped_mm of rows in groups."""
+        return self._product.grouped(mat_a, mat_b, offs)
+
     def attend(
         self,
         query: Tensor,
@@ -143,6 +155,50 @@ class _InvariantProducts:
         weights = _softmax(scores, -1)
         # A row with all keys masked gets zeros.
         return self.matmul(weights.nan_to_num(0.0) if attn_mask is not None else weights, value)
+
+
+class _InvariantSums:
+    """Torch's sums along a dimension."""
+
+    def __init__(self, product: RowInvariantProduct) -> None:
+        self._product = product
+
+    def sum(self, input: Tensor, *args: Any, **settings: Any) -> Tensor:
+        """torch.sum."""
+        found = self._along(input, *args, **settings)
+        return torch.sum(input.contiguous(), *args, **settings) if found is None else found.to(input.dtype)
+
+    def mean(self, input: Tensor, *args: Any, **settings: Any) -> Tensor:
+        """torch.mean."""
+        found = self._along(input, *args, **settings)
+        if found is None:
+            return torch.mean(input.contiguous(), *args, **settings)
+        count = input.shape[args[0] if args else settings["dim"]]
+        return found.div(count).to(input.dtype)
+
+    def normalize(
+        self, input: Tensor, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: Tensor | None = None
+    ) -> Tensor:
+        """functional.normalize."""
+        squares = self._along(input.float().square(), dim, keepdim=True) if p == 2.0 and out is None else None
+        if squares is None:
+            return functional.normalize(input.contiguous(), p, dim, eps, out)
+        return (input / squares.sqrt().clamp_min(eps)).to(input.dtype)
+
+    def _along(self, input: Tensor, dim: Any = None, keepdim: bool = False, **settings: Any) -> Tensor | None:
+        """The sums along one dimension of floating-point numbers, float32; None: torch computes them."""
+        if not isinstance(dim, int) or settings or not input.is_floating_point() or input.dtype == torch.float64:
+            return None
+        moved = input.movedim(dim, -1)
+        if not self._product.sums_rows:
+            return None
+        if moved.shape[-1] <= _FEW_TERMS:
+            found = torch.zeros(moved.shape[:-1], dtype=torch.float32, device=input.device)
+            for part in moved.unbind(-1):
+                found += part
+        else:
+            found = self._product.sums(moved.reshape(-1, moved.shape[-1])).view(moved.shape[:-1])
+        return found.unsqueeze(dim) if keepdim else found
 
 
 def _softmax(input: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:

@@ -97,6 +97,14 @@ class Settings:
         bool,
         Parameter(show_default="off", help="On a GPU, launch kernels one by one, without CUDA graphs."),
     ] = False
+    batch_invariant: Annotated[
+        bool,
+        Parameter(
+            show_default="off",
+            help="Compute each text with the same bits in any batch, also in bfloat16 and on a GPU (docs/gpu.md); "
+            "slower.",
+        ),
+    ] = False
     dtype: Annotated[
         Dtype,
         Parameter(
@@ -386,6 +394,7 @@ class Settings:
             model=self.model,
             device=self.device,
             enforce_eager=self.enforce_eager,
+            batch_invariant=self.batch_invariant,
             dtype=self.dtype,
             kv_dtype=self.kv_dtype,
             quantize=self.quantize,

@@ -18,15 +18,18 @@ TINY = (
 
 
 def test_each_cell_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With and without graphs; prompts once."""
+    """With and without graphs, and with quantised weights."""
     monkeypatch.setattr(gpu, "BEHIND", 16)
     monkeypatch.setattr(gpu, "STEPS", 4)
     write_folder(TINY, tmp_path)
 
-    rows = list(gpu.shape_rows("tiny", tmp_path, gpu.Options("cpu", (1, 3), (40,))))
+    rows = list(gpu.shape_rows("tiny", tmp_path, gpu.Options("cpu", (1, 3), (40,), ("graphs", "eager", "int8"))))
 
-    cells = [("graphs", "1 streams"), ("graphs", "3 streams"), ("graphs", "prompt of 40")]
-    assert [*cells, ("eager", "1 streams"), ("eager", "3 streams")] == [(row["mode"], row["cell"]) for row in rows]
+    cells = ["1 streams", "3 streams", "prompt of 40"]
+    expected = {"graphs": cells, "eager": cells[:2], "int8": cells}
+    assert [(mode, cell) for mode, own in expected.items() for cell in own] == [
+        (row["mode"], row["cell"]) for row in rows
+    ]
     assert all(row["tokens_per_second"] > 0 for row in rows)
     assert all(row["step_ms"] > row["host_ms"] > 0 for row in rows if "streams" in row["cell"])
     for _ in range(2):

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from engine.kernels.cpu.linear import FORMATS, PlainCallFields, load_library
+from engine.kernels.products import HostProduct
 
 
-class NativeProduct:
+class NativeProduct(HostProduct):
     """The kernel of one library file of `linear`, of a variant with vectors; implements RowInvariantProduct."""
 
     def __init__(self, file: Path) -> None:

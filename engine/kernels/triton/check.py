@@ -23,9 +23,14 @@ _HEADS, _KEY_HEADS, _WIDTH = 4, 2, 64
 _EXACT_ERROR, _ROUNDED_ERROR = 1e-4, 5e-2
 
 
-def checked_kernels(dtype: torch.dtype, kv_dtype: torch.dtype, device: torch.device) -> CellKernels:
-    """Kernels that agree with the reference on a device. Raises KernelUnavailable."""
-    kernels = TritonKernels(Tiling.for_dtype(dtype))
+def checked_kernels(
+    dtype: torch.dtype, kv_dtype: torch.dtype, device: torch.device, *, one_tile: bool = False
+) -> CellKernels:
+    """Kernels that agree with the reference on a device. Raises KernelUnavailable.
+
+    one_tile  whether all rows have the tiles of decoded ones
+    """
+    kernels = TritonKernels(Tiling.for_dtype(torch.float32 if one_tile else dtype))
     try:
         error = _largest_error(kernels, dtype, kv_dtype, device)
     except (TritonError, RuntimeError, OSError, subprocess.CalledProcessError) as failure:

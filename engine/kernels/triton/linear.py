@@ -46,6 +46,13 @@ class Tile:
 # For tokens that are decoded, and for prompts.
 FEW_ROWS = Tile(rows=16, outputs=16, step=4, warps=2)
 MANY_ROWS = Tile(rows=64, outputs=64, step=1, warps=4)
+# For both: in bfloat16 and float16, and in float32, in which products of larger tiles exceed the registers.
+_ONE_TILE, _FLOAT32_TILE = Tile(rows=64, outputs=32, step=2, warps=4), Tile(rows=16, outputs=32, step=1, warps=4)
+
+
+def one_tile(dtype: torch.dtype) -> Tile:
+    """The tile for any number of rows of a dtype."""
+    return _FLOAT32_TILE if dtype == torch.float32 else _ONE_TILE
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +235,9 @@ class TritonProducts(DeviceProducts):
         return lambda outputs: embed(outputs, weights)
 
     def _tile(self, rows: Tensor, *, is_few: bool) -> Tile:
-        return FEW_ROWS if is_few or self._one_tile or rows.dtype == torch.float32 else MANY_ROWS
+        if self._one_tile or rows.dtype == torch.float32:
+            return one_tile(rows.dtype)
+        return FEW_ROWS if is_few else MANY_ROWS
 
     def _is_usable(self, matrix: PackedMatrix) -> bool:
         """Whether the kernel of a format agrees with torch; a failure is logged once."""
@@ -245,7 +254,7 @@ def products_failure(matrix: PackedMatrix, dtype: torch.dtype) -> str | None:
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(_CHECKED_ROWS, matrix.columns, generator=generator).to(matrix.codes.device, dtype)
     try:
-        found = multiply(rows, packed_weights(matrix), FEW_ROWS).float()
+        found = multiply(rows, packed_weights(matrix), FEW_ROWS if dtype != torch.float32 else one_tile(dtype)).float()
     except FAILURES as error:
         return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     blocks = slice(0, 2)

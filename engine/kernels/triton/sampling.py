@@ -17,7 +17,7 @@ _BLOCK_TOKENS = 1024
 
 
 @triton.jit
-def best_of_block(
+def noise_kernel(
     scaled: tl.tensor,
     floors: tl.tensor,
     seeds: tl.tensor,
@@ -50,5 +50,5 @@ def noisy_argmax(scaled: Tensor, floor: Tensor, seeds: Tensor, positions: Tensor
     scores = torch.empty(shape, dtype=torch.float64, device=scaled.device)
     tokens = torch.empty(shape, dtype=torch.long, device=scaled.device)
     arguments = (scaled.contiguous(), floor.contiguous(), seeds.contiguous(), positions.contiguous())
-    best_of_block[shape](*arguments, scores, tokens, vocabulary, BLOCK=_BLOCK_TOKENS)
+    noise_kernel[shape](*arguments, scores, tokens, vocabulary, BLOCK=_BLOCK_TOKENS)
     return tokens.gather(-1, scores.argmax(-1, keepdim=True))[:, 0]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from engine.config import EngineConfig
@@ -41,9 +41,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 class InterpretedProducts(DeviceProducts):
     """Triton's kernels in its interpreter, on the memory of the device's tensors."""
 
-    def __init__(self, dtype: torch.dtype, device: str) -> None:
+    def __init__(self, dtype: torch.dtype, device: str, *, one_tile: bool = False) -> None:
         super().__init__(torch.device(device))
-        self._products = linear.TritonProducts(torch.device("cpu"), dtype)
+        self._products = linear.TritonProducts(torch.device("cpu"), dtype, one_tile=one_tile)
 
     def __call__(self, matrices: Sequence[PackedMatrix]) -> MultiplyRows:
         multiply = self._products([in_memory(one) for one in matrices])
@@ -85,7 +85,9 @@ def unpacked(loaded: LoadedModel, folder: Path) -> LoadedModel:
         if isinstance(module, QuantizedLinear):
             own = plain.model.get_submodule(name)
             weights = in_memory(module.packed).unpack(torch.float32)
-            own.weight.data = weights.T.contiguous() if isinstance(own, Conv1D) else weights
+            weights = weights.T.contiguous() if isinstance(own, Conv1D) else weights
+            # Not that of an embedding with the same weights.
+            own.weight = nn.Parameter(weights, requires_grad=False)
         elif isinstance(module, QuantizedExperts):
             own = plain.model.get_submodule(name)
             for stack, matrices in ((module.experts.up, module.up), (module.experts.down, module.down)):
@@ -135,13 +137,11 @@ def test_recorded_steps_multiply_without_a_wait(
 
 
 @pytest.mark.parametrize("name", quick(["llama"], ["llama", "mixtral", "gpt_oss"]))
-def test_files_keep_their_formats(name: str, tmp_path: Path, device: Recorder, request: pytest.FixtureRequest) -> None:
+def test_files_keep_their_formats(name: str, tmp_path: Path, device: Recorder) -> None:
     """Layers, experts and the embedding; the plan without weights has the bytes of the load."""
     file = tmp_path / "other.gguf"
     write_types(read_model(write_wide(name, tmp_path)), file, Type.Q4_K)
     config = EngineConfig(model=str(file), device=FAKE, context=CONTEXT)
-    if name != "llama":
-        request.getfixturevalue("interpreted")
     loaded = load(config, lambda phase: None)
     expected = load(
         EngineConfig(model=str(file), context=CONTEXT, dtype="float32", kernels="torch"), lambda phase: None

@@ -9,6 +9,7 @@ from torch import Tensor
 from engine.kernels.device_products import upload
 from engine.kernels.formats import GROUP, LAYOUTS, WeightFormat
 from engine.kernels.packing import PackedMatrix
+from tests import gpu_products
 from tests.engine.kernels.triton.interpreter import DEVICE, HALF, linear
 from tests.engine.kernels.weights import random_matrix
 from tests.selection import quick
@@ -50,12 +51,12 @@ def test_matrices_of_several_formats_in_one_call() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
 def test_bits_of_a_row_do_not_depend_on_other_rows(dtype: torch.dtype) -> None:
     """With one tile in every dtype, also with columns in splits."""
-    matrix, rows = random_matrix("int4", 40, 1100, seed=1), torch.randn(18, 1100).to(dtype)
+    matrix, rows = random_matrix("int4", 16, 1100, seed=1), torch.randn(18, 1100).to(dtype)
 
     (together,), (alone,) = multiply(rows, matrix, one_tile=True), multiply(rows[17:], matrix, one_tile=True)
 
     assert torch.equal(together[17:], alone)
-    assert 1 < 1100 / (GROUP * linear.split_groups(linear.packed_weights(matrix), linear.FEW_ROWS))
+    assert 1 < 1100 / (GROUP * linear.split_groups(linear.packed_weights(matrix), linear.one_tile(dtype)))
 
 
 @pytest.mark.parametrize("format", quick(["int8"], ["int8", "q6_k", "mxfp4"]))
@@ -102,3 +103,18 @@ def test_torch_multiplies_where_a_kernel_fails(
 
 def test_no_rows_have_no_products() -> None:
     assert (0, 40) == multiply(torch.zeros(0, 64), random_matrix("int8", 40, 64, seed=1))[0].shape
+
+
+def test_speed_and_error_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stage of `make test-gpu`, with a small matrix; wrong products end it."""
+    monkeypatch.setattr(gpu_products, "ROWS", (1, 17))
+    monkeypatch.setattr(gpu_products, "copy_bandwidth", lambda device: 1e9)
+    products, shape = linear.TritonProducts(DEVICE, torch.float32), (32, 64)
+
+    found = gpu_products.measured(products, "q4_k", torch.float32, shape)
+
+    assert [("q4_k", 1), ("q4_k", 17)] == [(one.format, one.rows) for one in found]
+    assert all(one.share > 0 and one.error < 1e-6 for one in found)
+    monkeypatch.setattr(gpu_products, "multiply_unrounded", lambda rows, matrices: [rows.new_ones(len(rows), 32)])
+    with pytest.raises(AssertionError, match="q4_k, 1 rows: an error of"):
+        gpu_products.measured(products, "q4_k", torch.float32, shape)

@@ -1,0 +1,73 @@
+"""`--batch-invariant`: a text has the same bits in any batch and with any chunks, on a CPU and on a device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+
+from engine.config import ConfigError, EngineConfig
+from engine.load import selftest
+from engine.model.graph_runner import CallRecorder, GraphRunner
+from tests.conftest import skip_without_gpu
+from tests.engine.mixes import mix, prompts
+from tests.engine.models import core, load_model
+from tests.engine.play import Answer, Job, ask, play
+from tests.fake_device import FAKE, fake_device
+from tests.selection import quick
+
+Folder = Callable[[str], Path]
+FAMILIES = ("qwen3_moe", "llama", "gemma3", "deepseek_v3", "gpt2", "qwen3_next")
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def scores(answer: Answer) -> list[tuple[int, float]]:
+    """Tokens and log-probabilities, which show every bit of a logit."""
+    return [(entry.chosen.token, entry.chosen.logprob) for entry in answer.logprobs if entry is not None]
+
+
+@pytest.mark.parametrize(
+    ("family", "device"),
+    quick([("qwen3_moe", FAKE)], [(family, device) for family in FAMILIES for device in (FAKE, "cpu")])
+    + [pytest.param(family, "cuda", marks=pytest.mark.gpu) for family in FAMILIES],
+)
+def test_bits_of_a_text_do_not_depend_on_the_batch(
+    family: str, device: str, folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bfloat16, in recorded steps too: alone in one chunk, and among others in small chunks."""
+    if device == "cuda":
+        skip_without_gpu()
+    monkeypatch.setattr(selftest, "recorder_for", lambda device: CallRecorder())
+    jobs = [Job(ask(f"{at}", range(3 + at, 14 + 5 * at), 5, logprobs=1, ignore_eos=True)) for at in range(3)]
+    with fake_device() if device == FAKE else nullcontext():
+        loaded = load_model(folder(family), "bfloat16", device=device, batch_invariant=True)
+        together = play(core(loaded, chunk=7), jobs)
+        for job in jobs:
+            alone = play(core(loaded, slots=1), [job])
+            assert scores(alone[job.request.id]) == scores(together[job.request.id])
+
+    assert loaded.info.batch_invariant
+    assert isinstance(loaded.runner, GraphRunner) == (device != "cpu")
+
+
+@pytest.mark.slow
+def test_any_mix_has_the_bits_of_each_text_alone(folder: Folder) -> None:
+    """Prefix hits, cancels and preemption."""
+    with fake_device():
+        loaded = load_model(folder("llama"), "bfloat16", device=FAKE, batch_invariant=True)
+        traffic = mix(3, prompts(5), scarce=True)
+        answers = play(traffic.core(loaded), traffic.jobs)
+        for job in traffic.jobs:
+            alone = play(core(loaded, slots=1), [Job(job.request)])[job.request.id].tokens
+            tokens = answers[job.request.id].tokens
+            assert tokens == (alone if job.leaves is None else alone[: len(tokens)])
+
+
+def test_settings_that_exclude_it_are_refused() -> None:
+    with pytest.raises(ConfigError, match="batch_invariant is for float32, bfloat16 and float16, not float64"):
+        EngineConfig(batch_invariant=True, dtype="float64")
+    with pytest.raises(ConfigError, match="batch_invariant True is not supported with --tensor-parallel 2"):
+        EngineConfig(batch_invariant=True, tensor_parallel=2)
