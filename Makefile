@@ -47,7 +47,7 @@ bench-gpu: .venv/test  ## measure a GPU with random weights of published shapes;
 	$(BIN)/python -m benchmarks.gpu --json out/gpu/bench.json $(ARGS)
 
 test-gpu: .venv/test  ## what only a GPU can show, in stages; report in out/gpu (without a GPU: why not)
-	$(BIN)/python -m tests.gpu
+	$(BIN)/python -m tests.gpu $(ARGS)
 
 test-ray: .venv/ray  ## replicas on Ray Serve (minutes; 2 GB of memory)
 	$(BIN)/python -m pytest -q -m ray tests/ray $(ARGS)

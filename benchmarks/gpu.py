@@ -5,8 +5,8 @@
 
 For each shape and mode: decoding behind 512 tokens, prompts, and the decoding of many streams. The modes are those with
 and without CUDA graphs, with --batch-invariant, and with quantised weights: int8, or int4, which is calibrated on the
-CPU first. A share compares the bytes of the weights that each step reads with the bandwidth of a copy on the same
-device.
+CPU first. The same decoding by transformers' continuous batching is beside them. A share compares the bytes of the
+weights that each step reads with the bandwidth of a copy on the same device. `--device cpu tiny` tries the script.
 """
 
 from __future__ import annotations
@@ -17,18 +17,21 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
 from unittest.mock import patch
 
 import torch
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
 from benchmarks.result import add_json_option, add_rows, measured
 from benchmarks.shapes import SHAPES, write_folder
 from engine.config import EngineConfig
 from engine.core import Core
 from engine.load.load import LoadedModel, load
+from engine.load.recording import record_steps
 from engine.quantize.quantize import bytes_of, weights_of
 from engine.types.events import Delta
 from engine.types.request import Request, SamplingParams
@@ -95,6 +98,7 @@ def shape_rows(shape: str, folder: Path, options: Options) -> Iterator[dict[str,
         )
         loaded = load(config, lambda phase: None)
         core = Core(loaded, config)
+        record_steps(config, loaded, core.cache, lambda phase: None)
         about = {"device": device_name(options.device), "shape": shape, "mode": mode}
         for streams in options.streams:
             whole, outside = decode_seconds(core, loaded, streams)
@@ -113,14 +117,50 @@ def shape_rows(shape: str, folder: Path, options: Options) -> Iterator[dict[str,
                 "teraflops": round(2 * read_weights(loaded) * length / whole / 1e12, 2),
             }
         del core, loaded
+    about = {"device": device_name(options.device), "shape": shape, "mode": "transformers"}
+    for streams, whole in transformers_step_seconds(folder, options):
+        yield about | {
+            "cell": f"{streams} streams",
+            "tokens_per_second": round(streams / whole, 1),
+            "step_ms": round(1000 * whole, 3),
+        }
+
+
+def transformers_step_seconds(folder: Path, options: Options) -> Iterator[tuple[int, float]]:
+    """Numbers of streams, and the median seconds of a decoding step of transformers' continuous batching."""
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(options.device).eval()
+    for streams in options.streams:
+        prompts = [[*stream_prompt(number)] for number in range(streams)]
+        tokens = STEPS + WARM_STEPS + streams
+        # An end token would end a stream before the others.
+        settings = GenerationConfig(do_sample=False, max_new_tokens=tokens, eos_token_id=-1)
+        # Its choice of sizes on a CPU is all memory.
+        sizes = (
+            ContinuousBatchingConfig(num_blocks=4 * streams, max_batch_tokens=BEHIND)
+            if options.device == "cpu"
+            else None
+        )
+        outputs = model.generate_batch(
+            prompts, generation_config=settings, continuous_batching_config=sizes, record_timestamps=True
+        )
+        stamps = [output.timestamps for output in outputs.values()]
+        assert {tokens} == {len(own) for own in stamps}, "a stream ended early"
+        # All streams decode behind the first token of the last one.
+        begin = max(own[0] for own in stamps)
+        steps = [after - before for own in stamps for before, after in pairwise(own) if before >= begin]
+        yield streams, median(steps)
+
+
+def stream_prompt(number: int) -> range:
+    """The prompt of a stream."""
+    return range(FIRST_TOKEN + 7 * number, FIRST_TOKEN + 7 * number + BEHIND)
 
 
 def decode_seconds(core: Core, loaded: LoadedModel, streams: int) -> tuple[float, float]:
     """The median seconds of a decoding step of all streams, and of its part outside the model and its sampler."""
     waiting = {f"{streams}-{number}" for number in range(streams)}
     for number, name in enumerate(sorted(waiting)):
-        start = FIRST_TOKEN + 7 * number
-        core.submit(greedy(name, range(start, start + BEHIND), STEPS + WARM_STEPS + streams))
+        core.submit(greedy(name, stream_prompt(number), STEPS + WARM_STEPS + streams))
     while waiting:
         waiting -= {name for name, event in core.step() if isinstance(event, Delta)}
     for _ in range(WARM_STEPS):

@@ -15,6 +15,7 @@ Rows by benchmark:
     routers      name, requests, errors, cached_share, equal_texts, unary_p50_ms, first_chunk_p50_ms, tokens_per_second
     ray_faults   step, replicas, streams by their ends, seconds; or requests, errors, cached_share
     gpu          device, shape, mode, cell, tokens_per_second, step_ms, host_ms, share_of_bandwidth, teraflops
+    gpu_sweep    device, shape, cell, present_us, best_us, tile, block, warps, stages, split, failed
     gpu_kernels  target, shape, kernel, registers, spilled_bytes, shared_bytes
     memory       model, weights, slots, context, weights_bytes, cache_bytes, idle_bytes, peak_bytes
 """
@@ -48,6 +49,7 @@ KEYS = {
 # The same, of results that are not on the page: those of docs/scale.md and of GPUs.
 OTHER_KEYS = {
     "gpu": ("device", "shape", "mode", "cell"),
+    "gpu_sweep": ("device", "shape", "cell"),
     "gpu_kernels": ("target", "shape", "kernel"),
     "routers": ("name",),
     "ray_faults": ("step", "replicas"),

@@ -23,6 +23,11 @@ END = "<|end|>"
 TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
 COMMON = {"tie_word_embeddings": True, "dtype": "bfloat16", "rms_norm_eps": 1e-6}
 SHAPES: dict[str, dict[str, Any]] = {
+    # To try the benchmarks themselves.
+    "tiny": COMMON
+    | {"model_type": "qwen3", "vocab_size": 16_384, "hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
+    | {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    | {"max_position_embeddings": 4096, "rope_theta": 10_000.0},
     "smollm2-135m": COMMON
     | {"model_type": "llama", "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "head_dim": 64}
     | {"num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3}

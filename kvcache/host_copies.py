@@ -18,7 +18,7 @@ class HostCopies:
         self._stream: torch.cuda.Stream | None = None
 
     def copy(self, tensors: SavedTensors) -> SavedTensors:
-        """Tensors in host memory, whose numbers are there after `wait`; nothing else may write the given ones."""
+        """Tensors in host memory with the numbers after `wait`; until then nothing may write the given ones."""
         return {name: self._copy(tensor) for name, tensor in tensors.items()}
 
     def wait(self) -> None:

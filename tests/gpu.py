@@ -1,11 +1,16 @@
 """`make test-gpu`: what only a GPU can show, in stages; the first that fails ends the run.
 
-`python -m tests.gpu` prints a line for each stage and writes out/gpu/report.json. Without a GPU it says why.
+    python -m tests.gpu [--device cuda] [--stages NAME ...]
+
+Prints a line for each stage and writes out/gpu/report.json. Without a GPU it prints why. `--device cpu` tries the
+stages that need no GPU, with a tiny model.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
 import subprocess
 import sys
 import time
@@ -16,6 +21,8 @@ from typing import Any
 
 import torch
 
+from benchmarks import gpu as bench
+from benchmarks.gpu_profile import profiled
 from engine.config import EngineConfig
 from engine.kernels.dispatch import device_products
 from engine.load.device import describe_gpus, device_memory, no_gpu_reason
@@ -24,6 +31,7 @@ from engine.types.request import SamplingParams
 from tests.engine.models import core
 from tests.engine.play import Job, ask, play
 from tests.gpu_products import quantised_products
+from tests.gpu_server import serve_mixed
 
 REPORT = Path("out/gpu/report.json")
 DEVICE = "cuda"
@@ -79,21 +87,70 @@ def bundled_model() -> dict[str, Any]:
     return {"tokens_per_second": speeds}
 
 
+def server(device: str) -> dict[str, Any]:
+    """200 mixed requests over HTTP."""
+    return serve_mixed("tiny" if device == "cpu" else "qwen3-0.6b", device, 200)
+
+
+def benchmark(device: str) -> dict[str, Any]:
+    """`make bench-gpu`: eager, with graphs and beside transformers; the rows are in out/gpu/bench.json."""
+    rows = REPORT.with_name("bench.json")
+    rows.parent.mkdir(parents=True, exist_ok=True)
+    small = ["tiny", "--streams", "1", "2", "--prompts", "64"] if device == "cpu" else []
+    assert 0 == bench.main([*small, "--device", device, "--json", str(rows)])
+    return {"rows": str(rows)}
+
+
+def kernel_sweep(device: str) -> dict[str, Any]:
+    """The best sizes of the attention kernel for each shape."""
+    # Triton reads from the environment whether kernels are interpreted, when it is imported.
+    small = ["--lengths", "40", "--sequences", "2", "--choices", "2"] if device == "cpu" else []
+    command = [sys.executable, "-m", "benchmarks.gpu_sweep", "--device", device, *small]
+    environment = os.environ | ({"TRITON_INTERPRET": "1"} if device == "cpu" else {})
+    outcome = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    if outcome.returncode:
+        raise AssertionError(outcome.stderr[-2000:])
+    return {"best": outcome.stdout.splitlines()}
+
+
+def profile(device: str) -> dict[str, Any]:
+    """Kernels of a decoding step, with graphs and without."""
+    shape = "tiny" if device == "cpu" else "qwen3-0.6b"
+    modes = {"graphs": False, "eager": True}
+    return {name: profiled(shape, device, 8, enforce_eager=eager) for name, eager in modes.items()}
+
+
 STAGES: dict[str, Callable[[], dict[str, Any]]] = {
     "machine": machine,
     "tests": marked_tests,
     "bundled model": bundled_model,
     "quantised products": partial(quantised_products, DEVICE, partial(device_products, device=DEVICE)),
 }
+# Stages that a CPU can try.
+DEVICE_STAGES: dict[str, Callable[[str], dict[str, Any]]] = {
+    "server": server,
+    "benchmark": benchmark,
+    "kernel sweep": kernel_sweep,
+    "profile": profile,
+}
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     """Run the stages; returns the exit code."""
-    if not torch.cuda.is_available():
+    parser = argparse.ArgumentParser(prog="tests.gpu", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--device", choices=("cuda", "cpu"), default=DEVICE)
+    parser.add_argument("--stages", nargs="+", choices=[*STAGES, *DEVICE_STAGES], metavar="NAME")
+    given = parser.parse_args(arguments)
+    if given.device == DEVICE and not torch.cuda.is_available():
         print(f"skipped: {no_gpu_reason()}")
         return _write({"skipped": no_gpu_reason()})
+    stages = ({} if given.device == "cpu" else STAGES) | {
+        name: partial(stage, given.device) for name, stage in DEVICE_STAGES.items()
+    }
     report: dict[str, Any] = {}
-    for name, stage in STAGES.items():
+    for name, stage in stages.items():
+        if given.stages and name not in given.stages:
+            continue
         began = time.monotonic()
         try:
             report[name] = stage()

@@ -233,7 +233,9 @@ def _states_bytes(config: EngineConfig, state_bytes: int, plan: MemoryPlan, cont
     prompt, one at its end and one at the end of the answer.
     """
     checkpoints = slots * (context // config.chunk + 2)
-    return slots * state_bytes + min(checkpoints * state_bytes, state_budget(plan))
+    # On a device the workspace of the plan has the pool of the slots.
+    last = slots * state_bytes if config.device == "cpu" else 0
+    return last + min(checkpoints * state_bytes, state_budget(plan))
 
 
 def _settings(config: EngineConfig, sizes: ModelSizes, left: int) -> tuple[MemoryPlan | None, str | None, int, int]:

@@ -117,10 +117,10 @@ def test_any_mix_equals_generate(
 ) -> None:
     """The text of transformers' `generate`, in float32 except for ties."""
     loaded = load_model(folder(family), "float32", device=FAKE)
-    judged = run(lambda *_: loaded, reference, family, range(1000, 1012), "float32")
-    judged += run(lambda *_: loaded, reference, family, range(1012, 1016), "float32", scarce=True)
+    judged = run(lambda *_: loaded, reference, family, range(1000, 1006), "float32")
+    judged += run(lambda *_: loaded, reference, family, range(1006, 1008), "float32", scarce=True)
 
-    assert 200 < judged
+    assert 100 < judged
     assert recorder.replayed > 100
 
 
