@@ -243,7 +243,7 @@ def test_a_model_that_does_not_load_is_one_line(tmp_path: Path) -> None:
         output, errors = process.communicate(timeout=START_SECONDS)
 
     assert 1 == process.returncode
-    assert "" == output
+    assert "API" not in output
     assert f"cellar: cannot serve the model '{tmp_path}': it has no safetensors weights" in errors.splitlines()[-1]
 
 
