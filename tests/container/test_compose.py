@@ -173,7 +173,7 @@ REPLICAS = ("replica-1", "replica-2")
 
 @pytest.mark.parametrize("name", REPLICAS)
 def test_replicas_are_hardened_like_the_server(name: str) -> None:
-    """They differ in their store, their host names, the time of their first load, and in that only the router has a port."""
+    """They differ in their store, host names, time of the first load, and in that only the router has a port."""
     replica = SERVICES[name]
     own = {"profiles", "environment", "ports", "networks", "depends_on", "healthcheck"}
 
