@@ -106,6 +106,7 @@ def replaced(loaded: LoadedModel) -> list[type]:
 CASES = [("llama", "int8"), ("qwen3_moe", "int4"), ("deepseek_v3", "int8"), ("gpt2", "int4"), ("qwen3_next", "int8")]
 
 
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("family", "quantize"), quick(CASES[:1], CASES))
 def test_any_mix_is_that_of_the_unpacked_weights(family: str, quantize: str, folder: Folder, device: Recorder) -> None:
     """Prompts in chunks, shared prefixes, cancels and preemption; products in torch."""
@@ -118,6 +119,7 @@ def test_any_mix_is_that_of_the_unpacked_weights(family: str, quantize: str, fol
     assert texts(play(core(unpacked(loaded, folder(family)), **settings), traffic.jobs)) == texts(answers)
 
 
+@pytest.mark.timeout(1800)
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize(("family", "quantize"), quick((), [("qwen3_moe", "int8"), CASES[0]]))
 def test_recorded_steps_multiply_without_a_wait(
