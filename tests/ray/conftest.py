@@ -5,7 +5,7 @@ import warnings
 
 collect_ignore: list[str] = []
 
-if importlib.util.find_spec("ray") is None:
+if importlib.util.find_spec("ray") is None or importlib.util.find_spec("ray.serve") is None:
     # test_replicas.py has the reason.
     collect_ignore.append("test_router.py")
 else:

@@ -33,10 +33,10 @@ class CountingDrafter(ModelDrafter):
 
     native_drafts = 0
 
-    def _run_native_loop(
+    def _run_draft_loop(
         self, requests: Sequence[DraftRequest], slots: Sequence[DraftSlot], missing: NextTokens
     ) -> dict[int, list[int]]:
-        drafts = super()._run_native_loop(requests, slots, missing)
+        drafts = super()._run_draft_loop(requests, slots, missing)
         self.native_drafts += len(drafts)
         return drafts
 
