@@ -12,6 +12,8 @@ KERNELS := build/kernels
 CLIENTS := current older evaluation fuzz openresponses ollama_examples programs open_webui
 # Kernels for other processors without optimisations; bytecode is kept for the processes that the tests start.
 QUICK := QUICK_KERNELS=1 PYTHONDONTWRITEBYTECODE=
+# One more than processors: some tests wait for processes and time limits.
+WORKERS = $$(($$(getconf _NPROCESSORS_ONLN) + 1))
 FAST := not slow and not gpu and not container and not arm64 and not browser and not ray
 
 .PHONY: help serve test test-all test-container test-arm64 test-clients test-browser test-gpu bench-gpu test-ray page mutants check bench train wheel sbom clean
@@ -25,7 +27,7 @@ serve: .venv/serve  ## install, then serve the bundled model on http://127.0.0.1
 
 test: .venv/test  ## install, then run the tests and list the slowest 20 (minutes, no network, no GPU)
 	$(QUICK) $(BIN)/python -m tests.libraries
-	$(QUICK) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal -m "$(FAST)" --durations 20 $(ARGS)
+	$(QUICK) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m "$(FAST)" --durations 20 $(ARGS)
 
 test-all: .venv/test  ## all tests, the slow ones too (images, arm64 and the page have their own)
 	$(BIN)/python -m pytest -q -m "not container and not arm64 and not browser and not ray" $(ARGS)
