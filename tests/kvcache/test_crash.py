@@ -63,14 +63,14 @@ def fork_server() -> Iterator[subprocess.Popen[str]]:
     assert 0 == process.returncode
 
 
-def kill_one(fork_server: subprocess.Popen[str], folder: Path, first: int, draw: random.Random) -> None:
-    """Let a child write for some milliseconds, then kill it."""
+def kill_one(fork_server: subprocess.Popen[str], folder: Path, first: int, seconds: float) -> None:
+    """Let a child write for some seconds, then kill it."""
     assert fork_server.stdin is not None
     assert fork_server.stdout is not None
     fork_server.stdin.write(f"{folder} {first}\n")
     fork_server.stdin.flush()
     child = int(fork_server.stdout.readline())
-    time.sleep(draw.uniform(0, 0.08))
+    time.sleep(seconds)
     os.kill(child, signal.SIGKILL)
     assert "dead\n" == fork_server.stdout.readline()
 
@@ -79,10 +79,10 @@ def kill_many(times: int, fork_server: subprocess.Popen[str], folder: Path) -> i
     """Kill children in turn, each over the files of the one before; the number of texts found at the end."""
     draw, found = random.Random(times), 0
     for kill in range(10 * times):
-        # On a busy machine all of the first children may die before their first write.
+        # On a busy machine all of the first children may die before their first write: later ones have more time.
         if kill >= times and found:
             break
-        kill_one(fork_server, folder, 1000 * kill, draw)
+        kill_one(fork_server, folder, 1000 * kill, draw.uniform(0, 0.08) * (1 + kill // times))
         reports: list[str] = []
         config = OffloadConfig(folder=folder, disk_bytes=10**9, identity="model", report=reports.append)
         cache = make(FULL, WINDOW, state_bytes=10**6, offload=config)
