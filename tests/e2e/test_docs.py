@@ -41,6 +41,8 @@ NOT_RUN = {
     "docker/build-without-docker.sh": "tests/container runs it",
     ".venv/bin/python docker/run-without-docker.py": "tests/container runs it",
     "CELLAR_MODEL=Qwen/Qwen3-0.6B docker compose": "needs a Docker engine",
+    "CELLAR_MODEL=Qwen/Qwen3-8B docker compose": "needs a Docker engine and a GPU",
+    "cellar serve Qwen/Qwen3-8B --device cuda": "needs a GPU; tests/gpu_server.py serves one",
     "kubectl ": "needs a cluster; tests/deploy checks the manifests",
     "python -m sglang_router": "benchmarks/routers.py runs it",
     "vllm-router": "benchmarks/routers.py runs it",
