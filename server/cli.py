@@ -26,7 +26,7 @@ from server.http.version import version
 from server.replicas.options import RayOptions
 from server.store.database import StoreError
 from server.store.store import check_store
-from server.terminal.load_screen import LoadScreen, load_screen
+from server.terminal.load_screen import LoadScreen, load_screen, print_line
 from server.terminal.options import ChatOptions, RunOptions
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def serve(model: str | None = None, *, options: Annotated[Settings | None, Param
         A folder, or a hub id such as Qwen/Qwen3-0.6B. Default: the small bundled model.
     """
     settings = replace(options or Settings(), model=model)
-    with _usage_errors(_print_line):
+    with _usage_errors(print_line):
         check_environment()
         settings.check()
         check_store(settings.store)
@@ -207,9 +207,9 @@ def completion(shell: Literal["bash", "zsh", "fish"], *, install: bool = False) 
     """
     app = make_app()
     if install:
-        _print_line(str(app.install_completion(shell=shell, add_to_startup=False)))
+        print_line(str(app.install_completion(shell=shell, add_to_startup=False)))
     else:
-        _print_line(app.generate_completion(prog_name="cellar", shell=shell))
+        print_line(app.generate_completion(prog_name="cellar", shell=shell))
 
 
 def _checked_client_settings(options: Settings | None) -> Settings:
@@ -257,7 +257,7 @@ def bench(
     from bench.command import ServeArguments, measured
 
     settings, bench_settings = options or Settings(), bench_options or BenchOptions()
-    with _usage_errors(_print_line):
+    with _usage_errors(print_line):
         check_environment()
         keys = settings.all_keys
     _warn_of_exposed_keys(settings)
@@ -290,7 +290,7 @@ def ray(
     from server.commands.ray import run_ray
 
     settings, cluster_options = replace(options or Settings(), model=model), ray_options or RayOptions()
-    with _usage_errors(_print_line):
+    with _usage_errors(print_line):
         check_environment()
         settings.check()
         cluster_options.check()
@@ -317,7 +317,7 @@ def plan(
     from server.commands.plan import run_plan
 
     settings = replace(options or Settings(), model=model)
-    with _usage_errors(_print_line):
+    with _usage_errors(print_line):
         check_environment()
         settings.check()
     sys.exit(run_plan(settings, as_json=json))
@@ -363,14 +363,14 @@ def convert(
     """
     from server.commands.convert import run_conversion
 
-    with _usage_errors(_print_line):
+    with _usage_errors(print_line):
         check_environment()
     sys.exit(run_conversion(source, target, weights=weights, pre_tokenizer=pre_tokenizer, force=force))
 
 
 def _warn_of_exposed_keys(settings: Settings) -> None:
     for path in _exposed_files(settings):
-        _print_line(_exposure(path))
+        print_line(_exposure(path))
 
 
 def _exposed_files(settings: Settings) -> list[str]:
@@ -429,14 +429,10 @@ def _engine(settings: Settings, screen: LoadScreen) -> Engine:
     return Engine(settings.engine_config(), on_phase=screen.set_phase, on_progress=screen.set_progress)
 
 
-def _print_line(text: str) -> None:
-    print(text, flush=True)
-
-
 def _print_status(text: str) -> None:
     """Print a line of a server, which a full disk or a closed pipe does not end."""
     try:
-        _print_line(text)
+        print_line(text)
     except OSError:
         # Python would fail to write the line at its end, too.
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from glob import escape
 from pathlib import Path
 
-from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
+from huggingface_hub import HfApi, constants, snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
@@ -36,6 +37,8 @@ _DOWNLOADED_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "tokenizer
 # numbered modules of sentence-transformers (1_Pooling). A pattern's * matches slashes too.
 CONSOLIDATED_FILES = "consolidated*"
 _IGNORED_FILES = [CONSOLIDATED_FILES, "[!0-9]*/*"]
+# Ends the error of a name that cannot be one.
+NAME_FORMAT = "a name on the hub looks like organisation/model, as in Qwen/Qwen3-0.6B"
 # The file that is served if none is named: the first of these quantisations, else the first file by name.
 _PREFERRED = ("Q4_K_M", "Q5_K_M", "Q6_K", "Q8_0", "Q4_K_S", "Q5_K_S", "MXFP4", "Q4_0", "BF16", "F16", "F32")
 _shard = re.compile(r"-(\d{5})-of-(\d{5})$")
@@ -65,7 +68,7 @@ def download(model: str, revision: str | None = None) -> Path:
     """
     name, _, quantisation = model.partition(":")
     if name.count("/") != 1:
-        raise ModelMissing(model, "a name on the hub looks like organisation/model, as in Qwen/Qwen3-0.6B")
+        raise ModelMissing(model, NAME_FORMAT)
     with _refusals(model, revision):
         repository = _repository(name, revision or "main")
         files = _gguf_files(repository.files)
@@ -166,6 +169,7 @@ def _download(repository: _Repository, patterns: list[str], ignored: list[str]) 
     """The folder of the files; an interrupted download continues."""
     selected = filter_repo_objects(repository.files, allow_patterns=patterns, ignore_patterns=ignored)
     total, listener = _missing_bytes(repository, selected), progress_listener()
+    _check_free_space(repository, total)
 
     def report(progress: Progress) -> None:
         # The hub counts bytes and files; its total grows with each file that it begins.
@@ -194,6 +198,15 @@ def _missing_bytes(repository: _Repository, files: Iterable[str]) -> int:
     return sum(repository.files[file] or 0 for file in missing)
 
 
+def _check_free_space(repository: _Repository, size: int) -> None:
+    """Raise ModelMissing if the disk of the local cache has less than `size` bytes."""
+    cache = Path(constants.HF_HUB_CACHE)
+    free = shutil.disk_usage(next(folder for folder in (cache, *cache.parents) if folder.is_dir())).free
+    if size > free:
+        reason = f"the download has {size / 1e6:,.1f} MB, and {free / 1e6:,.1f} MB are free at {cache}"
+        raise ModelMissing(repository.name, reason)
+
+
 def _endpoint() -> str | None:
     return os.environ.get("HF_ENDPOINT")
 
@@ -204,7 +217,7 @@ def _refusals(model: str, revision: str | None) -> Iterator[None]:
     try:
         yield
     except HFValidationError as error:
-        raise ModelMissing(model, "a name on the hub looks like organisation/model, as in Qwen/Qwen3-0.6B") from error
+        raise ModelMissing(model, NAME_FORMAT) from error
     except GatedRepoError as error:
         raise ModelMissing(model, "the repository is gated: set HF_TOKEN") from error
     except RevisionNotFoundError as error:
@@ -217,5 +230,9 @@ def _refusals(model: str, revision: str | None) -> Iterator[None]:
         raise ModelMissing(
             model, "there is no such folder, the hub is unreachable, and the model is not in its local cache"
         ) from error
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        # Of the cache: a full disk, a folder that cannot be written.
+        place = f": {error.filename}" if error.filename else ""
+        raise ModelMissing(model, f"the download failed: {error.strerror or type(error).__name__}{place}") from error
+    except ValueError as error:
         raise ModelMissing(model, f"the download failed ({type(error).__name__})") from error

@@ -26,13 +26,15 @@ from engine.load.cache import state_budget
 from engine.load.checkpoint import Checkpoint, is_small, weight_files
 from engine.load.load import (
     choose_dtype,
-    keeps_formats,
     max_context,
     read_headers,
+    read_max_context,
     read_model_tokenizer,
 )
 from engine.load.memory import ModelSizes, available_bytes, memory_plan, model_sizes, plan_memory
+from engine.load.mxfp4 import has_mxfp4, mxfp4_matrices
 from engine.load.skeleton import Skeleton, make_skeleton
+from engine.load.weights import keeps_formats
 from engine.quantize.formats import MAX_AVERAGE_BITS
 from engine.quantize.plan import QuantizationPlan
 from engine.quantize.quantize import bits_for, bytes_of
@@ -82,6 +84,7 @@ class ModelPlan:
     process_bytes    of Python, its libraries and the tokenizer: measured in this process; 0 on a GPU
     memory           of the settings; None: they do not fit, for the `reason`
     context, slots   of the settings, or chosen as by `cellar serve`
+    draft            of the draft model in the memory that is left; None: the settings name none
     """
 
     model: str
@@ -102,6 +105,7 @@ class ModelPlan:
     memory: MemoryPlan | None
     reason: str | None
     table: tuple[TableEntry, ...]
+    draft: ModelPlan | None = None
 
     @property
     def total_bytes(self) -> int | None:
@@ -113,12 +117,27 @@ class ModelPlan:
         return self.process_bytes + own + self.states_bytes
 
 
-def plan_model(config: EngineConfig, folder: Path, *, process_bytes: int | None = None) -> ModelPlan:
-    """The plan of a model in a folder or GGUF file. Raises ModelUnsupported."""
+def plan_with_draft(config: EngineConfig, folder: Path, draft_folder: Path | None) -> ModelPlan:
+    """As `plan_model`, with the plan of the draft model in `draft_folder`; None: there is none."""
+    planned = plan_model(config, folder)
+    if draft_folder is None or config.draft_model is None or planned.memory is None:
+        return planned
+    name, memory = config.draft_model, planned.memory
+    context = min(planned.context, read_max_context(name, draft_folder))
+    cells = min(context * planned.slots, memory.cells)
+    settings = config.for_draft(name, context=context, slots=planned.slots, cells=cells)
+    reserved = memory.weights_bytes + memory.cache_bytes + memory.workspace_bytes
+    return replace(planned, draft=plan_model(settings, draft_folder, process_bytes=0, reserved_bytes=reserved))
+
+
+def plan_model(
+    config: EngineConfig, folder: Path, *, process_bytes: int | None = None, reserved_bytes: int = 0
+) -> ModelPlan:
+    """The plan of a model in a folder or GGUF file, with `reserved_bytes` left free. Raises ModelUnsupported."""
     name = config.model or BUNDLED_NAME
     if config.tensor_parallel > 1:
         raise ModelUnsupported(name, "a plan is of one process; leave out --tensor-parallel")
-    available = available_bytes(config)
+    available = max(available_bytes(config) - reserved_bytes, 0)
     checkpoint, model_config = read_headers(name, folder, config)
     text = model_config.get_text_config()
     dtype = choose_dtype(config, model_config, small=bool(weight_files(folder)) and is_small(folder))
@@ -177,16 +196,14 @@ def _weights(
 ) -> tuple[str, int]:
     """The format and the bytes of all weights, as they will be loaded."""
     model, plan, label = skeleton.model, skeleton.quantization, str(dtype).removeprefix("torch.")
-    if (content := checkpoint.gguf) is not None and keeps_formats(config):
-        sources = parameter_sources(content, model, model_config)
-        matrices = FileMatrices(sources, model, file_type(content.metadata) or "GGUF", TorchBlocks())
-        if matrices.quantised:
-            limited = matrices.limit(plan)
-            embedding = matrices.embedding(model, limited)
-            packed = _packed_bytes(limited, matrices.formats, embedding)
-            if embedding is not None:
-                embedding.module.register_parameter("weight", None)
-            return matrices.label, _quantised_bytes(model, limited, packed)
+    matrices = _file_matrices(checkpoint, model_config, model) if keeps_formats(config) else None
+    if matrices is not None and matrices.quantised:
+        limited = matrices.limit(plan)
+        embedding = matrices.embedding(model, limited)
+        packed = _packed_bytes(limited, matrices.formats, embedding)
+        if embedding is not None:
+            embedding.module.register_parameter("weight", None)
+        return matrices.label, _quantised_bytes(model, limited, packed)
     bits = bits_for(config.quantize, plan, available, device=config.device, stored_bytes=bytes_of(model))
     if bits is None:
         return label, bytes_of(model)
@@ -195,6 +212,14 @@ def _weights(
         return "int8", _quantised_bytes(model, plan, _packed_bytes(plan, formats))
     # The formats of the matrices are chosen by their values.
     return "int4", _quantised_bytes(model, plan, int(plan.weights * MAX_AVERAGE_BITS / 8))
+
+
+def _file_matrices(checkpoint: Checkpoint, config: Any, model: nn.Module) -> FileMatrices | None:
+    """The matrices of a file with formats of its own; None: weights are floats, or dequantised."""
+    if (content := checkpoint.gguf) is not None:
+        sources = parameter_sources(content, model, config)
+        return FileMatrices(sources, model, file_type(content.metadata) or "GGUF", TorchBlocks())
+    return mxfp4_matrices(checkpoint.path, model, TorchBlocks()) if has_mxfp4(config) else None
 
 
 def _packed_bytes(

@@ -15,6 +15,7 @@ from rich.text import Text
 from engine.config import BUNDLED_NAME
 from engine.load.hub_cache import CachedModel, cached_models, remove_revisions
 from server.terminal.client import ChatClient, ServerError
+from server.terminal.printable import printable
 from server.terminal.sizes import format_file_size
 
 EXIT_FAILED, EXIT_USAGE, EXIT_KEPT = 1, 2, 1
@@ -35,7 +36,7 @@ def list_models(*, as_json: bool, url: str, api_key: str | None) -> int:
         return 0
     console = Console(highlight=False)
     console.print(_table(cached))
-    names = ", ".join(entry["id"] for entry in served)
+    names = printable(", ".join(entry["id"] for entry in served))
     console.print(Text(f"served at {url}: {names}" if names else f"served: none ({problem})"), soft_wrap=True)
     return 0
 
@@ -47,8 +48,9 @@ def remove_model(name: str, *, confirmed: bool) -> int:
     models = cached_models()
     found = [each for each in models if each.id == model and each.revision.startswith(revision)]
     if not found:
-        known = ", ".join(dict.fromkeys(each.id for each in models)) or "no model"
-        messages.print(Text(f"cellar: the cache has no model {name}, only {known}"), soft_wrap=True)
+        known = ", ".join(dict.fromkeys(each.id for each in models))
+        others = f"has no model {name}, only {known}" if known else "is empty"
+        messages.print(Text(f"cellar: the cache {others}"), soft_wrap=True)
         return EXIT_FAILED
     size = format_file_size(sum(each.size_bytes for each in found))
     if not confirmed:

@@ -31,11 +31,12 @@ def run_plan(settings: Settings, *, as_json: bool) -> int:
         from engine.errors import ModelError
         from engine.load.checkpoint import resolve_headers
         from engine.load.device import resolve_device
-        from engine.load.model_plan import plan_model
+        from engine.load.model_plan import plan_with_draft
     try:
         config = resolve_device(settings.engine_config())
         with console.status("configuration and headers"):
-            planned = plan_model(config, resolve_headers(config.model))
+            draft = None if config.draft_model is None else resolve_headers(config.draft_model)
+            planned = plan_with_draft(config, resolve_headers(config.model), draft)
     except ModelError as error:
         console.print(f"cellar: {error}", markup=False)
         return EXIT_IMPOSSIBLE
@@ -43,7 +44,8 @@ def run_plan(settings: Settings, *, as_json: bool) -> int:
         console.print_json(json.dumps(asdict(planned) | {"total_bytes": planned.total_bytes}))
     else:
         _print_plan(console, planned)
-    return 0 if planned.memory is not None else EXIT_IMPOSSIBLE
+    draft_fits = planned.draft is None or planned.draft.memory is not None
+    return 0 if planned.memory is not None and draft_fits else EXIT_IMPOSSIBLE
 
 
 def _print_plan(console: Console, planned: ModelPlan) -> None:
@@ -54,8 +56,9 @@ def _print_plan(console: Console, planned: ModelPlan) -> None:
         console.print(f"  {name:<10} {text}", markup=False)
     console.print("\nMemory in all, by the context of each slot (*: more than is free):", markup=False)
     console.print(_table(planned))
-    if planned.reason is not None:
-        console.print(f"cellar: {planned.reason}", markup=False)
+    for reason in (planned.reason, None if planned.draft is None else planned.draft.reason):
+        if reason is not None:
+            console.print(f"cellar: {reason}", markup=False)
 
 
 def _lines(planned: ModelPlan) -> Iterator[tuple[str, str]]:
@@ -80,6 +83,18 @@ def _lines(planned: ModelPlan) -> Iterator[tuple[str, str]]:
     total = planned.total_bytes
     assert total is not None
     yield "total", f"{format_size(total)} with full slots, of {format_size(planned.available_bytes)} free"
+    if planned.draft is not None:
+        yield "draft", _draft_text(planned.draft)
+
+
+def _draft_text(draft: ModelPlan) -> str:
+    """The memory of the draft model, which is beside the total of the model."""
+    if draft.memory is None or draft.total_bytes is None:
+        return f"{draft.model} does not fit"
+    parts = {"weights": draft.memory.weights_bytes, "cache": draft.memory.cache_bytes}
+    parts |= {"work": draft.memory.workspace_bytes}
+    uses = ", ".join(f"{name} {format_size(size)}" for name, size in parts.items())
+    return f"{format_size(draft.total_bytes)} more for {draft.model}: {uses}"
 
 
 def _group_text(group: GroupSize) -> str:

@@ -18,7 +18,7 @@ from server.commands.option_sources import EXIT_USAGE
 from server.configuration.settings import Settings
 from server.replicas.environment import set_environment
 from server.replicas.options import RayOptions
-from server.terminal.load_screen import load_screen
+from server.terminal.load_screen import load_screen, print_line
 
 EXIT_FAILED, EXIT_MODEL = 1, 78
 WATCH_SECONDS = 2.0
@@ -119,12 +119,6 @@ def _interrupt_by_signals() -> None:
     """SIGTERM and SIGINT raise KeyboardInterrupt in the main thread. Ray replaces their handlers when it starts."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.default_int_handler)
-
-
-def print_line(text: str) -> None:
-    """Show a line to the user."""
-    sys.stdout.write(f"{text}\n")
-    sys.stdout.flush()
 
 
 def _fail(message: str, code: int) -> int:

@@ -19,11 +19,16 @@ from server.terminal.client import AnswerPiece, ServerError
 from server.terminal.connection import ServedModel, connected
 from server.terminal.conversation import Conversation
 from server.terminal.options import RunOptions
-from server.terminal.screen import AnswerFigures, printable
+from server.terminal.printable import printable
+from server.terminal.screen import AnswerFigures
 
 CHAT_PATH, COMPLETION_PATH = "/v1/chat/completions", "/v1/completions"
 # 128 + SIGPIPE, as of other programs in a pipe.
 EXIT_PIPE = 141
+
+
+class OutputError(OSError):
+    """The answer cannot be written; the text is for the user."""
 
 
 class PromptError(ValueError):
@@ -44,13 +49,12 @@ def run_once(model: str, prompt: str | None, options: RunOptions, settings: Sett
             figures = _print_answer(served, path, body, note)
     except PromptError as error:
         return _fail(messages, str(error), EXIT_USAGE)
-    except ServerError as error:
+    except (OutputError, ServerError) as error:
         return _fail(messages, str(error), EXIT_FAILED)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # At exit Python would write the rest of its buffer, and fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()
         return EXIT_PIPE
     is_cut = figures.finish_reason == "length"
     if options.verbose:
@@ -104,8 +108,7 @@ def _request(served: ServedModel, text: str, schema: Any, options: RunOptions) -
 
 
 def _print_answer(served: ServedModel, path: str, body: dict[str, Any], note: Callable[[str], None]) -> AnswerFigures:
-    """Print the answer while it arrives; its figures. Raises ServerError and BrokenPipeError."""
-    shown = printable if sys.stdout.isatty() else str
+    """Print the answer while it arrives; its figures. Raises ServerError, OutputError and BrokenPipeError."""
     figures, text = AnswerFigures(), ""
     note(f"{served.name}: prompt")
     with closing(served.client.stream(path, body)) as pieces:
@@ -117,9 +120,28 @@ def _print_answer(served: ServedModel, path: str, body: dict[str, Any], note: Ca
                 case AnswerPiece():
                     note("")
                     text = piece.text
-                    sys.stdout.write(shown(text))
-                    sys.stdout.flush()
+                    _write(text)
     if not text.endswith("\n"):
-        sys.stdout.write("\n")
-        sys.stdout.flush()
+        _write("\n")
     return figures
+
+
+def _write(text: str) -> None:
+    """Write text to stdout at once."""
+    if sys.stdout is None:
+        raise OutputError("the answer cannot be written: stdout is closed")
+    try:
+        sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except UnicodeEncodeError as error:
+        raise OutputError(f"the answer cannot be written in {error.encoding}; PYTHONIOENCODING=utf-8 is") from error
+    except OSError as error:
+        _discard_output()
+        raise OutputError(f"the answer cannot be written: {error.strerror}") from error
+
+
+def _discard_output() -> None:
+    # At exit Python would write the rest of its buffer, and fail again.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

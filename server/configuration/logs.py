@@ -54,8 +54,9 @@ def configure_logging(level: LogLevel, form: LogFormat) -> None:
     # At DEBUG these log every chunk of every response, or every packet.
     for name in ("sse_starlette", "asyncio", "urllib3", "httpcore"):
         logging.getLogger(name).setLevel(logging.INFO)
-    # At INFO it logs a line for each request of a batch and for each address of the hub.
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+    # At INFO they log a line for each request of a batch and for each address of the hub.
+    for name in ("httpx", "httpx2"):
+        logging.getLogger(name).setLevel(logging.WARNING)
     # A warning for every malformed request would let any client fill the log.
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import sys
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -21,7 +20,7 @@ from server.configuration.settings import Settings
 from server.hosting import create_engine, hosted
 from server.http.errors import UNKNOWN_REPLICA, ApiError, error_response
 from server.replicas.routing_header import REPLICA_HEADER
-from server.terminal.load_screen import LineScreen
+from server.terminal.load_screen import LineScreen, print_line
 
 NAME = "cellar"
 # Of Ray's processes; replicas write an access log of their own.
@@ -46,7 +45,8 @@ class Replica:
         self._revision = revision
         self._stack = AsyncExitStack()
         configure_logging(settings.log_level, settings.log_format)
-        screen = LineScreen(_print_line)
+        # Ray passes the output of replicas on to the command.
+        screen = LineScreen(print_line)
         self._engine = await asyncio.to_thread(
             create_engine, settings, on_phase=screen.set_phase, on_progress=screen.set_progress
         )
@@ -104,12 +104,6 @@ class ReplicaApp:
                 return {"type": "websocket.disconnect" if scope["type"] == "websocket" else "http.disconnect"}
 
         await self._app(scope, receive_until_cancelled, send_with_id)
-
-
-def _print_line(text: str) -> None:
-    """Show a line: Ray passes the output of replicas on to the command."""
-    sys.stdout.write(f"{text}\n")
-    sys.stdout.flush()
 
 
 async def _answer_lifespan(receive: Receive, send: Send) -> None:

@@ -13,6 +13,7 @@ from server.terminal.client import ServerError
 from server.terminal.connection import ServedModel
 from server.terminal.conversation import Conversation
 from server.terminal.line_input import LineInput, hidden_typing
+from server.terminal.printable import printable
 from server.terminal.screen import AnswerFigures, AnswerScreen
 from server.terminal.slash import COMMANDS, FILE_COMMANDS, CommandError, run_command
 
@@ -92,7 +93,7 @@ class Chat:
 
     def note(self, text: str) -> None:
         """Show a line of the chat itself."""
-        self.console.print(Text(text, style="dim"), soft_wrap=True)
+        self.console.print(Text(printable(text), style="dim"), soft_wrap=True)
 
     def statistics(self) -> Iterator[str]:
         """Totals of the answers, and the use of the context."""
@@ -102,8 +103,9 @@ class Chat:
         speeds = [speed for figures in self._answers if (speed := figures.tokens_per_second)]
         if speeds:
             yield f"speed      {sum(speeds) / len(speeds):.1f} tokens/s on average"
-        if self._answers:
-            used = int(self._answers[-1].usage.get("total_tokens") or 0)
+        # A stopped answer has no usage.
+        used = next(filter(None, (figures.usage.get("total_tokens") for figures in self._answers[::-1])), None)
+        if used:
             yield f"context    {used} tokens" + (f" of {self.served.context}" if self.served.context else "")
 
 

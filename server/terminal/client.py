@@ -11,6 +11,8 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from server.terminal.printable import printable
+
 # Of a connection; an answer may take any time.
 CONNECT_SECONDS = 10.0
 
@@ -19,7 +21,7 @@ class ServerError(Exception):
     """The server cannot be reached, or refuses a request with `status`; the text is for the user."""
 
     def __init__(self, text: str, status: int | None = None) -> None:
-        super().__init__(text)
+        super().__init__(printable(text))
         self.status = status
 
 
@@ -103,6 +105,8 @@ class ChatClient:
 def _connection_errors(url: str) -> Iterator[None]:
     try:
         yield
+    except UnicodeEncodeError as error:
+        raise ServerError("the text is not utf-8, the encoding of requests") from error
     except httpx.ConnectError as error:
         raise ConnectionFailed(f"no server answers at {url}") from error
     except httpx.TimeoutException as error:

@@ -19,6 +19,12 @@ SHOWN_SECONDS = 1.0
 LINES_PER_STEP = 10
 
 
+def print_line(text: str) -> None:
+    """Print a line at once, also into a pipe."""
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
 class LoadScreen(Protocol):
     """Shows a load. Its methods may be called from any thread."""
 

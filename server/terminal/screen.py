@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,16 +14,10 @@ from rich.segment import Segment
 from rich.text import Text
 
 from server.terminal.client import AnswerEnd, AnswerPiece
+from server.terminal.printable import printable
 
 REFRESH_SECONDS = 0.08
-# The text of a model must not move the cursor or change the terminal: control characters except tab and line feed.
-_control = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _parser = MarkdownIt().enable("table")
-
-
-def printable(text: str) -> str:
-    """The text without control characters of terminals."""
-    return _control.sub("", text)
 
 
 @dataclass(slots=True)
@@ -110,11 +103,11 @@ class MarkdownScreen:
         self._drawn = now
         finished, self._block = split_blocks(self._block)
         self._print(finished)
-        self._live.update(_Tail(self._block, gap=self._printed), refresh=True)
+        self._live.update(_Block(self._block, gap=self._printed, whole=False), refresh=True)
 
     def _print(self, text: str) -> None:
         if text.strip():
-            self.console.print(*([""] if self._printed else []), Markdown(text), sep="\n")
+            self.console.print(_Block(text, gap=self._printed, whole=True), end="")
             self._printed = True
 
 
@@ -128,16 +121,23 @@ def split_blocks(text: str) -> tuple[str, str]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Tail:
-    """The last lines of a block that fit the terminal; `gap`: an empty line precedes it."""
+class _Block:
+    """Blocks of Markdown.
+
+    gap    an empty line precedes them
+    whole  all lines; else the last ones that fit the terminal
+    """
 
     text: str
     gap: bool
+    whole: bool
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         lines = console.render_lines(Markdown(self.text), options.update(height=None), pad=False)
-        rows = [*([[]] if self.gap else []), *lines][-max(options.size.height - 1, 1) :]
-        for row in rows:
+        # Lists, tables, quotes and code begin with an empty line of their own.
+        own_gap = bool(lines) and not any(segment.text.strip() for segment in lines[0])
+        rows = [*([[]] if self.gap else []), *lines[own_gap:]]
+        for row in rows if self.whole else rows[-max(options.size.height - 1, 1) :]:
             yield from row
             yield Segment.line()
 

@@ -35,10 +35,13 @@ class SlashCommand:
 def run_command(chat: Chat, line: str) -> None:
     """Run a line that begins with a slash. Raises CommandError."""
     name, _, argument = line.partition(" ")
+    name = ALIASES.get(name, name)
     command = next((command for command in COMMANDS if command.name == name), None)
     if command is None:
         nearest = difflib.get_close_matches(name, [command.name for command in COMMANDS], 1, 0.0)[0]
-        raise CommandError(f"{name} is no command; the nearest one is {nearest}, and /help lists all")
+        raise CommandError(
+            f"{name} is no command; the nearest one is {nearest}, and /help lists all. A space before / makes it text."
+        )
     if argument.strip() and not command.argument:
         raise CommandError(f"{name} takes nothing behind it")
     try:
@@ -171,4 +174,6 @@ COMMANDS = (
     SlashCommand("/stats", "", "Tokens, speed and use of the context.", _stats),
     SlashCommand("/quit", "", "End the chat.", _quit),
 )
+# Names of llama.cpp and Ollama.
+ALIASES = {"/bye": "/quit", "/exit": "/quit", "/?": "/help"}
 FILE_COMMANDS = ("/image", "/save", "/load")

@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.chat_format.detection import Vocabulary, detect_chat_format
+from engine.chat_format.detection import AddedVocabulary, detect_chat_format
 from engine.errors import ContextTooLong, Draining, EngineError, GrammarTooCostly, InvalidRequest, Loading
 from engine.text.fill_in_middle import FillInMiddle
 from engine.types.events import Delta, Event, Failed, Finished, Logprob, Started, Timings, TokenLogprob, Usage
@@ -116,8 +116,10 @@ class FakeTokenizer:
         self.template, self.opened = template, opened
         self.rendered: list[dict[str, Any]] = []
         marks = {mark: token for mark, token in (("<think>", 254), ("</think>", 255)) if mark in template}
-        lexicon = Vocabulary(marks, frozenset(), lambda text: [marks[text]] if text in marks else self.encode(text))
-        self.chat_format = detect_chat_format(template, lexicon)
+        vocabulary = AddedVocabulary(
+            marks, frozenset(), lambda text: [marks[text]] if text in marks else self.encode(text)
+        )
+        self.chat_format = detect_chat_format(template, vocabulary)
 
     @property
     def has_chat_template(self) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from engine.load.checkpoint import resolve
 from server.cli import make_app
 from tests.house.source import ROOT
 
@@ -65,10 +66,16 @@ def test_plan_of_the_bundled_model(cellar: Cellar) -> None:
 
 
 def test_plan_as_text(cellar: Cellar) -> None:
-    done = cellar("plan", "--kv-dtype", "int8")
+    done = cellar("plan", "--kv-dtype", "int8", "--draft-model", str(resolve(None)))
 
     assert 0 == done.returncode, done.stderr
-    for words in ("weights    11.0 MiB (float32)", "a token (int8): 4 layers x 2 heads x (64 + 64)", "1 slot", "total"):
+    for words in (
+        "weights    11.0 MiB (float32)",
+        "a token (int8): 4 layers x 2 heads x (64 + 64)",
+        "1 slot",
+        "total",
+        " more for ",
+    ):
         assert words in done.stdout
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 import socket
 import threading
+from collections import namedtuple
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -154,6 +156,22 @@ def test_hub_refusal_is_one_error_line(hub: Hub, name: str, reason: str) -> None
         resolve(name)
 
     assert 1 == len(str(refusal.value).splitlines())
+
+
+def test_a_cache_that_cannot_be_written_is_one_error_line(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk is found before the download."""
+    usage = namedtuple("usage", ["total", "used", "free"])
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**9, 10**9, 0))
+    with pytest.raises(ModelMissing, match=r"the download has \d+\.\d MB, and 0\.0 MB are free at"):
+        download("someone/tiny")
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", "/cache")
+
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**9, 0, 10**9))
+    monkeypatch.setattr("engine.load.hub.snapshot_download", fail)
+    with pytest.raises(ModelMissing, match="the download failed: Read-only file system: /cache"):
+        download("someone/tiny")
 
 
 def test_headers_come_without_weights(hub: Hub) -> None:

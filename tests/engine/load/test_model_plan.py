@@ -12,10 +12,11 @@ from transformers import AutoConfig
 
 from engine.config import EngineConfig
 from engine.convert.convert import Conversion, convert
+from engine.draft.loading import load_draft
 from engine.errors import ModelUnsupported
 from engine.load.cache import model_cache
 from engine.load.load import LoadedModel, load
-from engine.load.model_plan import ModelPlan, plan_model
+from engine.load.model_plan import ModelPlan, plan_model, plan_with_draft
 from kvcache.spec import Span
 from tests.engine.models import CONTEXT, save_model, save_tokenizer
 from tests.engine.tiny import settings
@@ -67,6 +68,17 @@ def test_sizes_are_the_ones_of_the_loaded_model(folder: Folder, family: str) -> 
     assert sum(len(layer.sharing_layers) + 1 for layer in model.layers) >= sum(group.layers for group in plan.groups)
     assert plan.table
     assert all(entry.fits for entry in plan.table)
+
+
+def test_plan_of_a_draft_model_is_the_one_of_the_load(folder: Folder) -> None:
+    path, draft_path = folder("llama"), folder("gemma3")
+    config = EngineConfig(model=str(path), draft_model=str(draft_path), context=CONTEXT, slots=2)
+    draft = load_draft(config, load(config, lambda _: None), lambda _: None)
+    plan = plan_with_draft(config, path, draft_path).draft
+
+    assert isinstance(draft, LoadedModel)
+    assert plan is not None
+    require_equal(plan, draft)
 
 
 @pytest.mark.parametrize("options", [{"quantize": "int8"}, {"kv_dtype": "int8"}, {"dtype": "bfloat16"}])

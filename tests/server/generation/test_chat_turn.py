@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from engine.chat_format.detection import Vocabulary, detect_chat_format
+from engine.chat_format.detection import AddedVocabulary, detect_chat_format
 from engine.types.events import Delta, Event, Started, Usage
 from engine.types.request import Request
 from server.app import create_app
@@ -177,7 +177,7 @@ def test_reasoning_opened_by_the_template(bench: tuple[FakeEngine, Any]) -> None
 def test_budget_without_start_token_is_refused() -> None:
     """If the opening marker is not one token, the budget is enforceable only if the template opens the reasoning."""
     tokenizer = FakeTokenizer(HERMES)
-    tokenizer.chat_format = detect_chat_format(HERMES, Vocabulary({}, frozenset(), tokenizer.encode))
+    tokenizer.chat_format = detect_chat_format(HERMES, AddedVocabulary({}, frozenset(), tokenizer.encode))
     app = create_app(FakeEngine(tokenizer=tokenizer), settings())  # type: ignore[arg-type]
     body = {**BODY, "thinking_token_budget": 5}
 

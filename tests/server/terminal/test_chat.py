@@ -165,7 +165,9 @@ def test_commands_and_their_errors(url: str, home: Home, tmp_path: Path) -> None
     with chat(url, home) as session:
         session.wait(PROMPT)
         assert "/retry" in session.ask("/help")
+        assert "/retry" in session.ask("/?")
         assert "/hlp is no command; the nearest one is /help" in session.ask("/hlp")
+        assert "A space before / makes it text." in " ".join(session.ask("/usr is a folder").split())
         assert "temprature is no parameter; the nearest one is temperature" in session.ask("/set temprature 1")
         assert "model is set by the chat itself" in session.ask("/set model x")
         assert "temperature = 0.2" in session.ask("/set temperature 0.2")
@@ -184,7 +186,7 @@ def test_commands_and_their_errors(url: str, home: Home, tmp_path: Path) -> None
         assert "Arrow up brings the message back." in refused
         session.ask("/set temperature 0")
         assert ANSWER in session.ask("What is a slot?")
-        session.type("/quit\r")
+        session.type("/bye\r")
         assert 0 == session.end()
 
 

@@ -119,7 +119,7 @@ def test_a_model_is_pulled_listed_and_removed(hub: Home) -> None:
             [
                 (["pull", f"{NAME}:Q4_K_M"], "the repository has no such GGUF file; it has model-q4"),
                 (["pull", "nothing"], "a name on the hub looks like organisation/model"),
-                (["models", "remove", "someone/other", "--yes"], "the cache has no model someone/other, only no model"),
+                (["models", "remove", "someone/other", "--yes"], "the cache is empty"),
             ],
         ),
     ],

@@ -98,6 +98,7 @@ def test_a_schema_is_satisfied(url: str, home: Home, tmp_path: Path) -> None:
     [
         (["cellar-tiny"], b"", 2, "a prompt is missing"),
         (["cellar-tiny"], b"\xff\xfe", 2, "the text from the pipe is not utf-8"),
+        (["cellar-tiny", "\udcff"], b"", 1, "the text is not utf-8"),
         (["cellar-tiny", "x", "--temperature", "9"], b"", 1, "less than or equal to 2. (400)"),
         *quick(
             (),
@@ -123,6 +124,27 @@ def test_errors_are_on_stderr(
     assert (code, "") == (ended, answer)
     assert message in messages
     assert 1 == messages.count("\n")
+
+
+def test_an_answer_that_cannot_be_written(url: str, home: Home) -> None:
+    """On a full disk or to a closed stdout: a line with the reason, and code 1."""
+    command = [*COMMAND, "cellar-tiny", QUESTION, "--url", url]
+    shown = [
+        subprocess.run(
+            ["sh", "-c", f'"$@" {redirection} </dev/null', "sh", *command],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            env={**os.environ, **home},
+            timeout=120,
+        )
+        for redirection in (">/dev/full", ">&-")
+    ]
+
+    prefix = "cellar: the answer cannot be written:"
+    assert [(1, f"{prefix} No space left on device\n"), (1, f"{prefix} stdout is closed\n")] == [
+        (done.returncode, done.stderr) for done in shown
+    ]
 
 
 def test_a_closed_pipe_ends_the_answer(url: str, home: Home, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -52,8 +53,35 @@ def test_a_model_cannot_control_the_terminal() -> None:
     """Escape sequences lose their first character."""
     shown = draw([AnswerPiece("a\x1b[2Jb\x07c\x9b31md", reasoning=True), AnswerPiece("e\x1b]0;title\x07f\r\x08g")])
 
+    assert "badname" == str(ServerError("bad\x1b\x07name"))
     assert "a[2Jbc31md" in shown
     assert "e]0;titlefg" in shown
+
+
+def test_blocks_are_one_empty_line_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streamed letter by letter, as in one piece."""
+    blocks = "Text.\n\n> quote\n\n1. one\n2. two\n\n| a |\n|---|\n| 1 |\n\n- three\n"
+    monkeypatch.setattr("server.terminal.screen.REFRESH_SECONDS", 0.0)
+    letters, whole = (_final(draw([AnswerPiece(piece) for piece in pieces])) for pieces in (blocks, [blocks]))
+
+    assert whole == letters
+    assert ["Text.", "", "▌ quote", "", " 1 one", " 2 two", "", ""] == letters[:8]
+
+
+def _final(output: str) -> list[str]:
+    """The lines on the screen, without what was drawn over."""
+    lines, row = [""], 0
+    for part in re.split(r"(\x1b\[1A|\x1b\[2K|\r|\n)", re.sub(r"\x1b\[\?25[lh]", "", output)):
+        if part == "\n":
+            row += 1
+            lines += [""] * (row + 1 - len(lines))
+        elif part == "\x1b[1A":
+            row -= 1
+        elif part == "\x1b[2K":
+            lines[row] = ""
+        elif part != "\r":
+            lines[row] += part
+    return "\n".join(line.rstrip() for line in lines).rstrip().split("\n")
 
 
 def test_a_block_higher_than_the_terminal_shows_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
