@@ -179,6 +179,59 @@ def test_a_conversation_is_deleted_after_a_question(tab: Tab) -> None:
     assert [] == tab.entries
 
 
+def writing(tab: Tab) -> None:
+    """Ask for an answer that does not end, and wait for its first text."""
+    tab.set("JSON schema", ENDLESS_SCHEMA)
+    tab.send("Numbers")
+    expect(tab.answers.last.locator(".markdown")).to_contain_text(re.compile(r"\d+, *\d"))
+
+
+def test_a_reload_keeps_the_text_of_a_running_answer(tab: Tab) -> None:
+    writing(tab)
+    tab.page.reload()
+    tab.ready()
+
+    expect(tab.answers.last).to_contain_text("Stopped")
+    assert re.search(r"\d+, *\d", tab.answer())
+
+
+def test_a_conversation_changes_while_it_is_answered(tab: Tab) -> None:
+    """Its title and its settings stay; deleted, it stays away, and the slot is free."""
+    writing(tab)
+    tab.set("Temperature", "0.5")
+    tab.page.get_by_role("button", name="Rename Numbers").click()
+    tab.page.get_by_label("Title").fill("Digits")
+    tab.page.keyboard.press("Enter")
+    length = len(tab.answers.last.inner_text())
+    tab.page.wait_for_function("(length) => document.querySelector('.answer').innerText.length > length", arg=length)
+    assert ["Digits"] == tab.entries
+    expect(tab.page.get_by_label("Temperature", exact=True)).to_have_value("0.5")
+
+    tab.page.get_by_role("button", name="Delete Digits").click()
+    tab.page.locator(".entry").get_by_role("button", name="Delete", exact=True).click()
+    expect(tab.page.get_by_role("status")).to_have_text("Stopped")
+    assert [] == tab.entries
+    tab.page.reload()
+    tab.ready()
+    assert [] == tab.entries
+
+
+def test_an_unsent_text_stays_with_its_conversation(tab: Tab) -> None:
+    """And is written in the direction of its script."""
+    field = tab.page.get_by_label("Message", exact=True)
+    tab.ask(QUESTION)
+    field.fill("مرحبا")
+    assert "rtl" == field.evaluate("(area) => getComputedStyle(area).direction")
+    tab.button("New conversation").click()
+    expect(field).to_have_value("")
+    tab.page.locator(".entry .title").click()
+    expect(field).to_have_value("مرحبا")
+    tab.page.keyboard.press("Enter")
+    expect(field).to_have_value("")
+    bubble = tab.questions.last.locator(".bubble")
+    assert "rtl" == bubble.evaluate("(bubble) => getComputedStyle(bubble).direction")
+
+
 def test_an_export_can_be_imported_elsewhere(open_tab: Callable[..., Tab], tmp_path: Path) -> None:
     """All messages, under new ids, so that importing twice loses nothing."""
     tab, other = open_tab().ready(), open_tab().ready()
@@ -207,17 +260,22 @@ def test_a_file_that_is_no_export_is_refused(tab: Tab, tmp_path: Path, content: 
     assert [QUESTION] == tab.entries
 
 
+def imported(folder: Path, text: str) -> Path:
+    """An exported conversation with an answer."""
+    messages = [{"id": "a", "role": "user", "content": "hi"}, {"id": "b", "role": "assistant", "content": text}]
+    conversation = {"id": "x", "title": "t", "named": True, "updated": 1, "messages": messages, "settings": {}}
+    file = folder / "file.json"
+    file.write_text(json.dumps({"format": "cellar-conversations", "conversations": [conversation]}))
+    return file
+
+
 def test_markup_of_a_model_is_text(open_tab: Callable[..., Tab], tmp_path: Path) -> None:
     """Neither scripts nor images of other hosts; links open outside."""
     text = "<img src=x onerror=alert(1)> <script>alert(2)</script> ![pixel](https://other.example/p.png)\n"
     text += "[j](javascript:alert(3))\n\n```python\ndef f():\n    return '<b>'\n```"
-    messages = [{"id": "a", "role": "user", "content": "hi"}, {"id": "b", "role": "assistant", "content": text}]
-    conversation = {"id": "x", "title": "t", "named": True, "updated": 1, "messages": messages, "settings": {}}
-    file = tmp_path / "file.json"
-    file.write_text(json.dumps({"format": "cellar-conversations", "conversations": [conversation]}))
     tab = open_tab().ready()
     tab.page.on("dialog", lambda dialog: pytest.fail(f"a script ran: {dialog.message}"))
-    tab.page.get_by_label("File of conversations").set_input_files(file)
+    tab.page.get_by_label("File of conversations").set_input_files(imported(tmp_path, text))
     expect(tab.answers).to_have_count(1)
 
     assert 0 == tab.answers.locator("img, script").count()
@@ -226,6 +284,19 @@ def test_markup_of_a_model_is_text(open_tab: Callable[..., Tab], tmp_path: Path)
     ]
     expect(tab.answers.locator(".hljs-keyword").first).to_have_text("def")
     expect(tab.answers.locator("pre")).to_contain_text("return '<b>'")
+
+
+@pytest.mark.parametrize("nested", [">" * 3000, "- " * 3000], ids=["quotes", "lists"])
+def test_a_text_too_deep_for_the_parser_is_shown_plain(
+    open_tab: Callable[..., Tab], tmp_path: Path, nested: str
+) -> None:
+    """The page goes on, also after a reload."""
+    tab = open_tab().ready()
+    tab.page.get_by_label("File of conversations").set_input_files(imported(tmp_path, f"{nested} x"))
+    expect(tab.answers.locator(".plain")).to_have_text(f"{nested} x")
+    tab.page.reload()
+    tab.ready()
+    assert "Cellar" in tab.ask(QUESTION)
 
 
 @pytest.mark.parametrize("secure", [True, False], ids=["secure", "plain"])

@@ -8,6 +8,7 @@ import threading
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
@@ -94,6 +95,35 @@ def test_the_second_turn_shows_its_cached_prompt(tab: Tab) -> None:
     tab.ask("What is a slot?")
 
     expect(tab.page.locator(".finished > li").first.locator(".cached")).to_have_text(re.compile(r"[1-9]\d* shared"))
+
+
+def test_many_slots_have_a_line_each(open_tab: Callable[..., Tab]) -> None:
+    """30 of 64 slots run: all sections are in reach, and the counts are in the label of a bar."""
+    tab = open_tab()
+    sequence = {
+        **dict.fromkeys(("drafted_tokens", "accepted_tokens", "context_shifts", "dropped_tokens"), 0),
+        "prompt_tokens": 100,
+        "cached_tokens": 90,
+        "generated_tokens": 40,
+        "context_tokens": 140,
+    }
+
+    def busy(route: Any) -> None:
+        answer = route.fetch()
+        state = answer.json()
+        running = [{"slot": slot, "state": "decode", "sequence": sequence} for slot in range(30)]
+        free = [{"slot": slot, "state": "free", "sequence": None} for slot in range(30, 64)]
+        counts = {**state["counts"], "running": 30, "cached_tokens": 0, "prompt_tokens": 0}
+        route.fulfill(response=answer, json={**state, "slots": [*running, *free], "counts": counts})
+
+    tab.page.route("**/v1/engine", busy)
+    slots = tab.page.locator(".slot.decode")
+    expect(slots).to_have_count(30)
+    expect(slots.first.get_by_role("img")).to_have_accessible_name("decode: 100 prompt, 90 shared, 40 generated")
+    expect(tab.page.locator(".tiles")).to_contain_text(re.compile(r"prompts cached\s*90 %\s*2,700 of 3,000"))
+    box = tab.page.locator(".slots").bounding_box()
+    assert box is not None
+    assert box["height"] < 500
 
 
 def test_polling_slows_down_and_stops(open_tab: Callable[..., Tab]) -> None:

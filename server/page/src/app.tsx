@@ -44,14 +44,20 @@ export function App() {
     },
   );
 
-  const keep = useCallback((conversation: Conversation, saved = true) => {
+  // The conversation that is being answered: the list has its state of the last complete message.
+  const live = useRef<Conversation | null>(null);
+  const show = useCallback((conversation: Conversation) => {
+    if (live.current?.id === conversation.id) live.current = conversation;
+    setCurrent((now) => (now.id === conversation.id ? conversation : now));
+  }, []);
+  const keep = useCallback((conversation: Conversation) => {
+    show(conversation);
     setConversations((all) =>
       [conversation, ...all.filter((one) => one.id !== conversation.id)].sort(
         (one, other) => other.updated - one.updated,
       ),
     );
-    setCurrent((now) => (now.id === conversation.id ? conversation : now));
-    if (saved && !saveConversation(conversation))
+    if (!saveConversation(conversation))
       setNotice('The storage of this browser is full: export conversations, then delete some.');
   }, []);
 
@@ -60,28 +66,43 @@ export function App() {
       const answer: Message = { id: newId(), role: 'assistant', content: '', state: 'streaming' };
       const shortened = !conversation.messages.every((message) => history.includes(message));
       setReplaced(shortened ? conversation : null);
-      let now: Conversation = { ...conversation, messages: [...history, answer], updated: Date.now() };
-      keep(now);
+      const asked: Conversation = { ...conversation, messages: [...history, answer], updated: Date.now() };
+      let last = answer;
+      live.current = asked;
+      keep(asked);
       setStatus('Answering');
       const job = new Answering(conversation.id, answer, (message, final) => {
-        now = { ...now, messages: now.messages.map((one) => (one.id === message.id ? message : one)) };
-        keep(now, final);
+        last = message;
+        const before = live.current ?? asked;
+        const now = { ...before, messages: before.messages.map((one) => (one.id === message.id ? message : one)) };
+        if (final) keep(now);
+        else show(now);
       });
       setAnswering(job);
-      void job.run(now, history).finally(() => {
+      // A tab that is reloaded, closed or frozen keeps the text so far.
+      const keepText = () => live.current && saveConversation(live.current);
+      const leave = () => {
+        job.stop();
+        keepText();
+      };
+      addEventListener('pagehide', leave);
+      document.addEventListener('visibilitychange', keepText);
+      void job.run(asked, history).finally(() => {
+        removeEventListener('pagehide', leave);
+        document.removeEventListener('visibilitychange', keepText);
+        live.current = null;
         setAnswering(null);
-        const last = now.messages.at(-1);
         setStatus(
-          last?.failure
+          last.failure
             ? `Failed: ${last.failure.message}`
-            : last?.state === 'stopped'
+            : last.state === 'stopped' || last.state === 'streaming'
               ? 'Stopped'
               : 'The answer is complete',
         );
-        if (last?.failure) setAttempt((count) => count + 1);
+        if (last.failure) setAttempt((count) => count + 1);
       });
     },
-    [keep],
+    [keep, show],
   );
 
   const send = (text: string) => ask(current, [...current.messages, { id: newId(), role: 'user', content: text }]);
@@ -143,7 +164,12 @@ export function App() {
   }, [panel]);
   // Conversations of other tabs.
   useEffect(() => {
-    const changed = () => setConversations(loadConversations());
+    const changed = () => {
+      const loaded = loadConversations();
+      setConversations(loaded);
+      if (busyRef.current) return;
+      setCurrent((now) => loaded.find((one) => one.id === now.id && one.updated > now.updated) ?? now);
+    };
     addEventListener('storage', changed);
     return () => removeEventListener('storage', changed);
   }, []);
@@ -152,16 +178,21 @@ export function App() {
     document.querySelector<HTMLElement>(`[data-panel='${panel}']`)?.focus();
     setPanel(null);
   };
+  const select = (conversation: Conversation) =>
+    setCurrent(live.current?.id === conversation.id ? live.current : conversation);
   const open = (conversation: Conversation) => {
-    setCurrent(conversation);
+    select(conversation);
     setDrawer(false);
   };
   const remove = (id: string) => {
-    if (answering?.conversation === id) answering.stop();
+    if (answering?.conversation === id) {
+      answering.discard();
+      live.current = null;
+    }
     deleteConversation(id);
     const rest = conversations.filter((one) => one.id !== id);
     setConversations(rest);
-    if (current.id === id) setCurrent(rest[0] ?? newConversation(current.settings));
+    if (current.id === id) select(rest[0] ?? newConversation(latest.current.settings));
   };
   const change = (settings: ChatSettings) => {
     const changed = { ...current, settings };
@@ -169,11 +200,9 @@ export function App() {
     if (current.messages.length) keep(changed);
   };
 
-  return (
-    <div class={`app${panel ? ' with-panel' : ''}${drawer ? ' with-drawer' : ''}`}>
-      <a class="skip" href="#composer">
-        Skip to the message field
-      </a>
+  // A long list is not drawn again for each piece of an answer.
+  const sidebar = useMemo(
+    () => (
       <Sidebar
         open={drawer}
         conversations={conversations}
@@ -183,7 +212,7 @@ export function App() {
           document.querySelector<HTMLElement>('.top .drawer-button')?.focus();
         }}
         onOpen={open}
-        onNew={() => open(newConversation(current.settings))}
+        onNew={() => open(newConversation(latest.current.settings))}
         onRename={(conversation, title) => keep({ ...conversation, title, named: !!title })}
         onDelete={remove}
         onImport={(added) => {
@@ -192,6 +221,15 @@ export function App() {
         }}
         onNotice={setNotice}
       />
+    ),
+    [drawer, conversations, current.id, answering],
+  );
+  return (
+    <div class={`app${panel ? ' with-panel' : ''}${drawer ? ' with-drawer' : ''}`}>
+      <a class="skip" href="#composer">
+        Skip to the message field
+      </a>
+      {sidebar}
       <main>
         <header class="top">
           <button
@@ -243,6 +281,7 @@ export function App() {
         />
         <Composer
           key={current.id}
+          draft={current.messages.length ? current.id : 'new'}
           answering={answering?.conversation === current.id}
           disabled={busy && answering.conversation !== current.id}
           onSend={send}

@@ -16,10 +16,16 @@ export class Answering {
   constructor(
     readonly conversation: string,
     private message: Message,
-    private readonly publish: (message: Message, final: boolean) => void,
+    private publish: (message: Message, final: boolean) => void,
   ) {}
 
   stop(): void {
+    this.control.abort();
+  }
+
+  // Stop, and publish nothing more.
+  discard(): void {
+    this.publish = () => undefined;
     this.control.abort();
   }
 

@@ -1,18 +1,27 @@
 // The message field with its button: Enter sends, Shift and Enter breaks the line, Escape stops the answer.
 import { useEffect, useRef, useState } from 'preact/hooks';
 
+// Unsent texts by conversation; new conversations share one.
+const drafts = new Map<string, string>();
+
 export function Composer({
+  draft,
   answering,
   disabled,
   onSend,
   onStop,
 }: {
+  draft: string;
   answering: boolean;
   disabled: boolean;
   onSend: (text: string) => void;
   onStop: () => void;
 }) {
-  const [text, setText] = useState('');
+  const [text, setText] = useState(() => drafts.get(draft) ?? '');
+  const write = (changed: string) => {
+    drafts.set(draft, changed);
+    setText(changed);
+  };
   const field = useRef<HTMLTextAreaElement>(null);
   useEffect(() => {
     field.current?.focus({ preventScroll: true });
@@ -31,7 +40,7 @@ export function Composer({
   const submit = () => {
     if (answering || disabled || !text.trim()) return;
     onSend(text.trim());
-    setText('');
+    write('');
   };
   const keyDown = (event: KeyboardEvent) => {
     if (event.key !== 'Enter' || event.shiftKey || event.isComposing) return;
@@ -53,10 +62,11 @@ export function Composer({
         <textarea
           id="composer"
           ref={field}
+          dir="auto"
           rows={1}
           value={text}
           placeholder={disabled ? 'Another conversation is being answered' : 'Write a message'}
-          onInput={(event) => setText(event.currentTarget.value)}
+          onInput={(event) => write(event.currentTarget.value)}
           onKeyDown={keyDown}
         />
         {answering ? (

@@ -7,6 +7,8 @@ import type { EngineCells, EngineFinished, EngineSequence, EngineSlot, EngineSta
 
 const STATES = { free: 'free', other: 'other key', waiting: 'waits for prefix', prefill: 'prefill', decode: 'decode' };
 const HISTORY = 60;
+// More busy slots have one line each, without the list of their counts.
+const DETAILED_SLOTS = 8;
 
 const count = (value: number) => value.toLocaleString('en');
 const percent = (part: number, whole: number) => (whole ? `${Math.round((100 * part) / whole)} %` : '–');
@@ -16,8 +18,11 @@ export function EngineView({ state, failed }: { state: EngineState | null; faile
   if (!state)
     return <p class="hint">{failed ? 'The engine cannot be reached.' : 'Reading the state of the engine …'}</p>;
   const { counts } = state;
-  // The server adds the shifts of a sequence to its total when the sequence ends.
-  const shifting = state.slots.reduce((sum, { sequence }) => sum + (sequence?.context_shifts ?? 0), 0);
+  // The server adds the counts of a sequence to its totals when the sequence ends.
+  const running = (name: 'context_shifts' | 'cached_tokens' | 'prompt_tokens') =>
+    state.slots.reduce((sum, { sequence }) => sum + (sequence?.[name] ?? 0), counts[name]);
+  const cached = running('cached_tokens');
+  const prompts = running('prompt_tokens');
   return (
     <div class={failed ? 'engine stale' : 'engine'}>
       {failed && <p class="hint bad">No answer: these are the last figures.</p>}
@@ -36,12 +41,12 @@ export function EngineView({ state, failed }: { state: EngineState | null; faile
         />
         <Tile
           label="prompts cached"
-          value={percent(counts.cached_tokens, counts.prompt_tokens)}
-          note={`${count(counts.cached_tokens)} of ${count(counts.prompt_tokens)}`}
+          value={percent(cached, prompts)}
+          note={`${count(cached)} of ${count(prompts)}`}
         />
         <Tile
           label="context shifts"
-          value={count(counts.context_shifts + shifting)}
+          value={count(running('context_shifts'))}
           note={`${count(counts.evicted_tokens)} tokens evicted`}
         />
       </dl>
@@ -136,12 +141,13 @@ function Slots({ slots, context }: { slots: EngineSlot[]; context: number }) {
   const busy = slots.filter((slot) => slot.state !== 'free');
   const free = slots.filter((slot) => slot.state === 'free');
   const longest = Math.max(...slots.map((slot) => (slot.sequence ? slot.sequence.context_tokens : 0)), 64);
+  const dense = busy.length > DETAILED_SLOTS;
   const scale = Math.min(2 ** Math.ceil(Math.log2(longest)), context);
   return (
     <Section title="Slots" help={`Bars show up to ${count(scale)} of ${count(context)} tokens.`}>
-      <ol class="slots" start={0}>
+      <ol class={dense ? 'slots dense' : 'slots'} start={0}>
         {busy.map((slot) => (
-          <Slot key={slot.slot} slot={slot} scale={scale} />
+          <Slot key={slot.slot} slot={slot} scale={scale} dense={dense} />
         ))}
         {free.length > 0 && (
           <li class="slot free">
@@ -162,7 +168,7 @@ function Slots({ slots, context }: { slots: EngineSlot[]; context: number }) {
   );
 }
 
-function Slot({ slot, scale }: { slot: EngineSlot; scale: number }) {
+function Slot({ slot, scale, dense }: { slot: EngineSlot; scale: number; dense: boolean }) {
   const { sequence } = slot;
   const shown = sequence ? parts(sequence) : null;
   return (
@@ -179,31 +185,46 @@ function Slot({ slot, scale }: { slot: EngineSlot; scale: number }) {
               ]
             : []
         }
-        label={sequence ? `${sequence.context_tokens} tokens, ${shown!.cached} from the cache` : STATES[slot.state]}
+        label={sequence ? slotLabel(slot, sequence, dense) : STATES[slot.state]}
       />
-      <span class="state">{STATES[slot.state]}</span>
-      {sequence && <Chips sequence={sequence} />}
+      {!dense && <span class="state">{STATES[slot.state]}</span>}
+      {sequence && !dense && <Chips sequence={sequence} />}
     </li>
   );
+}
+
+function slotLabel({ state }: EngineSlot, sequence: EngineSequence, dense: boolean): string {
+  if (!dense) return `${sequence.context_tokens} tokens, ${sequence.cached_tokens} from the cache`;
+  return `${STATES[state]}: ${chips(sequence)
+    .map(([, text]) => text)
+    .join(', ')}`;
+}
+
+// The counts of a sequence, with their colours.
+function chips(sequence: EngineSequence): [kind: string, text: string][] {
+  const { cached_tokens, drafted_tokens, context_shifts } = sequence;
+  const all: [string, string, boolean][] = [
+    ['', `${count(sequence.prompt_tokens)} prompt`, true],
+    ['cached', `${count(cached_tokens)} shared`, cached_tokens > 0],
+    ['', `${count(sequence.generated_tokens)} generated`, true],
+    ['accepted', `${count(sequence.accepted_tokens)}/${count(drafted_tokens)} drafts`, drafted_tokens > 0],
+    [
+      'shifted',
+      `${context_shifts} ${context_shifts === 1 ? 'shift' : 'shifts'}, ${count(sequence.dropped_tokens)} dropped`,
+      context_shifts > 0,
+    ],
+  ];
+  return all.filter(([, , shown]) => shown).map(([kind, text]) => [kind, text]);
 }
 
 function Chips({ sequence }: { sequence: EngineSequence }) {
   return (
     <ul class="chips">
-      <li>{count(sequence.prompt_tokens)} prompt</li>
-      {sequence.cached_tokens > 0 && <li class="cached">{count(sequence.cached_tokens)} shared</li>}
-      <li>{count(sequence.generated_tokens)} generated</li>
-      {sequence.drafted_tokens > 0 && (
-        <li class="accepted">
-          {count(sequence.accepted_tokens)}/{count(sequence.drafted_tokens)} drafts
+      {chips(sequence).map(([kind, text]) => (
+        <li key={text} class={kind || undefined}>
+          {text}
         </li>
-      )}
-      {sequence.context_shifts > 0 && (
-        <li class="shifted">
-          {sequence.context_shifts} {sequence.context_shifts === 1 ? 'shift' : 'shifts'},{' '}
-          {count(sequence.dropped_tokens)} dropped
-        </li>
-      )}
+      ))}
     </ul>
   );
 }

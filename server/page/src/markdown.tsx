@@ -56,7 +56,26 @@ DOMPurify.addHook('afterSanitizeAttributes', (node) => {
   node.setAttribute('rel', 'noopener noreferrer');
 });
 
+// Thousands of nested quotes or lists exceed the stack of the parser: such a text is shown without markup.
+function blocks(text: string): Token[] {
+  try {
+    return marked.lexer(text);
+  } catch {
+    return [{ type: 'plain', raw: text }];
+  }
+}
+
 function html(token: Token): string {
+  const plain = `<p class="plain">${escaped(token.raw)}</p>`;
+  if (token.type === 'plain') return plain;
+  try {
+    return rendered(token);
+  } catch {
+    return plain;
+  }
+}
+
+function rendered(token: Token): string {
   return DOMPurify.sanitize(marked.parser([token]), {
     ALLOWED_URI_REGEXP: ALLOWED_URI,
     ADD_ATTR: ['target'],
@@ -67,7 +86,7 @@ function html(token: Token): string {
 
 function Block({ token }: { token: Token }) {
   const content = useMemo(() => ({ __html: html(token) }), [token.raw]);
-  return <div class="block" dangerouslySetInnerHTML={content} />;
+  return <div class="block" dir="auto" dangerouslySetInnerHTML={content} />;
 }
 
 export function Code({ text, language, label }: { text: string; language: string; label?: string }) {
@@ -90,7 +109,7 @@ export function Code({ text, language, label }: { text: string; language: string
 }
 
 export function Markdown({ text }: { text: string }) {
-  const tokens = useMemo(() => marked.lexer(text), [text]);
+  const tokens = useMemo(() => blocks(text), [text]);
   return (
     <div class="markdown">
       {tokens.map((token, at) =>

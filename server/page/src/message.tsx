@@ -47,6 +47,7 @@ function UserMessage({ message, busy, actions }: Props) {
       <article class="message user editing" aria-label="You, editing">
         <textarea
           ref={editor}
+          dir="auto"
           aria-label="Edit your message"
           value={draft}
           rows={Math.min(draft.split('\n').length + 1, 12)}
@@ -67,7 +68,9 @@ function UserMessage({ message, busy, actions }: Props) {
   }
   return (
     <article class="message user" aria-label="You">
-      <div class="bubble">{message.content}</div>
+      <div class="bubble" dir="auto">
+        {message.content}
+      </div>
       <div class="actions">
         <CopyButton text={message.content} />
         <button type="button" class="quiet" disabled={busy} onClick={() => setDraft(message.content)}>

@@ -83,7 +83,7 @@ export function PrefixTree({ nodes: all }: { nodes: EnginePrefix[] }) {
               {width > 22 && (
                 <text x={left + 5} y={row * ROW + (height * ROW) / 2}>
                   {node.length}
-                  {used > 0 && width > 70 && ` · slot ${node.slots.join(', ')}`}
+                  {used > 0 && width > 70 && ` · ${used > 3 ? `${used} slots` : `slot ${node.slots.join(', ')}`}`}
                 </text>
               )}
             </g>

@@ -63,7 +63,9 @@ export function titleOf(conversation: Conversation): string {
   const first =
     conversation.messages
       .find((message) => message.role === 'user')
-      ?.content.trim()
+      ?.content.trimStart()
+      .slice(0, 200)
+      .trimEnd()
       .replace(/\s+/g, ' ') ?? '';
   return first ? (first.length > 60 ? `${first.slice(0, 59)}…` : first) : 'New conversation';
 }
