@@ -34,6 +34,7 @@ _SUFFIX = ".safetensors"
 _METADATA_KEY = "cellar"
 _NAME = re.compile(r"[0-9a-f]{64}\.safetensors")
 _MAX_HEADER_BYTES = 8 * 2**20
+_TOKEN_DTYPES = {"I32": np.int32, "I64": np.int64}
 # Older temporary files were left by a process that was killed.
 _STALE_TEMPORARY_SECONDS = 600.0
 # Precision of a file's time of last use; each update costs a system call.
@@ -106,7 +107,9 @@ class DiskFolder:
     def encode(self, header: FileHeader, content: Sequence[SavedTensors]) -> bytes:
         """The bytes of a file with the saved tensors of each component."""
         tensors = {f"{at}/{name}": tensor for at, part in enumerate(content) for name, tensor in part.items()}
-        tensors["tokens"] = torch.from_numpy(header.tokens.astype(np.int32))
+        narrow = header.tokens.astype(np.int32)
+        # Keys of bidirectional ranges need 64 bits, tokens 32.
+        tensors["tokens"] = torch.from_numpy(narrow if (narrow == header.tokens).all() else header.tokens)
         metadata = {
             "format": FORMAT,
             "identity": self._identity,
@@ -213,7 +216,8 @@ def _read_header(file: BinaryIO, size: int, identity: str) -> FileHeader:
         if metadata["format"] != FORMAT or metadata["identity"] != identity:
             raise InvalidFile("it belongs to another model or version")
         file.seek(8 + length + begin)
-        tokens = np.frombuffer(file.read(min(end - begin, size)), dtype=np.int32).astype(np.int64)
+        dtype = _TOKEN_DTYPES[header["tokens"]["dtype"]]
+        tokens = np.frombuffer(file.read(min(end - begin, size)), dtype=dtype).astype(np.int64)
         salt, start = bytes.fromhex(metadata["salt"]), int(metadata["start"])
         found = FileHeader(salt, start, tokens, bool(metadata["ends"]))
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:

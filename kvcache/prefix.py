@@ -186,8 +186,7 @@ class PrefixTree:
         skipped = []
         while any(count > 0 for count in needed) and self._radix.lru:
             leaf = next(iter(self._radix.lru))
-            useful = (self._components.frees_needed(node.references, needed) for node in reversed(leaf.path()))
-            if leaf.resident_children or not any(useful):
+            if leaf.resident_children or not self._frees_on_path(leaf, needed):
                 del self._radix.lru[leaf]
                 skipped.append(leaf)
             else:
@@ -195,6 +194,10 @@ class PrefixTree:
         for node in reversed(skipped):
             self._radix.lru[node] = None
             self._radix.lru.move_to_end(node, last=False)
+
+    def _frees_on_path(self, leaf: Node, needed: Sequence[int]) -> bool:
+        """Whether a leaf or content above it would free anything that is needed."""
+        return any(self._components.frees_needed(node.references, needed) for node in reversed(leaf.path()))
 
     def _duplicate_leaf(self, needed: Sequence[int]) -> Node | None:
         """A leaf with cells that no slot uses, yet none would be freed: another salt has the same cells."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -22,7 +24,7 @@ def rotate(keys: Tensor, distance: int, rotation: Rotation) -> Tensor:
     pairs = len(rotation.inverse_frequency)
     if pairs == 0:
         return keys.clone()
-    angles = distance * torch.tensor(rotation.inverse_frequency, dtype=torch.float64, device=keys.device)
+    angles = distance * _inverse_frequency(rotation, keys.device)
     cos, sin = angles.cos(), angles.sin()
     rotated = keys.clone()
     first, second = column_pairs(rotated, rotation)
@@ -32,6 +34,12 @@ def rotate(keys: Tensor, distance: int, rotation: Rotation) -> Tensor:
     first.copy_(rotated_x)
     second.copy_(rotated_y)
     return rotated
+
+
+@cache
+def _inverse_frequency(rotation: Rotation, device: torch.device) -> Tensor:
+    """Float64 [pairs]: one copy to a device for all shifts."""
+    return torch.tensor(rotation.inverse_frequency, dtype=torch.float64, device=device)
 
 
 def column_pairs(keys: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:

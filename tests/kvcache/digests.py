@@ -27,7 +27,7 @@ def digests(tokens: Sequence[int], salt: bytes = b"") -> list[float]:
     """One number for each token, exact in float32."""
     found, last = [], crc32(salt)
     for token in tokens:
-        last = crc32(int(token).to_bytes(8, "little"), last)
+        last = crc32(int(token).to_bytes(8, "little", signed=True), last)
         found.append(float(last % 2**20))
     return found
 

@@ -104,6 +104,16 @@ def test_written_files_are_read_back(folder: Path) -> None:
     assert 20 == reused_length(opened(folder), (*TEXT[:15], 7, 7, 7, 7, 7))
 
 
+def test_keys_of_64_bits_are_read_back(tmp_path: Path) -> None:
+    """As bidirectional ranges have them: negative, and derived from all tokens of the range."""
+    keys = (*TEXT[:6], *(-(2**62) - 2**33 * at - 5 for at in range(8)), *TEXT[6:12])
+    cache = opened(tmp_path)
+    compute_and_insert(cache, keys, checkpoint=True)
+    flush_all(cache)
+
+    assert len(keys) == reused_length(opened(tmp_path), keys)
+
+
 def test_every_flipped_bit_is_detected(written: Path, folder: Path) -> None:
     check_flips(300, written, folder)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -188,6 +189,22 @@ def test_a_long_leaf_is_evicted_in_part() -> None:
 
     assert 6 == cache.evict(6)
     assert 24 == cache.reuse_prefix(0, text)
+
+
+def test_a_long_path_in_use_is_followed_once_for_an_eviction(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node for each token, least recently used: only its leaf asks for the path."""
+    cache, tokens = make(FULL, capacity=64), range(60)
+    feed_echo(cache, 0, tokens)
+    for length in range(1, 61):
+        cache.insert_prefix(0, tokens[:length], checkpoint=True)
+    feed_echo(cache, 1, range(100, 120))
+    cache.insert_prefix(1, range(100, 120))
+    cache.clear(1)
+    asked, path = list[Node](), Node.path
+    monkeypatch.setattr(Node, "path", lambda node: asked.append(node) or path(node))
+
+    assert 0 < cache.evict(4)
+    assert len(asked) < 10
 
 
 def test_salts_do_not_share_prefixes() -> None:
