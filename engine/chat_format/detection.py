@@ -22,7 +22,7 @@ _PLAIN = re.compile(r"(\\\W|[^\\.+*?()|\[\]{}^$])+")
 
 
 @dataclass(frozen=True, slots=True)
-class Vocabulary:
+class AddedVocabulary:
     """Tokens of a model's vocabulary that markers may consist of.
 
     added    added tokens by their text, such as "<tool_call>"
@@ -41,7 +41,7 @@ class Vocabulary:
 
 
 def detect_chat_format(
-    template: str, vocabulary: Vocabulary, response: Mapping[str, object] | None = None
+    template: str, vocabulary: AddedVocabulary, response: Mapping[str, object] | None = None
 ) -> ChatFormat:
     """The chat format for a chat template, a vocabulary and, optionally, a response template."""
     if CHANNEL in template and MESSAGE in template:
@@ -63,7 +63,7 @@ def detect_chat_format(
     return ChatFormat(answer_format, vocabulary.added, special)
 
 
-def _detect_tool_calls(template: str, vocabulary: Vocabulary) -> ToolCallMarkers | None:
+def _detect_tool_calls(template: str, vocabulary: AddedVocabulary) -> ToolCallMarkers | None:
     for format in TOOL_CALL_FORMATS:
         matches = all(marker in template for marker in format.markers)
         if matches and (not format.token or format.token in vocabulary.added):
@@ -71,7 +71,7 @@ def _detect_tool_calls(template: str, vocabulary: Vocabulary) -> ToolCallMarkers
     return None
 
 
-def _detect_reasoning(template: str, vocabulary: Vocabulary) -> ReasoningMarkers | None:
+def _detect_reasoning(template: str, vocabulary: AddedVocabulary) -> ReasoningMarkers | None:
     """Reasoning markers of the template, else of the vocabulary: some templates leave the markers to the model."""
     formats = [markers for markers in REASONING_FORMATS if markers.closes in template]
     formats += [

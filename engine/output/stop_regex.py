@@ -31,8 +31,11 @@ class StopRegex:
         if self._matcher is not None and self._matcher.is_accepting():
             raise InvalidRequest("stop_regex", "it matches the empty text")
 
-    def push(self, text: str) -> int | None:
-        """Add text; the number of its characters up to the end of the first match, None without a match."""
+    def push(self, text: str, *, ignoring_matches: bool = False) -> int | None:
+        """Add text; the number of its characters up to the end of the first match, None without a match.
+
+        ignoring_matches  matches that end in this text do not count
+        """
         if self._matcher is None or self.error:
             return None
         for at, character in enumerate(text):
@@ -40,7 +43,7 @@ class StopRegex:
                 if not self._matcher.consume_token(byte):
                     self.error = "'stop_regex' has too many states for this text"
                     return None
-            if self._matcher.is_accepting():
+            if not ignoring_matches and self._matcher.is_accepting():
                 return at + 1
         return None
 

@@ -106,8 +106,9 @@ class TextStream:
         self._pending.append((self._decoded, token, logprob))
         self._decoded += len(text)
         self._min_tokens_left -= 1
-        end = None if self._stop_regex is None else self._stop_regex.push(text)
-        if self._min_tokens_left > 0:
+        too_early = self._min_tokens_left > 0
+        end = None if self._stop_regex is None else self._stop_regex.push(text, ignoring_matches=too_early)
+        if too_early:
             return self._release(self._matcher.push_ignoring_stops(text), everything=False)
         released, self.stop = self._matcher.push(text[:end])
         if end is not None and self.stop is None:

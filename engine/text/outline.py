@@ -17,7 +17,10 @@ from engine.text.prefix import Pieces, common_prefix_length
 
 Messages = Sequence[Mapping[str, object]]
 # Exceptions of a template that refuses a conversation.
-TEMPLATE_ERRORS = (TemplateError, ValueError, TypeError, KeyError, IndexError, ArithmeticError, RecursionError)
+TEMPLATE_ERRORS = (
+    *(TemplateError, ValueError, TypeError, KeyError, IndexError),
+    *(AttributeError, ArithmeticError, RecursionError),
+)
 
 
 @dataclass(frozen=True, slots=True)

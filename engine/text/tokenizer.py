@@ -15,7 +15,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from engine.chat_format.detection import Vocabulary, detect_chat_format
+from engine.chat_format.detection import AddedVocabulary, detect_chat_format
 from engine.chat_format.message import Tool
 from engine.errors import ContextTooLong, InvalidRequest
 from engine.text.detokenizer import Detokenizer, IncrementalDetokenizer, TokenBytes, detokenize
@@ -224,14 +224,14 @@ class Tokenizer:
     def _render_text(self, messages: Messages, options: dict[str, Any]) -> str:
         return str(self._tokenizer.apply_chat_template(messages, tokenize=False, **options))
 
-    def _added_vocabulary(self) -> Vocabulary:
+    def _added_vocabulary(self) -> AddedVocabulary:
         """The added tokens, of which markers consist."""
         added = {str(token): number for token, number in self._tokenizer.get_added_vocab().items()}
         decoder = getattr(self._tokenizer, "added_tokens_decoder", {})
         special = (
             number in self.special_tokens or getattr(decoder.get(number), "special", False) for number in added.values()
         )
-        return Vocabulary(
+        return AddedVocabulary(
             added=added,
             special=frozenset(itertools.compress(added, special)),
             encode=lambda text: self._encode(text, special=False),

@@ -10,7 +10,7 @@ from functools import cache
 import pytest
 
 from engine.chat_format.chat_format import ChatFormat
-from engine.chat_format.detection import Vocabulary, detect_chat_format
+from engine.chat_format.detection import AddedVocabulary, detect_chat_format
 from engine.chat_format.message import AnswerDelta, ReasoningDelta, TextDelta, Tool, ToolCallDelta, ToolCallStart
 from tests.selection import quick
 
@@ -56,7 +56,7 @@ def chat_format_of(template: str, tokens: tuple[str, ...]) -> ChatFormat:
     def encode(text: str) -> list[int]:
         return [added[text]] if text in added else [1000 + ord(letter) for letter in text]
 
-    return detect_chat_format(template, Vocabulary(added, frozenset(tokens), encode))
+    return detect_chat_format(template, AddedVocabulary(added, frozenset(tokens), encode))
 
 
 def plain(value: object) -> str:

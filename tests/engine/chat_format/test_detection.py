@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.chat_format.chat_format import ChatFormat
-from engine.chat_format.detection import Vocabulary, detect_chat_format
+from engine.chat_format.detection import AddedVocabulary, detect_chat_format
 from engine.chat_format.message import ReasoningDelta, TextDelta, Tool, ToolCallDelta, ToolCallStart
 from engine.types.request import ReasoningLimit
 from tests.engine.chat_format.examples import EXAMPLES, read
@@ -22,7 +22,7 @@ RESPONSE = {
 def found(template: str, *tokens: str, response: dict[str, object] | None = None) -> ChatFormat:
     """The chat format of a template and its special tokens."""
     added = {token: number for number, token in enumerate(tokens)}
-    vocabulary = Vocabulary(
+    vocabulary = AddedVocabulary(
         added, frozenset(tokens), lambda text: [added[text]] if text in added else list(text.encode())
     )
     return detect_chat_format(template, vocabulary, response)

@@ -17,7 +17,7 @@ from llguidance.hf import from_tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from engine.chat_format.chat_format import ChatFormat
-from engine.chat_format.detection import Vocabulary, detect_chat_format
+from engine.chat_format.detection import AddedVocabulary, detect_chat_format
 from engine.chat_format.message import (
     AnswerConstraint,
     AnswerDelta,
@@ -75,7 +75,7 @@ def vocabulary(name: str) -> tuple[PreTrainedTokenizerFast, LLTokenizer, ChatFor
     def encode(text: str) -> list[int]:
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    chat_format = detect_chat_format(example.template, Vocabulary(added, frozenset(special), encode))
+    chat_format = detect_chat_format(example.template, AddedVocabulary(added, frozenset(special), encode))
     return tokenizer, from_tokenizer(tokenizer), chat_format
 
 
@@ -204,7 +204,7 @@ def test_required_call_without_callable_tool_is_refused() -> None:
     with pytest.raises(InvalidRequest):
         chat_format("hermes").grammar([], ToolChoice("required"), None, "")
     with pytest.raises(InvalidRequest):
-        detect_chat_format("", Vocabulary({}, frozenset(), lambda _: [])).grammar(
+        detect_chat_format("", AddedVocabulary({}, frozenset(), lambda _: [])).grammar(
             TOOLS, ToolChoice("required"), None, ""
         )
 

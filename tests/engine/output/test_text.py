@@ -248,6 +248,14 @@ def test_stop_strings_and_stop_regex_work_together() -> None:
     assert ("ab", "b") == (text_of(late.push(1)), late.stop)
 
 
+def test_a_match_may_begin_behind_an_ignored_one() -> None:
+    """Both in the delta before `min_tokens`."""
+    stream = TextStream(TextDetokenizer(["END EN", "D."]), (), ("END",), min_tokens=2)
+
+    assert "END EN" == text_of(stream.push(0))
+    assert ("D", "END") == (text_of(stream.push(1)), stream.stop)
+
+
 @pytest.mark.parametrize("stop_regex", ["(", "(?=a)", "a*", r"\bx"])
 def test_invalid_stop_expressions_are_refused(stop_regex: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
