@@ -60,6 +60,13 @@ class Hyperparameters:
         """A number. Raises GgufError."""
         return self.metadata.number(self.key(name), default)
 
+    def positive(self, name: str, default: float) -> float:
+        """A number above 0. Raises GgufError."""
+        value = self.number(name, default)
+        if value <= 0:
+            raise GgufError(f"its metadata {self.key(name)} is {value}, not above 0")
+        return value
+
     def boolean(self, name: str, default: bool | None = None) -> bool:
         """A boolean. Raises GgufError."""
         return self.metadata.boolean(self.key(name), default)
@@ -202,7 +209,7 @@ def _dense(own: Hyperparameters) -> Fields:
 
 def _rope(own: Hyperparameters) -> Fields:
     """The rotation of all layers, or of the layers with full attention."""
-    rope: Fields = {"rope_type": "default", "rope_theta": own.number("rope.freq_base", 10000.0)}
+    rope: Fields = {"rope_type": "default", "rope_theta": own.positive("rope.freq_base", 10000.0)}
     if "rope_freqs.weight" in own.tensors:
         return rope | _frequency_factors(own, rope["rope_theta"])
     if "rope_factors_long.weight" in own.tensors:
@@ -211,6 +218,8 @@ def _rope(own: Hyperparameters) -> Fields:
     factor = own.number("rope.scaling.factor", own.number("rope.scale_linear", 1.0))
     if kind == "none" or factor in (0.0, 1.0):
         return rope
+    if factor < 0:
+        raise GgufError(f"its metadata {own.key('rope.scaling.factor')} is {factor}, not above 0")
     if kind == "linear":
         return rope | {"rope_type": "linear", "factor": factor}
     if kind == "yarn":
@@ -328,7 +337,7 @@ def _gemma2(own: Hyperparameters) -> tuple[str, Fields]:
 
 def _gemma3(own: Hyperparameters) -> tuple[str, Fields]:
     window = _sliding_window(own, 0)
-    local = {"rope_type": "default", "rope_theta": own.number("rope.freq_base_swa", 10000.0)}
+    local = {"rope_type": "default", "rope_theta": own.positive("rope.freq_base_swa", 10000.0)}
     fields = {
         # A window that no layer uses is not None, as transformers computes with it.
         "sliding_window": window or own.context,
@@ -374,7 +383,7 @@ def _olmo2(own: Hyperparameters) -> tuple[str, Fields]:
     if window is None:
         return "olmo2", _dense(own)
     full = _rope(own)
-    local = {"rope_type": "default", "rope_theta": own.number("rope.freq_base_swa", full["rope_theta"])}
+    local = {"rope_type": "default", "rope_theta": own.positive("rope.freq_base_swa", full["rope_theta"])}
     fields = {
         "sliding_window": window,
         "layer_types": _sliding_layers(own, 4),

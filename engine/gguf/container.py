@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import mmap
 import re
 import struct
 from collections.abc import Iterable, Iterator, Mapping
@@ -207,6 +208,20 @@ def _read_file(file: Path) -> tuple[Metadata, dict[str, GgufTensor]]:
         return parse(_map_file(file))
     except GgufError as error:
         raise GgufError(f"{file.name}: {error}") from error
+
+
+def release_pages(content: Bytes) -> None:
+    """Remove the pages of a mapped file from the memory of this process; the next access reads them again."""
+    mapped: object = content
+    while isinstance(mapped, np.ndarray):
+        mapped = mapped.base
+    if not isinstance(mapped, mmap.mmap) or not hasattr(mmap, "MADV_DONTNEED"):
+        return
+    start = content.ctypes.data - np.frombuffer(mapped, np.uint8).ctypes.data
+    # Other content shares the first and the last page.
+    first, end = -(-start // mmap.PAGESIZE), (start + content.nbytes) // mmap.PAGESIZE
+    if first < end:
+        mapped.madvise(mmap.MADV_DONTNEED, first * mmap.PAGESIZE, (end - first) * mmap.PAGESIZE)
 
 
 def _map_file(file: Path) -> Bytes:

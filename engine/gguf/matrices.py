@@ -30,6 +30,8 @@ _WIDER: WeightFormat = "int8"
 class FileMatrices:
     """The matrices of a model by name, repacked from the blocks of its files.
 
+    sources   of all parameters of the model
+    reader    of the blocks
     formats   by name, of the matrices of the last plan
     label     name of the mix of types in the files, such as Q4_K_M
     deferred  the parameters that are dequantised at each call of their module; None: there are none
@@ -39,7 +41,7 @@ class FileMatrices:
         self, sources: Mapping[str, ParameterSource], skeleton: nn.Module, label: str, reader: BlockReader
     ) -> None:
         """`sources` are those of the parameters of `skeleton`, the model of transformers."""
-        self.label, self._sources, self._reader = label, sources, reader
+        self.label, self.sources, self.reader = label, sources, reader
         self._tied: Mapping[str, str] = getattr(skeleton, "all_tied_weights_keys", {})
         self.formats: dict[str, WeightFormat] = {}
         self.deferred: DeferredWeights | None = None
@@ -49,7 +51,7 @@ class FileMatrices:
     @property
     def quantised(self) -> bool:
         """Whether some matrices have a quantised type."""
-        tensors = (tensor for source in self._sources.values() for tensor in source.tensors)
+        tensors = (tensor for source in self.sources.values() for tensor in source.tensors)
         return any(tensor.type not in PLAIN_TYPES for tensor in tensors)
 
     def limit(self, plan: QuantizationPlan) -> QuantizationPlan:
@@ -112,7 +114,7 @@ class FileMatrices:
                 names.add(f"{name}.weight")
         return {
             name: source
-            for name, source in self._sources.items()
+            for name, source in self.sources.items()
             if name in names and isinstance(source, Matrices) and _is_deferrable(name, source)
         }
 
@@ -124,8 +126,10 @@ class FileMatrices:
         matrix = self._matrix(name)
         if matrix is not None and self._is_exact(matrix, weight):
             assert matrix.type is not None
-            packed = self._reader.pack_blocks(torch.from_numpy(matrix.blocks), matrix.type, storage)
+            packed = self.reader.pack_blocks(torch.from_numpy(matrix.blocks), matrix.type, storage)
             assert packed is not None
+            # Mapped files would double the peak of resident memory.
+            matrix.release()
             return packed
         packed = pack_floats(weight, 8, storage)
         self._widened[_type_name(matrix)] += weight.numel()
@@ -142,16 +146,16 @@ class FileMatrices:
 
     def _matrix(self, name: str) -> FileMatrix | None:
         """The matrix of a layer, or a part of one of an expert; None: the file holds it in another form."""
-        source = self._sources.get(self._tied.get(f"{name}.weight", f"{name}.weight"))
+        source = self.sources.get(self._tied.get(f"{name}.weight", f"{name}.weight"))
         if source is not None:
             return source.matrices[0] if isinstance(source, Matrices) and len(source.matrices) == 1 else None
         stack, _, number = name.rpartition(".")
-        source = self._sources.get(stack)
+        source = self.sources.get(stack)
         return source.part(int(number)) if isinstance(source, Matrices) and number.isdecimal() else None
 
     def _divided(self, name: str, experts: Experts) -> Experts:
         """Experts with gate and up projections in parts if their types differ."""
-        source = self._sources.get(f"{name}.{experts.up.parameter}")
+        source = self.sources.get(f"{name}.{experts.up.parameter}")
         parts = source.parts if isinstance(source, Matrices) else 1
         return replace(experts, up=replace(experts.up, parts=parts))
 

@@ -16,7 +16,7 @@ from gguf.constants import MODEL_ARCH_NAMES, GGMLQuantizationType
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from engine.gguf.container import Bytes, GgufError, GgufModel, GgufTensor
+from engine.gguf.container import Bytes, GgufError, GgufModel, GgufTensor, release_pages
 from engine.kernels.blocks import BlockReader
 
 # Weights that one call of the gguf package dequantises: its temporaries take about 20 bytes each.
@@ -85,6 +85,11 @@ class FileMatrix:
         own = [each.blocks for each in self.ranges]
         rows = own[0] if len(own) == 1 else np.concatenate(own)
         return rows if self.order is None else rows[self.order]
+
+    def release(self) -> None:
+        """Remove the pages of the file with these rows from the memory of this process."""
+        for own in self.ranges:
+            release_pages(own.blocks)
 
     def read(self, dtype: torch.dtype, reader: BlockReader) -> Tensor:
         """The weights [outputs, columns]; a view of the file if it has this dtype. Raises GgufError."""
@@ -181,7 +186,9 @@ class LatentExpansion:
 
     def read(self, dtype: torch.dtype, reader: BlockReader) -> Tensor:
         """See ParameterSource."""
-        keys, values = (_read_rows(_whole(each), dtype, reader).view(each.shape) for each in (self.keys, self.values))
+        keys, values = (
+            _read_rows(whole_rows(each), dtype, reader).view(each.shape) for each in (self.keys, self.values)
+        )
         return torch.cat([keys.mT, values], dim=1).reshape(self.shape)
 
 
@@ -240,7 +247,7 @@ class _Names:
         if ".experts." in name and name.endswith("proj") and len(shape) == 3:
             outputs = shape[2] if transposed else shape[1]
             return self._stack([tensor], None, outputs, shape, transposed)
-        whole = _whole(tensor)
+        whole = whole_rows(tensor)
         _require_values(name, whole.stop * whole.columns, shape)
         if len(shape) == 2 and len(tensor.shape) > 1 and tensor.shape[-1] != shape[-1]:
             raise GgufError(f"the tensor {tensor.name} has the shape {list(tensor.shape)}, not {list(shape)}")
@@ -268,7 +275,7 @@ class _Names:
         transposed: bool,
     ) -> ParameterSource:
         """One matrix for each expert, of `rows` rows of each tensor."""
-        wholes = [_whole(tensor) for tensor in tensors]
+        wholes = [whole_rows(tensor) for tensor in tensors]
         for whole in wholes:
             _require_values(whole.tensor.name, whole.stop * whole.columns * len(tensors), shape)
             if whole.stop != shape[0] * rows:
@@ -288,7 +295,7 @@ class _Names:
         head_width = self._config.head_dim
         queries, keys = (head_width * count for count in self._head_counts)
         start = {"q": 0, "k": queries, "v": queries + keys}[match[2]]
-        if _whole(fused).stop != queries + 2 * keys:
+        if whole_rows(fused).stop != queries + 2 * keys:
             raise GgufError(f"the tensor {fused.name} has the shape {list(fused.shape)}, which does not fit")
         rows = RowRange(fused, start, start + shape[0])
         return Matrices((FileMatrix((rows,), self._row_order(name, shape[0])),), (shape[0], *shape[1:]))
@@ -340,7 +347,7 @@ def _is_transposed(skeleton: nn.Module, name: str) -> bool:
     )
 
 
-def _whole(tensor: GgufTensor) -> RowRange:
+def whole_rows(tensor: GgufTensor) -> RowRange:
     """All rows. Raises GgufError for a vector of blocks: its values are no rows."""
     probe = RowRange(tensor, 0, 0)
     if probe.columns == 1 and tensor.type not in PLAIN_TYPES:

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, modeling_utils
 
 from engine.gguf.config import file_type, read_config, stored_dtype
-from engine.gguf.container import GgufError, GgufModel, read_model
-from engine.gguf.deferred import DeferredWeights, placeholder
+from engine.gguf.container import GgufModel, read_model
 from engine.gguf.matrices import FileMatrices
-from engine.gguf.weights import parameter_sources, read_parameters
+from engine.gguf.weights import parameter_sources
 from engine.kernels.blocks import BlockReader, TorchBlocks
-from engine.load.construction import construct
-from engine.load.resources import processor_count
-from engine.model.rope import original_length
-from engine.quantize.plan import QuantizationPlanNames, plan_from_names
+from engine.load.file_model import file_model, file_skeleton
+from engine.quantize.plan import QuantizationPlanNames
 
 
 def read_gguf_config(file: Path) -> Any:
@@ -52,66 +45,9 @@ def gguf_model(
     reader: BlockReader | None = None,
     defers: bool = False,
 ) -> tuple[Any, dict[str, Any], FileMatrices]:
-    """See `read_gguf_model`. Raises GgufError.
-
-    repacked  a plan of matrices to replace before the model runs: the ones with an exact format are not dequantised
-    defers    without such a plan, matrices with an exact format are dequantised at each call: `FileMatrices.deferred`
-    """
-    reader = reader or TorchBlocks()
-    skeleton = _skeleton(config)
+    """See `read_gguf_model`, and `file_model` for `repacked` and `defers`. Raises GgufError."""
+    skeleton = file_skeleton(config)
     sources = parameter_sources(content, skeleton, config)
-    matrices = FileMatrices(sources, skeleton, file_type(content.metadata) or "GGUF", reader)
-    # Long rotary factors are calibrated by running the model at each start (engine/load/selftest.py).
-    has_long_factors = original_length(skeleton) is not None
-    plan = None if repacked is None or has_long_factors else plan_from_names(skeleton, repacked)
-    unread = frozenset[str]() if plan is None else matrices.exact_parameters(skeleton, plan)
-    deferred = matrices.deferrable(skeleton) if plan is None and defers else {}
-    skipped = unread | deferred.keys()
-    try:
-        read = {name: source for name, source in sources.items() if name not in skipped}
-        parameters = read_parameters(read, dtype, reader, threads=processor_count())
-    except MemoryError as error:
-        raise GgufError("its dequantised weights exceed the memory") from error
-    parameters |= {name: placeholder(sources[name].shape, dtype) for name in skipped}
-    make = partial(
-        type(skeleton).from_pretrained,
-        None,
-        config=config,
-        state_dict=parameters,
-        dtype=dtype,
-        attn_implementation="eager",
-        output_loading_info=True,
-    )
-    with _without_renaming():
-        model, report = construct(make)
-    if deferred:
-        matrices.deferred = DeferredWeights(model, deferred, dtype, reader)
+    matrices = FileMatrices(sources, skeleton, file_type(content.metadata) or "GGUF", reader or TorchBlocks())
+    model, report = file_model(matrices, skeleton, config, dtype, repacked, defers=defers)
     return model, report, matrices
-
-
-def _skeleton(config: Any) -> Any:
-    """The model on the meta device. Raises GgufError for a configuration that transformers refuses."""
-    try:
-        return construct(partial(_make_skeleton, config))
-    except (ArithmeticError, ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise GgufError(f"its metadata describes no model that transformers can construct ({reason})") from error
-
-
-def _make_skeleton(config: Any) -> Any:
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
-
-
-@contextmanager
-def _without_renaming() -> Iterator[None]:
-    """Have transformers load parameters under their own names.
-
-    It would compile the expressions for the older names of all its models: 0.2 s (measured).
-    """
-    renaming = modeling_utils.get_model_conversion_mapping
-    modeling_utils.get_model_conversion_mapping = lambda *_, **__: []
-    try:
-        yield
-    finally:
-        modeling_utils.get_model_conversion_mapping = renaming

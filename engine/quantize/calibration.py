@@ -82,7 +82,7 @@ def calibrate(
 
     attention  implementation of attention for the unmodified model
     """
-    recorder = _Recorder(plan)
+    recorder = _ProductRecorder(plan)
     own = model.config._attn_implementation
     generator = torch.Generator().manual_seed(0)
     try:
@@ -116,7 +116,7 @@ class _LayerRecord:
         self.squares = squares if self.squares is None else self.squares + squares
 
 
-class _Recorder:
+class _ProductRecorder:
     """Hooks on the layers and experts of a plan."""
 
     def __init__(self, plan: QuantizationPlan) -> None:

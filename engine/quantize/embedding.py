@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from engine.kernels.device_products import DeviceProducts, ReadOutputs
+from engine.kernels.device_products import DeviceProducts, TorchProducts
 from engine.kernels.linear import PrepareMatrices
 from engine.kernels.packing import PackedMatrix
 
@@ -20,9 +20,8 @@ class QuantizedEmbedding(nn.Module):
     def __init__(self, original: nn.Embedding, packed: PackedMatrix, prepare: PrepareMatrices) -> None:
         """`original` computes from the rows, for example their scale; its weights are freed."""
         super().__init__()
-        self._read: ReadOutputs = lambda tokens: packed.rows(tokens).unpack(torch.float32)
-        if isinstance(prepare, DeviceProducts):
-            self._read = prepare.outputs(packed)
+        products = prepare if isinstance(prepare, DeviceProducts) else TorchProducts(packed.codes.device)
+        self._read = products.outputs(packed)
         self.original, self.packed, self.dtype = original, packed, original.weight.dtype
         # A matrix may be shared with the output layer; buffers make it visible to memory statistics.
         self.register_buffer("codes", packed.codes, persistent=False)

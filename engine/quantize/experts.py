@@ -97,7 +97,7 @@ class _Products:
 def _multiply_by_expert(
     matrices: Sequence[PackedMatrix], parts: int, prepare: PrepareMatrices
 ) -> list[MultiplyByExpert]:
-    """By part, the products on the device alone; empty without such."""
+    """By part, the products on the device alone; empty: it has none."""
     if not isinstance(prepare, DeviceProducts):
         return []
     found = [prepare.experts(matrices[part::parts]) for part in range(parts)]

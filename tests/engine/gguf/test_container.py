@@ -13,7 +13,16 @@ import gguf
 import numpy as np
 import pytest
 
-from engine.gguf.container import GgufError, GgufModel, GgufTensor, Metadata, parse, read_metadata, read_model
+from engine.gguf.container import (
+    GgufError,
+    GgufModel,
+    GgufTensor,
+    Metadata,
+    parse,
+    read_metadata,
+    read_model,
+    release_pages,
+)
 
 VALUES: dict[str, Any] = {
     "general.alignment": 32,
@@ -281,3 +290,24 @@ def test_damaged_headers(file: Path) -> None:
 def test_many_damaged_headers(file: Path) -> None:
     """100,000 of them."""
     fuzz(file.read_bytes(), 100_000, 1)
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="the system lists no resident pages")
+def test_released_pages_leave_the_memory_and_are_read_again(tmp_path: Path) -> None:
+    """Whole pages only: the first and the last one may hold another tensor."""
+    write(tmp_path / "a.gguf", {"a.weight": np.arange(2**18, dtype=np.float32), "b.weight": np.ones(1, np.float32)})
+    tensors = read_model(tmp_path / "a.gguf").tensors
+    before = tensors["a.weight"].data.tobytes()
+    touched = resident_bytes(tmp_path / "a.gguf")
+    release_pages(tensors["a.weight"].data)
+
+    assert touched - resident_bytes(tmp_path / "a.gguf") > 2**19
+    assert before == tensors["a.weight"].data.tobytes()
+    release_pages(tensors["b.weight"].data)
+    release_pages(np.zeros(2**14, np.uint8))
+
+
+def resident_bytes(file: Path) -> int:
+    """Of the mapping of a file in this process."""
+    _, _, content = Path("/proc/self/smaps").read_text().partition(f"{file}\n")
+    return 1024 * int(content.partition("Rss:")[2].split()[0])

@@ -181,9 +181,12 @@ def test_other_files_are_refused_by_their_kind(
         ("llama.block_count", 10**6, "but it has .* tensors"),
         ("llama.attention.head_count", 0, "no size"),
         ("llama.attention.head_count", 65, "heads for 64 columns"),
+        ("llama.attention.head_count", 63, "values that do not fit together: .* is not a multiple"),
         ("llama.attention.head_count_kv", 2**31 - 1, "values, not the"),
         ("llama.embedding_length", 96, "values, not the"),
         ("llama.rope.freq_base", math.inf, "no finite number"),
+        ("llama.rope.freq_base", 0.0, r"freq_base is 0\.0, not above 0"),
+        ("llama.rope.scaling.factor", -4.0, r"factor is -4\.0, not above 0"),
         ("llama.context_length", "long", "no integer"),
         ("llama.feed_forward_length", [96, 96, 64], "differs between layers"),
         ("tokenizer.ggml.eos_token_id", 10**6, "but the vocabulary has"),
@@ -195,4 +198,14 @@ def test_metadata_that_does_not_fit_is_named(key: str, value: Any, reason: str, 
     write_types(source, tmp_path / "other.gguf", Type.F32, {key: value})
 
     with pytest.raises(ModelUnsupported, match=reason):
+        load_file(tmp_path / "other.gguf")
+
+
+def test_a_configuration_without_a_model_is_refused(tmp_path: Path) -> None:
+    """The range of YaRN is computed when the model is constructed."""
+    values = {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0, "llama.rope.freq_base": 1.0}
+    source = read_model(write_checkpoint("llama", tmp_path))
+    write_types(source, tmp_path / "other.gguf", Type.F32, values)
+
+    with pytest.raises(ModelUnsupported, match=r"no model that transformers can construct \(ZeroDivisionError"):
         load_file(tmp_path / "other.gguf")

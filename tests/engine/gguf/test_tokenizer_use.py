@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from engine.errors import InvalidRequest
 from engine.gguf.chat_template import read_chat_template
 from engine.gguf.tokenizer import read_tokenizer
 from engine.gguf.vocabulary import read_vocabulary
@@ -24,9 +25,9 @@ TEMPLATE = (
 
 
 @cache
-def served(kind: str) -> Tokenizer:
+def served(kind: str, template: str = TEMPLATE) -> Tokenizer:
     """The engine's tokenizer of a file with a chat template."""
-    values = exported(kind) | {"tokenizer.chat_template": TEMPLATE}
+    values = exported(kind) | {"tokenizer.chat_template": template}
     return Tokenizer(read_tokenizer(values), vocabulary_size=size(kind), context=10**6)
 
 
@@ -121,6 +122,22 @@ def test_control_tokens_in_messages_are_plain_text(kind: str) -> None:
     prompt = served(kind).render_chat([{"role": "user", "content": "the <|user|> world"}])
 
     assert 1 == list(prompt.tokens).count(3)
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{{ 1 / 0 }}", "division by zero"),
+        ("{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}", "maximum recursion depth"),
+        ("{{ messages[0].content | dictsort }}", "no attribute 'items'"),
+        ("{% if %}", "Expected an expression"),
+    ],
+)
+def test_a_template_that_fails_refuses_messages(template: str, reason: str) -> None:
+    """The model is served all the same."""
+    tokenizer = served("llama", template)
+    with pytest.raises(InvalidRequest, match=f"the model's chat template refuses this: .*{reason}"):
+        tokenizer.render_chat([{"role": "user", "content": "the world"}])
 
 
 def test_named_templates_are_read() -> None:

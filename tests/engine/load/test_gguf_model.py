@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from engine.gguf import matrices
 from engine.gguf.container import read_model
 from engine.gguf.matrices import FileMatrices
-from engine.load import checking, gguf_model, outcomes
+from engine.load import checking, file_model, outcomes
 from engine.load.load import LoadedModel
 from tests.engine.gguf.files import empty_cache, feed, load_file, prompt, write_types, write_wide
 from tests.selection import quick
@@ -43,13 +43,13 @@ def logits(loaded: LoadedModel) -> Tensor:
 def test_a_later_start_reads_fewer_weights(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers and experts have the weights of the file."""
     file = write(name, Type.Q4_K, tmp_path)
-    read, read_parameters = list[set[str]](), gguf_model.read_parameters
+    read, read_parameters = list[set[str]](), file_model.read_parameters
 
     def spy(sources: Any, *args: Any, **settings: Any) -> Any:
         read.append(set(sources))
         return read_parameters(sources, *args, **settings)
 
-    monkeypatch.setattr(gguf_model, "read_parameters", spy)
+    monkeypatch.setattr(file_model, "read_parameters", spy)
 
     with monkeypatch.context() as eager:
         eager.setattr(FileMatrices, "deferrable", lambda *_: {})
