@@ -19,7 +19,7 @@ from engine.kernels.cpu import build
 # `make test` compiles the variants for other processors without most optimisations, in a third of the time.
 OTHER_FLAGS = ("-O1",) if os.environ.get("QUICK_KERNELS") else ()
 # Variants for other processors that take few seconds to compile: their tests are not slow.
-QUICK = {"attention": ("avx2",), "linear": (), "step": ()}
+QUICK = {"attention": ("avx2",), "linear": ("dotprod", "neon"), "step": ()}
 
 
 def built(kernel: str, variant: str | None = None) -> Path:

@@ -17,6 +17,7 @@ from engine.kernels.packing import PackedMatrix, pack
 from engine.kernels.rounding import pack_floats
 from tests.engine.kernels.weights import random_matrix, random_rows
 from tests.libraries import built, every_variant
+from tests.selection import quick
 
 Multiply = Callable[[Tensor, Sequence[PackedMatrix]], list[Tensor]]
 
@@ -103,7 +104,8 @@ def test_bits_of_a_row_do_not_depend_on_the_batch(native: NativeLinear, format: 
     assert torch.equal(alone[order[:20]], product(native.multiply, numbers[order], packed)[:20])
 
 
-@pytest.mark.parametrize("format", LAYOUTS)
+# One of each kind of scales.
+@pytest.mark.parametrize("format", quick(("int8", "q4_1", "q4_k", "q6_k"), LAYOUTS))
 def test_rows_larger_than_the_cache_keep_their_bits(native: NativeLinear, format: WeightFormat) -> None:
     packed, numbers = matrix(40, 32768, format), rows(120, 32768)
     together = product(native.multiply, numbers, packed)

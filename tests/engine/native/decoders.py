@@ -35,8 +35,9 @@ CONTEXT = 256
 
 # Bits of a weight: float32, bfloat16, or quantised to 8 or 4.
 Weights = Literal[32, 16, 8, 4]
-# For each step its slots and their rows: chunks, single rows, or both.
-Steps = Sequence[Sequence[tuple[int, int]]]
+# Slots and their rows: chunks, single rows, or both.
+Step = Sequence[tuple[int, int]]
+Steps = Sequence[Step]
 
 
 @dataclass(frozen=True)
@@ -53,19 +54,28 @@ class TinyModel:
         specs, state_bytes = [plan.spec for plan in runner.layers], 2**30 if self.recurrent else None
         return Cache(specs, slots=8, capacity=CONTEXT, cells=8 * CONTEXT, dtype=stored, state_bytes=state_bytes)
 
+    def step(self, cache: Cache, runner: ModelRunner, step: Step) -> tuple[Tensor, Tensor]:
+        """Logits and hidden states of every row of a step."""
+        spans = [Span(slot, cache.cached_length(slot), rows) for slot, rows in step]
+        tokens = [token(*place) for place in places(spans)]
+        rows = list(range(len(tokens)))
+        with cache.forward(spans) as forward:
+            return runner.run_with_hidden_states(forward, tokens, rows, rows)
+
     def states(self, runner: ModelRunner, steps: Steps, stored: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
         """Logits and hidden states of every row, by slot and position."""
         cache = self.cache(runner, stored)
         by_position: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         for step in steps:
-            spans = [Span(slot, cache.cached_length(slot), rows) for slot, rows in step]
-            places = [(span.slot, at) for span in spans for at in range(span.start, span.stop)]
-            rows = list(range(len(places)))
-            with cache.forward(spans) as forward:
-                outputs = runner.run_with_hidden_states(forward, [token(*place) for place in places], rows, rows)
-            by_position |= dict(zip(places, zip(*outputs, strict=True), strict=True))
+            own = places([Span(slot, cache.cached_length(slot), rows) for slot, rows in step])
+            by_position |= dict(zip(own, zip(*self.step(cache, runner, step), strict=True), strict=True))
         logits, states = zip(*(by_position[place] for place in sorted(by_position)), strict=True)
         return torch.stack(logits), torch.stack(states)
+
+
+def places(spans: Sequence[Span]) -> list[tuple[int, int]]:
+    """Slot and position of each row."""
+    return [(span.slot, at) for span in spans for at in range(span.start, span.stop)]
 
 
 def token(slot: int, position: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from transformers import AutoConfig
 from engine.native.runner import NativeRunner
 from engine.native.step_library import StepLibrary, step_library
 from kvcache.cache import Cache
-from kvcache.kv_buffer import Int8KVBuffer
+from kvcache.kv_buffer import CellIndex, Int8KVBuffer
 from kvcache.spec import Span
 from tests.engine.models import load_model
 from tests.engine.native.decoders import Steps, TinyModel, Weights, model_of_config, native, token
@@ -29,28 +30,62 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 INT8 = torch.int8
 
 
-def errors(model: TinyModel) -> Tensor:
-    """The error of each row against the modules with int8 cells, relative to the largest logit."""
-    expected, actual = (model.states(runner, MIXED, INT8)[0] for runner in (model.packed, model.runner))
-    return (expected - actual).abs().amax(1) / expected.abs().max()
+# Of a code: sums of float32 in another order change a number by its last bits before it is rounded (measured: by 4e-5).
+TIE = 1e-3
+
+
+def all_buffers(cache: Cache) -> list[Int8KVBuffer]:
+    """The KV buffers of all groups."""
+    found = [buffer for group in cache.groups for buffer in (group.pool.keys, group.pool.values)]
+    assert all(isinstance(buffer, Int8KVBuffer) for buffer in found)
+    return cast("list[Int8KVBuffer]", found)
+
+
+def adopt_codes(to: Int8KVBuffer, native: Int8KVBuffer, layer: int, cells: CellIndex, rows: Tensor) -> None:
+    """Replace the codes of `rows` by the native ones, which are the rows rounded: at a tie up or down."""
+    exact = to.transform(rows) / to.scales[layer][:, cells]
+    codes = native.codes[layer][:, cells]
+    torch.testing.assert_close(native.scales[layer][:, cells], to.scales[layer][:, cells], rtol=1e-5, atol=0)
+    assert float((codes - exact).abs().max()) < 0.5 + TIE
+    to.codes[layer][:, cells] = codes
+
+
+def largest_error(model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> float:
+    """The error of the native step with int8 cells, relative to the largest logit.
+
+    The modules adopt the native codes: after a code that is rounded the other way all following numbers differ.
+    """
+    ours, own = (model.cache(runner, INT8) for runner in (model.packed, model.runner))
+    native_buffers = dict(zip(all_buffers(ours), all_buffers(own), strict=True))
+    write = Int8KVBuffer.write
+
+    def write_native_codes(buffer: Int8KVBuffer, layer: int, cells: CellIndex, rows: Tensor) -> None:
+        write(buffer, layer, cells, rows)
+        adopt_codes(buffer, native_buffers[buffer], layer, cells, rows)
+
+    monkeypatch.setattr(Int8KVBuffer, "write", write_native_codes)
+    sizes, errors = [], []
+    for step in MIXED:
+        actual, _ = model.step(own, model.runner, step)
+        expected, _ = model.step(ours, model.packed, step)
+        sizes.append(float(expected.abs().max()))
+        errors.append(float((expected - actual).abs().max()))
+    return max(errors) / max(sizes)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_neox", "gpt_oss", "olmo2", "lfm2"])
-def test_int8_cells_equal_the_modules(family: str) -> None:
-    """Within rounding; few codes round the other way."""
-    wrong = errors(native(family))
-
-    assert float(wrong.quantile(0.75)) < 1e-5
-    assert float(wrong.max()) < 2e-3
+def test_int8_cells_equal_the_modules(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Codes and logits, within rounding."""
+    assert largest_error(native(family), monkeypatch) < 1e-5
 
 
 @pytest.mark.parametrize("width", [6, 10, 12, 20])
-def test_int8_heads_of_any_width(width: int) -> None:
+def test_int8_heads_of_any_width(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The Hadamard block is the largest power of two that divides the width."""
     model = model_of_config(AutoConfig.for_model("llama", **{**settings("llama"), "head_dim": width}))
 
     assert isinstance(model.runner, NativeRunner)
-    assert float(errors(model).quantile(0.75)) < 1e-5
+    assert largest_error(model, monkeypatch) < 1e-5
 
 
 @pytest.mark.parametrize("weights", quick((8,), (32, 8, 4)))
