@@ -1,12 +1,13 @@
 """Measures one GPU: `make bench-gpu`. Needs no download: models have published shapes and random weights.
 
-    python -m benchmarks.gpu [SHAPE ...] [--device cuda] [--modes graphs eager "batch invariant" int8]
+    python -m benchmarks.gpu [SHAPE ...] [--device cuda] [--modes graphs compiled eager ...]
                              [--streams 1 8 64] [--prompts 512 2048 8192] [--json FILE]
 
 For each shape and mode: decoding behind 512 tokens, prompts, and the decoding of many streams. The modes are those with
-and without CUDA graphs, with --batch-invariant, and with quantised weights: int8, or int4, which is calibrated on the
-CPU first. The same decoding by transformers' continuous batching is beside them. A share compares the bytes of the
-weights that each step reads with the bandwidth of a copy on the same device. `--device cpu tiny` tries the script.
+and without CUDA graphs, with --compile, with --batch-invariant, and with quantised weights: int8, or int4, which is
+calibrated on the CPU first. The same decoding by transformers' continuous batching is beside them. A share compares the
+bytes of the weights that each step reads with the bandwidth of a copy on the same device. `--device cpu tiny` tries the
+script.
 """
 
 from __future__ import annotations
@@ -42,11 +43,12 @@ BEHIND, STEPS, WARM_STEPS, FIRST_TOKEN = 512, 64, 8, 300
 MODES: dict[str, dict[str, Any]] = {
     "graphs": {},
     "eager": {"enforce_eager": True},
+    "compiled": {"compile": True},
     "batch invariant": {"batch_invariant": True},
     "int8": {"quantize": "int8"},
     "int4": {"quantize": "int4"},
 }
-DEFAULT_MODES = ("graphs", "eager", "batch invariant", "int8")
+DEFAULT_MODES = ("graphs", "compiled", "eager", "batch invariant", "int8")
 COPIED_BYTES = {"cuda": 2**31, "cpu": 2**27}
 
 
@@ -87,7 +89,8 @@ def main(arguments: list[str] | None = None) -> int:
 def shape_rows(shape: str, folder: Path, options: Options) -> Iterator[dict[str, Any]]:
     """The figures of a shape, the most important first."""
     bandwidth = copy_bandwidth(options.device)
-    for mode in options.modes:
+    # --compile is for GPUs.
+    for mode in (mode for mode in options.modes if (options.device, mode) != ("cpu", "compiled")):
         config = EngineConfig(
             model=str(folder),
             device=options.device,
@@ -156,8 +159,8 @@ def stream_prompt(number: int) -> range:
     return range(FIRST_TOKEN + 7 * number, FIRST_TOKEN + 7 * number + BEHIND)
 
 
-def decode_seconds(core: Core, loaded: LoadedModel, streams: int) -> tuple[float, float]:
-    """The median seconds of a decoding step of all streams, and of its part outside the model and its sampler."""
+def start_streams(core: Core, streams: int) -> None:
+    """Compute the prompts of streams, and the first tokens of all of them."""
     waiting = {f"{streams}-{number}" for number in range(streams)}
     for number, name in enumerate(sorted(waiting)):
         core.submit(greedy(name, stream_prompt(number), STEPS + WARM_STEPS + streams))
@@ -165,6 +168,11 @@ def decode_seconds(core: Core, loaded: LoadedModel, streams: int) -> tuple[float
         waiting -= {name for name, event in core.step() if isinstance(event, Delta)}
     for _ in range(WARM_STEPS):
         core.step()
+
+
+def decode_seconds(core: Core, loaded: LoadedModel, streams: int) -> tuple[float, float]:
+    """The median seconds of a decoding step of all streams, and of its part outside the model and its sampler."""
+    start_streams(core, streams)
     inside: list[float] = []
     run = loaded.runner.run_and_sample
 

@@ -313,17 +313,26 @@ def table(rows: list[Resources]) -> str:
     return "\n".join(lines)
 
 
+def launches_on(target: str) -> dict[tuple[str, str], Launch]:
+    """All kernels with their sizes on a target, by model or format and name."""
+    with patch.object(launch, "warp_threads", lambda device: TARGETS[target].warp_size):
+        found = {(shape.name, name): one for shape in SHAPES for name, one in launches_of(shape).items()}
+    found |= {(format, name): one for format in FORMATS for name, one in products_of(format).items()}
+    return found | other_launches()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--target", action="append", choices=TARGETS, help="default: all")
     add_json_option(parser)
     parser.add_argument("--only", default="", help="part of the names of shapes and kernels")
     options = parser.parse_args()
-    launches = {(shape.name, name): one for shape in SHAPES for name, one in launches_of(shape).items()}
-    launches |= {(format, name): one for format in FORMATS for name, one in products_of(format).items()}
-    launches |= other_launches()
-    chosen = {names: one for names, one in launches.items() if options.only in ", ".join(names)}
-    rows = [resources(*names, one, target) for names, one in chosen.items() for target in options.target or TARGETS]
+    rows = [
+        resources(*names, one, target)
+        for target in options.target or TARGETS
+        for names, one in launches_on(target).items()
+        if options.only in ", ".join(names)
+    ]
     print(table(rows))
     if options.json:
         measured("gpu_kernels", map(asdict, rows), f"triton {triton.__version__}").write(options.json)

@@ -18,13 +18,12 @@ from typing import Any
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.gpu import BEHIND, WARM_STEPS, greedy, stream_prompt
+from benchmarks import gpu
 from benchmarks.shapes import SHAPES, write_folder
 from engine.config import EngineConfig
 from engine.core import Core
 from engine.load.load import load
 from engine.load.recording import record_steps
-from engine.types.events import Delta
 
 STEPS, LISTED = 20, 10
 
@@ -51,7 +50,7 @@ def profiled(shape: str, device: str, streams: int, *, enforce_eager: bool) -> d
             device=device,
             enforce_eager=enforce_eager,
             slots=streams,
-            context=BEHIND + STEPS + WARM_STEPS + streams + 8,
+            context=gpu.BEHIND + gpu.STEPS + gpu.WARM_STEPS + streams + 8,
             drafter="none",
             # On a CPU one native call would hide the operations.
             kernels="torch" if device == "cpu" else "auto",
@@ -64,13 +63,7 @@ def profiled(shape: str, device: str, streams: int, *, enforce_eager: bool) -> d
 
 def decoding_events(core: Core, streams: int, device: str) -> list[Any]:
     """The events of the profiler in STEPS decoding steps: kernels, or on a CPU operations."""
-    waiting = {str(number) for number in range(streams)}
-    for number in range(streams):
-        core.submit(greedy(str(number), stream_prompt(number), STEPS + WARM_STEPS + streams))
-    while waiting:
-        waiting -= {name for name, event in core.step() if isinstance(event, Delta)}
-    for _ in range(WARM_STEPS):
-        core.step()
+    gpu.start_streams(core, streams)
     kinds = [ProfilerActivity.CPU] if device == "cpu" else [ProfilerActivity.CPU, ProfilerActivity.CUDA]
     with profile(activities=kinds) as profiler:
         for _ in range(STEPS):

@@ -13,8 +13,6 @@ import pytest
 ROOT = Path(__file__).parents[2]
 # Of a program, on every GPU of sm_80 and later, and of gfx942.
 SHARED_BYTES = {"sm_80": 99 * 1024, "sm_90": 99 * 1024, "gfx942": 64 * 1024}
-# Shapes that spill more than the limit when a token is decoded: latents that are not bfloat16.
-SPILLING = {"gfx942": ("DeepSeek-V3, int8 cells", "DeepSeek-V3, float32")}
 
 
 @pytest.mark.slow
@@ -32,5 +30,4 @@ def test_kernels_fit_into_a_gpu(target: str, tmp_path: Path) -> None:
 
     assert len(rows) > 60
     assert [] == [row for row in rows if row["shared_bytes"] > SHARED_BYTES[target]]
-    within = [row for row in rows if row["shape"] not in SPILLING.get(target, ())]
-    assert [] == [row for row in within if row["spilled_bytes"] >= (192 if row["kernel"] == "prompt" else 64)]
+    assert [] == [row for row in rows if row["spilled_bytes"] >= (192 if row["kernel"] == "prompt" else 64)]
