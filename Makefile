@@ -12,8 +12,9 @@ KERNELS := build/kernels
 CLIENTS := current older evaluation fuzz openresponses ollama_examples programs open_webui
 # Kernels for other processors without optimisations; bytecode is kept for the processes that the tests start.
 QUICK := QUICK_KERNELS=1 PYTHONDONTWRITEBYTECODE=
+PROCESSORS = $$(getconf _NPROCESSORS_ONLN)
 # One more than processors: some tests wait for processes and time limits.
-WORKERS = $$(($$(getconf _NPROCESSORS_ONLN) + 1))
+WORKERS = $$(($(PROCESSORS) + 1))
 FAST := not slow and not gpu and not container and not arm64 and not browser and not ray
 
 .PHONY: help serve test test-all test-container test-arm64 test-clients test-browser test-gpu bench-gpu test-ray page mutants check bench train wheel sbom clean
@@ -36,7 +37,7 @@ test-container: .venv/test  ## build and run the image with buildah (Debian: apt
 	$(BIN)/python -m pytest -q -m container tests/container $(ARGS)
 
 test-arm64: .venv/test  ## kernels for arm64 under qemu (Debian: apt-get install g++-aarch64-linux-gnu qemu-user-static)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m arm64 tests/arm64 $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(PROCESSORS) --dist worksteal -m arm64 tests/arm64 --durations 20 $(ARGS)
 
 test-clients: .venv/test $(CLIENTS:%=.venv/clients-%/done)  ## run other people's clients against a server
 	$(BIN)/python -m tests.clients $(foreach name,$(CLIENTS),$(name)=.venv/clients-$(name))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -83,6 +83,7 @@ class EngineConfig:
                        None: 60, or three times the duration of a step without prompts if that is more
     device             cpu, a GPU of CUDA such as cuda or cuda:1, or auto: the first GPU if there is one, else cpu
     enforce_eager      no CUDA graphs
+    compile            on a GPU, norms, rotations and dense MLPs are fused by torch.compile at load
     batch_invariant    each text has the same bits in any batch, with any chunks and cached prefix; slower
     memory             limit of the process's memory on the device: a size such as 8GiB, or a share of the machine or
                        the GPU such as 40%; None: all free memory
@@ -99,6 +100,8 @@ class EngineConfig:
     disk_cache         folder of cached prefixes that outlive the process; None: none
     disk_cache_bytes   of its files
     host_cache_bytes   of host memory for evicted prefixes; on a CPU cells are in host memory already
+
+    is_draft           whether the model is the draft model of another one; see `for_draft`
     """
 
     model: str | None = None
@@ -115,6 +118,7 @@ class EngineConfig:
     itl_target_ms: float | None = None
     device: str = "cpu"
     enforce_eager: bool = False
+    compile: bool = False
     batch_invariant: bool = False
     memory: str | None = None
     threads: int | None = None
@@ -127,10 +131,28 @@ class EngineConfig:
     kernels: Kernels = "auto"
     mla: MlaMode = "auto"
     checkpoint: int = 1024
+    is_draft: bool = False
     media: bool = True
     disk_cache: str | None = None
     disk_cache_bytes: int = 8 * 2**30
     host_cache_bytes: int = 0
+
+    def for_draft(self, model: str, *, context: int, slots: int, cells: int) -> EngineConfig:
+        """The settings of the draft model `model`: it has no drafter itself, and one process."""
+        return replace(
+            self,
+            model=model,
+            is_draft=True,
+            quantize=self.draft_quantize or self.quantize,
+            drafter="none",
+            draft_model=None,
+            draft_quantize=None,
+            context=context,
+            slots=slots,
+            cells=cells,
+            # Rank 0 drafts alone.
+            tensor_parallel=1,
+        )
 
     def __post_init__(self) -> None:
         """Raise ConfigError for an invalid setting."""
@@ -165,6 +187,10 @@ class EngineConfig:
     def _check_device(self) -> None:
         if not _DEVICE.fullmatch(self.device):
             raise ConfigError("device", f"must be auto, cpu, cuda or one GPU such as cuda:1, not {self.device}")
+        if self.compile and self.device == "cpu":
+            raise ConfigError("compile", "is for GPUs: choose one with --device")
+        if self.compile and self.batch_invariant:
+            raise ConfigError("compile", "fuses sums whose bits change with the batch; leave out --batch-invariant")
 
     def _check_memory(self) -> None:
         if self.memory is None:
@@ -203,6 +229,7 @@ class EngineConfig:
             "host_cache_bytes": self.host_cache_bytes > 0,
             "drafter": self.drafter == "mtp",
             "batch_invariant": self.batch_invariant,
+            "compile": self.compile,
             "device": self.device not in ("auto", "cpu", "cuda"),
         }
         for setting, is_set in refused.items():

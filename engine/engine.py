@@ -210,6 +210,7 @@ class Engine:
             await asyncio.to_thread(check_stop_regex, request.stop_regex)
         if request.grammar is not None:
             matcher = await asyncio.to_thread(self.grammars.matcher, request.grammar)
+        if request.stop_regex or request.grammar is not None:
             # Other requests were admitted during the compilation.
             self._check(request)
         async with self._open_stream(request.id, request.owner, Submit(request, matcher)) as stream:

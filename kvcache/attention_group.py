@@ -72,10 +72,13 @@ class AttentionGroup:
         """The cells of the tokens of spans, in the order of the batch."""
         return np.concatenate([self.table(span.slot)[span.start : span.stop] for span in spans])
 
-    def cells_from(self, slot: int, first: int) -> CellIndex:
-        """Index of the slot's cells from position `first` on."""
+    def cells_from(self, slot: int, first: int, *, by_device_table: bool = False) -> CellIndex:
+        """Index of the slot's cells from position `first` on.
+
+        by_device_table  whether cells that are no run are a view of the device table, which may be written later
+        """
         if self._run_starts[slot] > first:
-            if self.device_table is not None and self.device_table.is_current:
+            if by_device_table and self.device_table is not None:
                 return self.device_table.cells[slot, first : self._lengths[slot]]
             return self.pool.index_tensor(self.table(slot)[first:])
         start = self._tables.item(slot, first)
@@ -177,8 +180,9 @@ class AttentionGroup:
         after 1, 4 and 16 moves: int8 0.6, 0.9, 1.4 and 2.7 %; bfloat16 0.17, 0.23, 0.41 and 1.0 %; float16 0.02, 0.03,
         0.05 and 0.1 %; float32 1e-7 at most. With shifts that drop half of the context a token moves once or twice.
         """
-        sources, targets = self.pool.index_tensor(old), self.pool.index_tensor(new)
-        copied = self.pool.index_tensor(np.flatnonzero(new != old))
+        arrays = (old, new, np.flatnonzero(new != old))
+        index = self.pool.index_tensor(np.concatenate(arrays))
+        sources, targets, copied = torch.split(index, [len(array) for array in arrays])
         keys, precision = self.pool.keys, torch.promote_types(self.pool.dtype, torch.float32)
         for layer, rotation in enumerate(self.spec.rotations):
             assert rotation is not None, "only shiftable groups are shifted"

@@ -21,11 +21,6 @@ class DeviceTable:
         # By slot: the range of positions with all changed entries.
         self._changed: dict[int, tuple[int, int]] = {}
 
-    @property
-    def is_current(self) -> bool:
-        """Whether all changes have been written."""
-        return not self._changed
-
     def mark(self, slot: int, start: int, stop: int) -> None:
         """Note that the entries [start, stop) of a slot have changed."""
         first, last = self._changed.get(slot, (start, stop))

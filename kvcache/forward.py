@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvcache.attention_group import AttentionGroup
+from kvcache.device_table import DeviceTable
 from kvcache.kv_buffer import CellIndex, LayerKV, StoreFunction, store_rows
 from kvcache.row_forward import pooled_states
 from kvcache.spec import AttentionRange, Span
@@ -70,6 +71,8 @@ class Forward:
         self.cache = cache
         self._kept_lengths = {span.slot: span.stop for span in spans}
         self._open = False
+        # Whether the device tables have the cells of this forward, or will have them before a kernel reads them.
+        self._by_device_table = False
         self._segments: dict[AttentionGroup, tuple[Segment, ...]] = {}
         self._new_cells_by_group: dict[AttentionGroup, CellIndex] = {}
 
@@ -130,19 +133,23 @@ class Forward:
 
     def device_arrays(self) -> list[NDArray[np.int64]]:
         """The changes of the tables, and the cells of the batch's tokens, for the device; see `set_device_arrays`."""
-        arrays = []
-        for group in self.cache.groups:
-            assert group.device_table is not None, "cells in CPU memory"
-            arrays += [*group.device_table.changes(), group.new_cells(self.spans)]
-        return arrays
+        return [*self.table_changes(), *(group.new_cells(self.spans) for group in self.cache.groups)]
 
     def set_device_arrays(self, arrays: Sequence[Tensor]) -> None:
         """Use the copies of `device_arrays` on the device: `store_kv` and `segments` then need no other copy."""
-        for at, group in enumerate(self.cache.groups):
-            assert group.device_table is not None, "cells in CPU memory"
-            entries, cells, new = arrays[3 * at : 3 * at + 3]
-            group.device_table.write(entries, cells)
-            self._new_cells_by_group[group] = new
+        groups = self.cache.groups
+        self.write_table_changes(arrays[: -len(groups)])
+        self._new_cells_by_group |= zip(groups, arrays[-len(groups) :], strict=True)
+
+    def table_changes(self) -> list[NDArray[np.int64]]:
+        """The changes of the tables. From now on segments are views of the tables on the device."""
+        self._by_device_table = True
+        return [array for group in self.cache.groups for array in _device_table(group).changes()]
+
+    def write_table_changes(self, changes: Sequence[Tensor]) -> None:
+        """Write the copies of `table_changes` on the device."""
+        for group, entries, cells in zip(self.cache.groups, changes[::2], changes[1::2], strict=True):
+            _device_table(group).write(entries, cells)
 
     def group_cells(self, group: AttentionGroup) -> ForwardCells:
         """The cells of the batch in a group, from which a RepeatedForward can be made."""
@@ -182,7 +189,8 @@ class Forward:
     def _attended_cells(self, group: AttentionGroup, at: int) -> CellIndex:
         """The cells that the tokens of the span with index `at` attend to."""
         span = self.spans[at]
-        return group.cells_from(span.slot, group.spec.attention_range.oldest_visible(span.start))
+        oldest = group.spec.attention_range.oldest_visible(span.start)
+        return group.cells_from(span.slot, oldest, by_device_table=self._by_device_table)
 
     def _new_cells(self, group: AttentionGroup) -> CellIndex:
         """The cells of the batch's tokens, in the order of the batch."""
@@ -214,3 +222,8 @@ class RepeatedForward(Forward):
 
     def _new_cells(self, group: AttentionGroup) -> CellIndex:
         return self._cells[group].new
+
+
+def _device_table(group: AttentionGroup) -> DeviceTable:
+    assert group.device_table is not None, "cells in CPU memory"
+    return group.device_table

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-_WORD_BYTES = 8
+# Kernels are compiled for the alignment of their pointers, so each array begins at a multiple of this number of bytes.
+_ALIGNMENT = 16
 
 
 class StagingBuffer:
@@ -18,31 +20,31 @@ class StagingBuffer:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._words = torch.empty(0, dtype=torch.long)
+        self._bytes = torch.empty(0, dtype=torch.uint8)
         self._copied: torch.cuda.Event | None = None
 
     def upload(self, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
-        """The arrays as tensors of the device, by one copy. The bytes of each are a multiple of 8."""
+        """The arrays as tensors of the device, by one copy; each begins at a multiple of 16 bytes."""
         if not arrays:
             return []
-        sizes = [array.nbytes // _WORD_BYTES for array in arrays]
-        words = self._reserve(sum(sizes))
-        torch.cat([_words(array) for array in arrays], out=words)
-        on_device = words.to(self.device, non_blocking=True)
+        starts = [*accumulate((-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays), initial=0)]
+        staged = self._reserve(starts[-1])
+        for start, array in zip(starts, arrays, strict=False):
+            _part(staged, start, array).numpy()[...] = array
+        on_device = staged.to(self.device, non_blocking=True)
         if self._copied is not None:
             self._copied.record()
-        parts = torch.split(on_device, sizes)
-        return [part.view(_dtype(array)).view(array.shape) for part, array in zip(parts, arrays, strict=True)]
+        return [_part(on_device, start, array) for start, array in zip(starts, arrays, strict=False)]
 
     def _reserve(self, size: int) -> Tensor:
-        """Memory for `size` words, after the end of the copy before."""
+        """Memory for `size` bytes, after the end of the copy before."""
         if self._copied is not None:
             self._copied.synchronize()
-        if len(self._words) < size:
+        if len(self._bytes) < size:
             is_cuda = self.device.type == "cuda"
-            self._words = torch.empty(2 * size, dtype=torch.long, pin_memory=is_cuda)
+            self._bytes = torch.empty(2 * size, dtype=torch.uint8, pin_memory=is_cuda)
             self._copied = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
-        return self._words[:size]
+        return self._bytes[:size]
 
 
 def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
@@ -53,9 +55,7 @@ def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
     return tensor.to(device, copy=True)
 
 
-def _words(array: NDArray[Any]) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array).reshape(-1).view(np.int64))
-
-
-def _dtype(array: NDArray[Any]) -> torch.dtype:
-    return torch.from_numpy(np.empty(0, array.dtype)).dtype
+def _part(block: Tensor, start: int, array: NDArray[Any]) -> Tensor:
+    """The bytes from `start` on, with the type and the shape of an array."""
+    dtype = torch.from_numpy(np.empty(0, array.dtype)).dtype
+    return block[start : start + array.nbytes].view(dtype).view(array.shape)

@@ -49,21 +49,8 @@ def load_draft(
     if name is None:
         return None
     context, slots = min(target.capacity, read_max_context(name, resolve(name))), target.info.slots
-    settings = replace(
-        config,
-        model=name,
-        quantize=config.draft_quantize or config.quantize,
-        # The draft model itself has no drafter, and none of its settings.
-        drafter="none",
-        draft_model=None,
-        draft_quantize=None,
-        context=context,
-        slots=slots,
-        cells=min(context * slots, target.memory.cells),
-        threads=torch.get_num_threads(),
-        # Rank 0 drafts alone.
-        tensor_parallel=1,
-    )
+    own = config.for_draft(name, context=context, slots=slots, cells=min(context * slots, target.memory.cells))
+    settings = replace(own, threads=torch.get_num_threads())
     # The model's cache is planned but not allocated yet.
     reserved = target.memory.cache_bytes + target.memory.workspace_bytes
     try:

@@ -64,7 +64,7 @@ class ModelDrafter:
     def _run_draft_loop(
         self, requests: Sequence[DraftRequest], slots: Sequence[DraftSlot], missing: NextTokens
     ) -> dict[int, list[int]]:
-        """Drafts by the number of the request, all positions in one call of the runner; none where it has no such."""
+        """Drafts by the number of the request, all positions in one call of the runner; empty without a loop."""
         if not missing or not isinstance(self._runner, DraftLoopRunner):
             return {}
         inputs = [self._loop_input(requests[at], slots[at], tokens) for at, tokens in missing.items()]

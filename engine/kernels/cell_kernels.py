@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.kernels.latent import LatentProjection
@@ -13,7 +15,7 @@ from engine.types.request import MlaMode
 from kvcache.forward import Segment
 from kvcache.kv_buffer import CellIndex, LayerKV
 from kvcache.row_forward import RowCells
-from kvcache.spec import AttentionRange
+from kvcache.spec import AttentionRange, GroupSpec
 
 
 class KernelUnavailable(Exception):
@@ -60,3 +62,13 @@ class CellKernels(AttentionFunction, ABC):
     @abstractmethod
     def store(self, keys: LayerKV, values: LayerKV, cells: CellIndex, key_rows: Tensor, value_rows: Tensor) -> None:
         """See kvcache.kv_buffer.store_rows."""
+
+    def batch_arrays(self, groups: Iterable[tuple[GroupSpec, Sequence[Segment]]], rows: int) -> list[NDArray[np.int32]]:
+        """Tables of the segments of a batch with `rows` rows, for the device; see `set_batch_arrays`.
+
+        They are those of layers that an earlier batch had. Tables of other layers are copied when a layer needs them.
+        """
+        return []
+
+    def set_batch_arrays(self, arrays: Sequence[Tensor]) -> None:
+        """Use the copies of the last `batch_arrays` on the device."""

@@ -39,6 +39,33 @@ class LatentProjection:
         return self.keys.shape[-1]
 
 
+@dataclass(frozen=True, slots=True)
+class AbsorptionRule:
+    """The segments with absorbed projections; with mode "auto" the algorithm of each has fewer multiplications.
+
+    latent_width    columns of a latent
+    expanded_width  columns of the key and the value of a head, both from the latent
+    """
+
+    latent_width: int
+    expanded_width: int
+    mode: MlaMode
+
+    @classmethod
+    def of(cls, projection: LatentProjection, mode: MlaMode) -> AbsorptionRule:
+        """The rule of the layers with projections of these shapes."""
+        return cls(projection.latent_width, projection.keys.shape[1] + projection.values.shape[1], mode)
+
+    def applies(self, segment: Segment) -> bool:
+        """Whether the projections of a segment are absorbed."""
+        if self.mode != "auto":
+            return self.mode == "absorb"
+        rows, before = segment.batch_slice.stop - segment.batch_slice.start, segment.start - segment.oldest_visible
+        expansion = self.latent_width * self.expanded_width
+        multiplications = 2 * self.latent_width - self.expanded_width + expansion / (before + rows)
+        return bool(rows * multiplications <= expansion)
+
+
 def attend(
     query: Tensor,
     cells: LayerKV,
@@ -57,21 +84,12 @@ def attend(
     """
     heads, rows = query.shape[:2]
     output = query.new_empty(rows, heads, projection.values.shape[1])
+    rule = AbsorptionRule.of(projection, mode)
     for segment in segments:
-        compute = _absorbed if is_absorbed(segment, projection, mode) else _expanded
+        compute = _absorbed if rule.applies(segment) else _expanded
         own = query[:, segment.batch_slice]
         output[segment.batch_slice] = compute(own, cells, segment, attention_range, projection, scale)
     return output
-
-
-def is_absorbed(segment: Segment, projection: LatentProjection, mode: MlaMode) -> bool:
-    """Whether the projections of a segment are absorbed; with mode "auto" the algorithm with fewer multiplications."""
-    if mode != "auto":
-        return mode == "absorb"
-    rows, before = segment.batch_slice.stop - segment.batch_slice.start, segment.start - segment.oldest_visible
-    latent, width = projection.latent_width, projection.keys.shape[1] + projection.values.shape[1]
-    expansion = latent * width
-    return bool(rows * (2 * latent - width + expansion / (before + rows)) <= expansion)
 
 
 def absorb_keys(query: Tensor, projection: LatentProjection) -> Tensor:

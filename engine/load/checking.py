@@ -167,9 +167,9 @@ class ModelChecks:
         """See ModelInfo. Models that quantise rows are made batch invariant too, as they amplify rounding; the result
         is checked. Raises ModelUnsupported.
         """
-        native, is_wanted = isinstance(runner, NativeRunner), self._config.batch_invariant
+        native, is_required = isinstance(runner, NativeRunner), self._config.batch_invariant
         quantises_rows = format is not None and self._config.device == "cpu"
-        if self._dtype == torch.float64 or not (quantises_rows or (is_wanted and not native)):
+        if self._dtype == torch.float64 or not (quantises_rows or (is_required and not native)):
             return native
         runner.make_invariant(self._row_invariant())
         if passed is not None and passed.batch_invariant and passed.native == native:
@@ -177,7 +177,7 @@ class ModelChecks:
         if is_batch_invariant(runner, self._model, self._traits):
             return True
         name = self._config.model or BUNDLED_NAME
-        if is_wanted:
+        if is_required:
             raise ModelUnsupported(name, "its logits change with the batch; leave out --batch-invariant")
         log.warning(
             "%s is not batch invariant when quantised: batches, chunks and prefix hits may change a completion", name
@@ -231,7 +231,7 @@ def _outcome_file(
     """
     if is_small(checkpoint.path) or config.tensor_parallel > 1:
         return None
-    settings: tuple[object, ...] = (config.device, config.kernels, config.mla, config.context)
+    settings: tuple[object, ...] = (config.device, config.kernels, config.mla)
     settings += (config.quantize == "none", config.dtype, config.batch_invariant)
     kernel = getattr(attend, "__qualname__", type(attend).__qualname__)
     return OutcomeFile((weights, checkpoint.configuration, settings, kernel))

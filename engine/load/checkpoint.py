@@ -20,7 +20,7 @@ from engine.errors import ModelMissing
 from engine.gguf.config import is_language_model
 from engine.gguf.container import GgufError, GgufModel, Metadata, read_metadata, read_model, shard_files
 from engine.load.file_kind import GGUF_FILE, JSON_FILE, SAFETENSORS_FILE, file_kind
-from engine.load.hub import CONSOLIDATED_FILES, download, download_headers
+from engine.load.hub import CONSOLIDATED_FILES, NAME_FORMAT, download, download_headers
 from engine.load.resources import processor_count
 
 # Errors that transformers raises for a broken checkpoint. The last two derive from Exception directly.
@@ -67,8 +67,7 @@ def resolve(model: str | None, download_files: Callable[[str], Path] = download)
     except (OSError, RuntimeError) as error:
         raise ModelMissing(model, error_line(error)) from error
     if model.partition(":")[0].count("/") != 1 or model.startswith((".", "/", "~")):
-        reason = "there is no such folder, and a name on the hub looks like organisation/model, as in Qwen/Qwen3-0.6B"
-        raise ModelMissing(model, reason)
+        raise ModelMissing(model, f"there is no such folder, and {NAME_FORMAT}")
     found = download_files(model)
     if found.is_file():
         return _model_file(model, found)

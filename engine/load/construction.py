@@ -13,6 +13,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from transformers.initialization import no_init_weights
 
+from engine.load.meta_kernels import import_meta_kernels
+
 Result = TypeVar("Result")
 
 # Functions that make the small tensors of a constructor from numbers.
@@ -44,5 +46,6 @@ def construct(read: Callable[[], Result]) -> Result:
         with no_init_weights(), _NumbersOnCpu():
             return read()
     except RuntimeError:
-        # The constructor combines such a tensor with one on the meta device.
+        # The constructor combines such a tensor with one on the meta device, or needs a kernel in Python.
+        import_meta_kernels()
         return read()

@@ -31,7 +31,8 @@ class DeviceMemory:
 def resolve_device(config: EngineConfig) -> EngineConfig:
     """The settings with the device cpu or a GPU that is there, and its defaults. Raises DeviceUnavailable."""
     if config.device == "auto":
-        config = replace(config, device="cuda" if torch.cuda.is_available() else "cpu")
+        has_gpu = torch.cuda.is_available()
+        config = replace(config, device="cuda" if has_gpu else "cpu", compile=config.compile and has_gpu)
     if config.device == "cpu":
         return config
     reason = _unavailable_reason(config.device)

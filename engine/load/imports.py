@@ -1,5 +1,5 @@
-"""Imports transformers without the parts of torch for compilation and distributed runs, and without a scan of its
-models (import_structure.py).
+"""Imports torch and transformers without the parts of torch for compilation and distributed runs, and without a scan of
+the models of transformers (import_structure.py).
 
 transformers imports torch._dynamo for decorators of compiled models, and torch.distributed.tensor for isinstance
 checks; both import sympy, 880 modules in all. Measured: 0.9 s of the 2.9 s of the engine's imports.
@@ -15,9 +15,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import torch
-
 from engine.load.import_structure import install_stored_structure
+from engine.load.meta_kernels import import_meta_kernels, import_torch
 
 _DYNAMO = "torch._dynamo"
 # Imported for every model (transformers.masking_utils) without use of the package.
@@ -40,12 +39,14 @@ class _LazyDynamo(ModuleType):
 
 
 def import_transformers(*, distributed: bool = False) -> None:
-    """Import the base of transformers; call it before any other module imports transformers.
+    """Import torch and the base of transformers; call it before any other module imports them.
 
     distributed  with the parts for distributed runs, which tensor parallelism requires
 
     Has no effect if torch._dynamo is imported already.
     """
+    if not distributed:
+        import_torch()
     if _DYNAMO not in sys.modules:
         _install_lazy_dynamo()
     install_stored_structure()
@@ -70,6 +71,7 @@ def _install_lazy_dynamo() -> None:
 
 def _execute(module: ModuleType) -> None:
     """Execute a package as its first import does."""
+    import_meta_kernels()
     spec = module.__spec__
     assert spec is not None
     assert spec.loader is not None
@@ -86,6 +88,7 @@ def _unchanged(function: Any = None, *_: Any, **__: Any) -> Any:
 
 def _without_distributed() -> None:
     """Make transformers detect no torch.distributed, as with builds of torch that lack it."""
+    import torch
     from transformers.utils import is_torch_distributed_available
 
     available = torch.distributed.is_available

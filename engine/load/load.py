@@ -21,19 +21,14 @@ from transformers import AutoConfig
 
 from engine.config import BUNDLED_NAME, EngineConfig
 from engine.errors import ModelUnsupported
-from engine.gguf.matrices import FileMatrices
 from engine.grammar.compiler import GrammarCompiler
-from engine.kernels import dispatch
-from engine.kernels.blocks import TorchBlocks
 from engine.load.checking import EarlierChecks, ModelChecks, log_margins, read_earlier_checks
 from engine.load.checkpoint import (
     READ_ERRORS,
     Checkpoint,
-    broken_weights_reason,
     default_threads,
     error_line,
     fingerprint,
-    incomplete_weights_reason,
     is_gguf,
     is_small,
     missing_weights_reason,
@@ -41,21 +36,23 @@ from engine.load.checkpoint import (
     resolve,
     weight_files,
 )
-from engine.load.construction import construct
 from engine.load.device import has_bfloat16, use_device
-from engine.load.gguf_model import gguf_config, gguf_model
+from engine.load.fusion import fuse
+from engine.load.gguf_model import gguf_config
 from engine.load.layers import LayersToQuantize, QuantizedLayers, quantize_layers
 from engine.load.memory import max_fitting_context, model_sizes, plan_memory, rank_bytes
 from engine.load.resources import release_freed_memory
-from engine.load.skeleton import install_hooks, install_rope, make_skeleton, model_class
+from engine.load.skeleton import install_hooks, install_rope, make_skeleton
 from engine.load.tokenizer_cache import read_tokenizer
 from engine.load.weight_bars import reported_weights
+from engine.load.weights import read_model
 from engine.model.device_runner import DeviceRunner
 from engine.model.encoder import Encoder, has_encoder
 from engine.model.layers import CachedLayer, state_bytes
 from engine.model.margins import Margin, recording
-from engine.model.model_runner import ModelRunner
+from engine.model.model_runner import LocalRunner, ModelRunner
 from engine.model.rope import RopeSwitch
+from engine.model.runner import PackedRunner
 from engine.native.step_library import step_variants
 from engine.quantize.plan import QuantizationPlanNames
 from engine.quantize.quantize import bytes_of, estimate
@@ -65,9 +62,6 @@ from kvcache.cell_pool import CellArray
 
 log = logging.getLogger("cellar.engine")
 
-# Weight formats without a kernel here, with the bits of a weight and its share of scales: in MXFP4, 32 weights share a
-# scale of 8 bits.
-_DEQUANTIZED_FORMATS = {"mxfp4": ("MXFP4", 4.25), "fp8": ("FP8", 8.0)}
 # Encoder entries have at most the available memory divided by it.
 _ENCODER_MEMORY_DIVISOR = 8
 # Context in tokens of a model without a limit.
@@ -144,7 +138,7 @@ def _load(config: EngineConfig, on_phase: Callable[[str], None], reserved_bytes:
     reading = _start_tokenizer(name, checkpoint, model_config.get_text_config().vocab_size)
     on_phase("weights")
     earlier = _read_earlier_checks(name, config, checkpoint, dtype, kv_dtype)
-    model, matrices = _read_model(name, checkpoint, model_config, config, earlier)
+    model, matrices = read_model(name, checkpoint, model_config, config, earlier)
     text_config = model.config.get_text_config()
     parameters = sum(parameter.numel() for parameter in model.parameters())
     quantises, on_cpu = config.quantize != "none" or matrices is not None, config.device == "cpu"
@@ -162,8 +156,9 @@ def _load(config: EngineConfig, on_phase: Callable[[str], None], reserved_bytes:
     checks.find_runner(name)
     on_phase("quantize" if quantises and on_cpu else "native step")
     quantised = quantize_layers(config, layers, checks.quantization_plan()) if on_cpu else quantised
-    selection, invariant = checks.select(quantised.format, context=config.context or max_context(text_config))
+    selection, invariant = checks.select(quantised.format, context=max_context(text_config))
     compute_dtype = torch.float32 if selection.reason is None else dtype
+    _fuse(config, selection.runner, text_config.vocab_size, on_phase)
     sizes = model_sizes(
         config,
         text_config,
@@ -198,7 +193,6 @@ def _load(config: EngineConfig, on_phase: Callable[[str], None], reserved_bytes:
         quantization_estimate=_quantization_estimate(config, model, available, quantised.format),
     )
     ends = _end_tokens(model, tokenizer)
-    grammars = GrammarCompiler(tokenizer, vocabulary_size=text_config.vocab_size, end_tokens=ends)
     loaded = LoadedModel(
         model=model,
         tokenizer=tokenizer,
@@ -209,7 +203,7 @@ def _load(config: EngineConfig, on_phase: Callable[[str], None], reserved_bytes:
         dtype=dtype,
         kv_dtype=kv_dtype,
         eos=ends,
-        grammars=grammars,
+        grammars=GrammarCompiler(tokenizer, vocabulary_size=text_config.vocab_size, end_tokens=ends),
         encoder=encoder,
     )
     return replace(loaded, identity=_identity(checkpoint, loaded, quantised.key))
@@ -231,6 +225,13 @@ def _move_to_device(
     quantised = quantize_layers(config, layers, plan)
     layers.model.to(config.device)
     return quantised
+
+
+def _fuse(config: EngineConfig, runner: LocalRunner, vocabulary: int, on_phase: Callable[[str], None]) -> None:
+    """Compile functions of a packed model, by the settings."""
+    if config.compile and isinstance(runner, PackedRunner):
+        on_phase("compile")
+        fuse(runner.model, vocabulary)
 
 
 def _plan_names(name: str, model_config: Any, dtype: torch.dtype) -> QuantizationPlanNames:
@@ -324,74 +325,6 @@ def _read_earlier_checks(
     except OSError as error:
         raise ModelUnsupported(name, error_line(error)) from error
     return read_earlier_checks(settings, checkpoint, digest, dtype, kv_dtype)
-
-
-def _read_model(
-    name: str, checkpoint: Checkpoint, config: Any, settings: EngineConfig, earlier: EarlierChecks
-) -> tuple[Any, FileMatrices | None]:
-    """The model in CPU memory, and the quantised matrices of its file that replace layers. Raises ModelUnsupported."""
-    # Another dtype or format is that of all weights.
-    dtype, keeps = earlier.dtype, keeps_formats(settings)
-    repacked = earlier.quantised if keeps else None
-    try:
-        if checkpoint.gguf is None:
-            model, report = _read_weights(name, checkpoint.path, config, dtype, settings.tensor_parallel)
-            matrices = None
-        else:
-            reader = TorchBlocks() if settings.kernels == "torch" else dispatch.best_blocks()
-            model, report, matrices = gguf_model(checkpoint.gguf, config, dtype, repacked, reader=reader, defers=keeps)
-    except READ_ERRORS as error:
-        raise ModelUnsupported(name, broken_weights_reason(checkpoint.path) or error_line(error)) from error
-    if (reason := incomplete_weights_reason(report)) is not None:
-        raise ModelUnsupported(name, reason)
-    if dtype == torch.float64:
-        # The default, a grouped matrix product, does not support float64.
-        model.set_experts_implementation("eager")
-    kept = matrices if matrices is not None and matrices.quantised and keeps else None
-    return model.eval().requires_grad_(False), kept
-
-
-def keeps_formats(settings: EngineConfig) -> bool:
-    """Whether the quantised matrices of a GGUF file keep their formats."""
-    return settings.quantize in ("none", "auto") and settings.dtype == "auto"
-
-
-def _read_weights(name: str, path: Path, config: Any, dtype: torch.dtype, ranks: int) -> tuple[Any, dict[str, Any]]:
-    """The model with the weights of a folder, and the report of transformers on them. Raises READ_ERRORS.
-
-    ranks  processes that each read their part of the weights
-    """
-    _dequantize(name, path, config, dtype)
-    read = partial(
-        model_class(config).from_pretrained,
-        path,
-        config=config,
-        dtype=dtype,
-        trust_remote_code=False,
-        use_safetensors=True,
-        attn_implementation="eager",
-        output_loading_info=True,
-        distributed_config={"tp_size": ranks} if ranks > 1 else None,
-    )
-    model, report = construct(read)
-    return model, report
-
-
-def _dequantize(name: str, folder: Path, config: Any, dtype: torch.dtype) -> None:
-    """Have transformers dequantise weights in a format without a kernel here."""
-    stored = getattr(config, "quantization_config", None)
-    if not isinstance(stored, dict) or stored.get("quant_method") not in _DEQUANTIZED_FORMATS:
-        return
-    kind, bits = _DEQUANTIZED_FORMATS[stored["quant_method"]]
-    stored["dequantize"] = True
-    size = sum(file.stat().st_size for file in weight_files(folder)) * torch.finfo(dtype).bits / bits
-    log.warning(
-        "%s has weights in %s: they are read as %s, which takes about %.1f GiB; --quantize makes them smaller",
-        name,
-        kind,
-        str(dtype).removeprefix("torch."),
-        size / 2**30,
-    )
 
 
 def _encoder(name: str, model: Any, *, budget_bytes: int) -> Encoder | None:

@@ -34,6 +34,8 @@ STATE_SHARE = 1 / 8
 # Memory of a recorded step beside its activations, which all of them share: estimated from the published figures of
 # other servers.
 _GRAPH_BYTES = 16 * 2**20
+# The entry of a token in the cell table of a group, on a device.
+_TABLE_ENTRY_BYTES = 8
 # Temporary memory of a logit: on a CPU of each token of a step, on other devices of each sequence, with sorted copies.
 _LOGIT_BYTES, _DEVICE_LOGIT_BYTES = 8, 64
 
@@ -211,17 +213,32 @@ def memory_plan(config: EngineConfig, sizes: ModelSizes, available: int, context
 
 
 def _workspace_bytes(config: EngineConfig, sizes: ModelSizes, slots: int) -> int:
-    """Temporary memory of a step, and on a device that of recorded steps and of the pool of recurrent states."""
+    """Temporary memory of a step, and on a device the fixed memory of all steps."""
     step = sizes.activation_bytes * max_batch_tokens(config, slots) + sizes.sampling_bytes * slots
-    states = sizes.state_bytes * StatePool.rows(slots)
-    if config.device == "cpu" or config.enforce_eager:
-        return step + states
-    graphs = [*all_sizes(recorded_tokens(config, slots), config.context or sizes.max_context)]
-    return step + states + len(graphs) * _GRAPH_BYTES + max(graphs)[0] * (sizes.activation_bytes + sizes.sampling_bytes)
+    return step if config.device == "cpu" else step + _device_bytes(config, sizes, slots)
+
+
+def _device_bytes(config: EngineConfig, sizes: ModelSizes, slots: int) -> int:
+    """Memory of recorded steps, of cell tables and of the pool of recurrent states."""
+    context = config.context or sizes.max_context
+    tables = _TABLE_ENTRY_BYTES * slots * context * len(group_layers(sizes.layers))
+    fixed = tables + sizes.state_bytes * StatePool.rows(slots)
+    if config.enforce_eager:
+        return fixed
+    steps = [*all_sizes(recorded_tokens(config, slots), context)]
+    # Draft loops have steps of their own.
+    has_loops = config.is_draft and not sizes.state_bytes
+    count = len(steps) + (len([*all_sizes(slots, context)]) if has_loops else 0)
+    return fixed + count * _GRAPH_BYTES + max(steps)[0] * (sizes.activation_bytes + sizes.sampling_bytes)
 
 
 def recorded_tokens(config: EngineConfig, slots: int) -> int:
-    """The tokens of the largest recorded step: with drafts a sequence has several."""
+    """The tokens of the largest recorded step: with drafts a sequence has several.
+
+    A draft model computes the last draft token and the token behind it where all tokens of a draft were accepted.
+    """
+    if config.is_draft:
+        return min(2 * slots, BATCH_SIZES[-1])
     most = MAX_DRAFT_TOKENS if config.draft_tokens is None else config.draft_tokens
     return min(slots * (1 if config.drafter == "none" else 1 + most), BATCH_SIZES[-1])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from engine.config import EngineConfig
 from engine.load.load import LoadedModel
@@ -32,7 +33,7 @@ def record_steps(
         return
     on_phase("graphs")
     began, free, count = time.monotonic(), available_bytes(config), 0
-    tokens = cache.slots if draft_vocabulary else recorded_tokens(config, cache.slots)
+    tokens = recorded_tokens(replace(config, is_draft=draft_vocabulary > 0), cache.slots)
     for count, total in loaded.runner.record_all(cache, tokens, draft_vocabulary):
         report_progress("graphs", count, total)
     used = max(free - available_bytes(config), 0)

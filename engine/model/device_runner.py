@@ -10,11 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.kernels.cell_kernels import CellKernels
 from engine.model.encoder_mask import EncoderMask
 from engine.model.runner import BatchInputs, PackedRunner, single_rows
-from engine.sample.device_sampler import DeviceSampler
+from engine.sample.device_sampler import DeviceReport, DeviceSampler
 from engine.sample.device_sampling import SamplingBatch, sample_batch
-from engine.sample.sampler import SamplingContext
+from engine.sample.logprobs import LogprobQuery
+from engine.sample.sampler import LogitReport, SamplingContext
 from kvcache.forward import Forward
 from kvcache.row_forward import StateRows, batch_positions
 from kvcache.staging import StagingBuffer
@@ -26,7 +28,7 @@ class DeviceRunner(PackedRunner):
     def __init__(self, model: Any, *args: Any, **settings: Any) -> None:
         super().__init__(model, *args, **settings)
         self._staging = StagingBuffer(self._device)
-        self.sampler = DeviceSampler(self._staging)
+        self.sampler = self._device_sampler = DeviceSampler(self._staging)
         self._vocabulary = int(model.config.get_text_config().vocab_size)
 
     def run_and_sample(
@@ -42,6 +44,23 @@ class DeviceRunner(PackedRunner):
         inputs, arrays = self._upload(forward, tokens, logit_rows, list(batch.arrays.values()))
         return sample_batch(self._run(forward, inputs, encoder_masks), batch, arrays)
 
+    def run_and_report(
+        self,
+        forward: Forward,
+        tokens: Sequence[int],
+        logit_rows: Sequence[int],
+        encoder_masks: Sequence[EncoderMask | None],
+        sampled_rows: Sequence[int],
+        queries: Sequence[LogprobQuery],
+    ) -> LogitReport:
+        """See ModelRunner."""
+
+        def compute(arrays: Sequence[NDArray[Any]]) -> tuple[Tensor, list[Tensor]]:
+            inputs, copies = self._upload(forward, tokens, logit_rows, arrays)
+            return self._run(forward, inputs, encoder_masks), copies
+
+        return DeviceReport(self._device_sampler, compute, self._vocabulary, sampled_rows, queries)
+
     def _inputs(self, forward: Forward, tokens: Sequence[int], logit_rows: Sequence[int]) -> BatchInputs:
         return self._upload(forward, tokens, logit_rows, [])[0]
 
@@ -54,8 +73,18 @@ class DeviceRunner(PackedRunner):
         state_rows = [np.asarray([*single], np.int64), *forward.token_state_rows([*single.values()])]
         own = [np.asarray(tokens, np.int64), batch_positions(forward.spans), np.asarray(logit_rows, np.int64)]
         cells = forward.device_arrays()
-        parts = iter(self._staging.upload([*own, *state_rows, *cells, *more]))
+        tables = self._table_arrays(forward)
+        parts = iter(self._staging.upload([*own, *state_rows, *cells, *tables, *more]))
         batch_tokens, positions, rows = islice(parts, len(own))
         states = StateRows(*islice(parts, len(state_rows)))
         forward.set_device_arrays([*islice(parts, len(cells))])
+        if tables and isinstance(self._attend, CellKernels):
+            self._attend.set_batch_arrays([*islice(parts, len(tables))])
         return BatchInputs(batch_tokens, positions, rows, states if single else None), [*parts]
+
+    def _table_arrays(self, forward: Forward) -> list[NDArray[np.int32]]:
+        """The tables of the attention kernels."""
+        if not isinstance(self._attend, CellKernels):
+            return []
+        groups = [(group.spec, forward.segments(group.spec.layers[0])) for group in forward.groups]
+        return self._attend.batch_arrays(groups, forward.batch_tokens)

@@ -180,6 +180,8 @@ class GraphRunner(DeviceRunner):
         self._cache: Cache | None = None
         self._logits: Tensor | None = None
         self._is_recordable = self.switch is None
+        # Of the first step of a draft loop: `record_all` records no larger one.
+        self._most_loop_tokens = BATCH_SIZES[-1]
 
     def run(
         self,
@@ -197,11 +199,11 @@ class GraphRunner(DeviceRunner):
         step = self._step(forward, logit_rows)
         if step is None:
             return super()._upload(forward, tokens, logit_rows, more)
-        cells = forward.device_arrays()
-        numbers, *parts = self._staging.upload([step.arrange(forward.spans, tokens), *cells, *more])
-        forward.set_device_arrays(parts[: len(cells)])
+        changes = forward.table_changes()
+        numbers, *parts = self._staging.upload([step.arrange(forward.spans, tokens), *changes, *more])
+        forward.write_table_changes(parts[: len(changes)])
         step.numbers.copy_(numbers)
-        return step.inputs, parts[len(cells) :]
+        return step.inputs, parts[len(changes) :]
 
     def _run(self, forward: Forward, inputs: BatchInputs, encoder_masks: Sequence[EncoderMask | None]) -> Tensor:
         if not isinstance(inputs, _RecordedInputs):
@@ -224,7 +226,10 @@ class GraphRunner(DeviceRunner):
         sizes = [*all_sizes(tokens, cache.capacity)]
         steps = [self._recorded_step(cache, *size) for size in sizes]
         if draft_vocabulary and cache.recurrent_states is None:
-            steps += [self._draft_step(cache, *size, draft_vocabulary) for size in sizes]
+            self._most_loop_tokens = sizes[0][0]
+            steps += [
+                self._draft_step(cache, *size, draft_vocabulary) for size in all_sizes(cache.slots, cache.capacity)
+            ]
         for number, step in enumerate(steps, 1):
             if not self._records(cache) or self._record(step) is None:
                 return
@@ -274,7 +279,7 @@ class GraphRunner(DeviceRunner):
 
     def supports_draft_loop(self, forward: Forward, first_tokens: int = 1) -> bool:
         """See DraftLoopRunner."""
-        is_small = max(first_tokens, len(forward.spans)) <= BATCH_SIZES[-1]
+        is_small = max(first_tokens, len(forward.spans)) <= self._most_loop_tokens
         return is_small and self._records(forward.cache) and forward.cache.recurrent_states is None
 
     def run_draft_loop(self, forward: Forward, inputs: Sequence[DraftLoopInput], vocabulary: int) -> list[list[int]]:
@@ -282,9 +287,9 @@ class GraphRunner(DeviceRunner):
         order = sorted(range(len(inputs)), key=lambda at: -inputs[at].count)
         loop = _DraftLoop([inputs[at] for at in order], [forward.spans[at] for at in order])
         first, later = self._loop_steps(forward, loop, vocabulary)
-        own, cells = loop.arrays(first, later), forward.device_arrays()
-        parts = self._staging.upload([*own, *cells])
-        forward.set_device_arrays(parts[len(own) :])
+        own, changes = loop.arrays(first, later), forward.table_changes()
+        parts = self._staging.upload([*own, *changes])
+        forward.write_table_changes(parts[len(own) :])
         sampled = iter(self._replay_loop(loop, first, later, parts[: len(own)]))
         drafts: list[list[int]] = [[] for _ in inputs]
         for active in loop.active:

@@ -50,7 +50,9 @@ class CalibrationBackend:
     state_bytes  of each recurrent state behind one token, by name
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tokens: int = _CALIBRATION_TOKENS) -> None:
+        """`tokens` are those of the forward."""
+        self._tokens = tokens
         self.calls: dict[int, hooks.AttentionCall] = {}
         self.state_bytes: dict[Hashable, int] = {}
 
@@ -67,7 +69,7 @@ class CalibrationBackend:
 
     def recur(self, name: Hashable, operation: hooks.RecurrentOperation) -> list[Tensor]:
         """Start every token from a zero state."""
-        outputs, states = zip(*(operation(row, row + 1, None) for row in range(_CALIBRATION_TOKENS)), strict=True)
+        outputs, states = zip(*(operation(row, row + 1, None) for row in range(self._tokens)), strict=True)
         self.state_bytes[name] = states[0].nbytes
         return list(outputs)
 
@@ -117,13 +119,15 @@ def _place(tensor: Tensor) -> Hashable:
     return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape
 
 
-def calibrate(model: Any, vocabulary: int, position: int = _OLD_POSITION) -> CalibrationBackend:
+def calibrate(
+    model: Any, vocabulary: int, position: int = _OLD_POSITION, *, tokens: int = _CALIBRATION_TOKENS
+) -> CalibrationBackend:
     """The calls of one forward of a few tokens. Raises whatever the model raises if it cannot run packed."""
     device = next(model.parameters()).device
-    backend = CalibrationBackend()
+    backend = CalibrationBackend(tokens)
     with torch.inference_mode(), hooks.use_backend(backend):
-        rows = torch.arange(_CALIBRATION_TOKENS, device=device)
-        hooks.forward(model, rows * (vocabulary // _CALIBRATION_TOKENS), torch.full_like(rows, position), rows)
+        rows = torch.arange(tokens, device=device)
+        hooks.forward(model, rows * (vocabulary // tokens), torch.full_like(rows, position), rows)
     return backend
 
 

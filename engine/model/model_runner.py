@@ -17,7 +17,8 @@ from engine.kernels.products import RowInvariantProduct
 from engine.model.encoder_mask import EncoderMask
 from engine.model.layers import CachedLayer
 from engine.model.rope import RopeSwitch
-from engine.sample.sampler import Sampler, SamplingContext
+from engine.sample.logprobs import LogprobQuery
+from engine.sample.sampler import LogitReport, Sampler, SamplingContext
 from kvcache.forward import Forward
 
 
@@ -77,6 +78,18 @@ class ModelRunner(Protocol):
     ) -> list[int | None]:
         """The token that `sampler` samples from the logits of each row; None where these are not finite."""
         return self.sampler.sample(self.run(forward, tokens, logit_rows, encoder_masks), contexts)
+
+    def run_and_report(
+        self,
+        forward: Forward,
+        tokens: Sequence[int],
+        logit_rows: Sequence[int],
+        encoder_masks: Sequence[EncoderMask | None],
+        sampled_rows: Sequence[int],
+        queries: Sequence[LogprobQuery],
+    ) -> LogitReport:
+        """The report of the logits that `run` returns; see Sampler. They may be computed by its `sample`."""
+        return self.sampler.report(self.run(forward, tokens, logit_rows, encoder_masks), sampled_rows, queries)
 
 
 class LocalRunner(ModelRunner, Protocol):

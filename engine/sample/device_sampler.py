@@ -41,37 +41,45 @@ class DeviceSampler:
 
     def report(self, logits: Tensor, rows: Sequence[int], queries: Sequence[LogprobQuery]) -> LogitReport:
         """See Sampler."""
-        return _DeviceReport(self, self._staging, logits, rows, queries)
+        return DeviceReport(
+            self, lambda arrays: (logits, self._staging.upload(arrays)), logits.shape[-1], rows, queries
+        )
 
 
-class _DeviceReport:
-    """Implements LogitReport; with rows that are sampled on the host, log-probabilities are computed after them."""
+class DeviceReport:
+    """Implements LogitReport; with rows that are sampled on the host, log-probabilities are computed after them.
+
+    compute     by arrays for the device: logits [rows, vocabulary], and copies of the arrays there
+    vocabulary  columns of the logits
+    """
 
     def __init__(
         self,
         sampler: DeviceSampler,
-        staging: StagingBuffer,
-        logits: Tensor,
+        compute: Callable[[Sequence[NDArray[Any]]], tuple[Tensor, Sequence[Tensor]]],
+        vocabulary: int,
         rows: Sequence[int],
         queries: Sequence[LogprobQuery],
     ) -> None:
-        self._staging, self._logits = staging, logits
+        self._sampler, self._compute, self._vocabulary = sampler, compute, vocabulary
         self._rows, self._queries = rows, queries
-        self._on_host = HostReport(sampler, logits, rows)
-        self._top = min(max((query.top_count for query in queries), default=0), logits.shape[-1])
+        self._top = min(max((query.top_count for query in queries), default=0), vocabulary)
         self._labels = max((len(query.labels) for query in queries), default=0)
-        # By row; None: before `sample`, or computed on the host.
-        self._answers: dict[int, list[float]] | None = None
+        # After `sample` one of both: answers by row, or the logits with rows that are sampled on the host.
+        self._answers: dict[int, list[float]] = {}
+        self._on_host: HostReport | None = None
 
     def sample(self, contexts: Sequence[SamplingContext]) -> list[int | None]:
         """See LogitReport."""
-        batch = SamplingBatch(contexts, self._logits.shape[-1])
+        batch = SamplingBatch(contexts, self._vocabulary)
         if batch.host_rows:
+            self._on_host = HostReport(self._sampler, self._compute([])[0], self._rows)
             return self._on_host.sample(contexts)
         own = [np.asarray(self._rows, np.int64), *self._query_arrays()]
-        rows, queried, tokens, labels, *arrays = self._staging.upload([*own, *batch.arrays.values()])
-        sampled = sample_rows(self._logits.index_select(0, rows), batch, arrays)
-        answers = self._answer(queried, tokens, labels, sampled)
+        logits, copies = self._compute([*own, *batch.arrays.values()])
+        rows, queried, tokens, labels, *arrays = copies
+        sampled = sample_rows(logits.index_select(0, rows), batch, arrays)
+        answers = self._answer(logits.index_select(0, queried), tokens, labels, sampled)
         numbers = torch.cat((sampled.double(), answers.flatten())).tolist()
         width = answers.shape[-1]
         starts = range(len(contexts), len(numbers), width)
@@ -84,7 +92,7 @@ class _DeviceReport:
         self, queries: Sequence[LogprobQuery], describe: Callable[[int, float], Logprob]
     ) -> Iterator[TokenLogprob | None]:
         """See LogitReport."""
-        if self._answers is None:
+        if self._on_host is not None:
             yield from self._on_host.token_logprobs(queries, describe)
             return
         for query in queries:
@@ -114,9 +122,9 @@ class _DeviceReport:
             np.asarray(labels, np.int64).reshape(len(self._queries), self._labels),
         )
 
-    def _answer(self, rows: Tensor, tokens: Tensor, labels: Tensor, sampled: Tensor) -> Tensor:
+    def _answer(self, logits: Tensor, tokens: Tensor, labels: Tensor, sampled: Tensor) -> Tensor:
         """For each query the log-probabilities of its token and labels, the largest ones, and their tokens."""
-        logprobs = at_least_float32(self._logits.index_select(0, rows)).log_softmax(-1)
+        logprobs = at_least_float32(logits).log_softmax(-1)
         number, token = tokens
         if len(sampled):
             drawn = sampled.index_select(0, number.clamp_min(0)).clamp_min(0)

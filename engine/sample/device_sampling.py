@@ -20,7 +20,7 @@ from engine.sample.logprobs import at_least_float32
 from engine.sample.noise import MAX_NOISE, MIN_NOISE
 from engine.sample.sampler import SamplingContext, as_int64, sample_tokens
 
-# Draft tokens of requests with top-k or top-p are among as many of the largest logits.
+# Draft tokens of requests with top-k or top-p are among this number of largest logits.
 _DRAFT_WIDTH = 64
 # Bytes of a row of token bits are a multiple of it.
 _WORD_BYTES = 8
@@ -152,8 +152,8 @@ def _add_bias(logits: Tensor, arrays: Mapping[str, Tensor]) -> None:
 
 def _penalise(logits: Tensor, arrays: Mapping[str, Tensor]) -> None:
     """Repetition, frequency and presence penalties."""
-    rows, tokens, counts = arrays["penalties"]
-    repetition, frequency, presence = arrays["penalty_factors"]
+    rows, tokens, counts = arrays["penalties"].long()
+    repetition, frequency, presence = arrays["penalty_factors"].index_select(1, rows)
     values, factor = logits[rows, tokens], repetition.to(logits.dtype)
     values = torch.where(values > 0, values / factor, values * factor)
     penalty = frequency.float() * counts.float() + presence.float() * (counts > 0).float()
@@ -209,15 +209,15 @@ def _bias_arrays(contexts: Iterable[SamplingContext]) -> dict[str, NDArray[Any]]
 
 
 def _penalty_arrays(contexts: Iterable[SamplingContext]) -> dict[str, NDArray[Any]]:
-    """Rows, tokens and counts of tokens with penalties; repetition, frequency and presence penalties."""
-    entries, factors = [np.empty((3, 0), np.int64)], [np.empty((3, 0))]
+    """Rows, tokens and counts of tokens with penalties; repetition, frequency and presence penalties of all rows."""
+    entries, factors = [np.empty((3, 0), np.int32)], []
     for row, context in enumerate(contexts):
         tokens, counts = context.history.token_counts()
         params = context.params
-        penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
-        entries.append(np.stack([np.full(len(tokens), row), tokens, counts]))
-        factors.append(np.repeat(np.asarray(penalties)[:, None], len(tokens), axis=1))
-    return {"penalties": np.concatenate(entries, axis=1), "penalty_factors": np.concatenate(factors, axis=1)}
+        entries.append(np.stack([np.full(len(tokens), row, np.int32), tokens.astype(np.int32), counts]))
+        factors.append((params.repetition_penalty, params.frequency_penalty, params.presence_penalty))
+    penalised = np.concatenate(entries, axis=1)
+    return {"penalties": penalised, "penalty_factors": np.asarray(factors if penalised.size else [], np.float64).T}
 
 
 def _dry_arrays(contexts: Iterable[SamplingContext]) -> dict[str, NDArray[Any]]:

@@ -108,14 +108,14 @@ class Stepper:
         tokens = [token for each in scheduled for token in each.batch_tokens]
         logit_rows = [row for one in slices for row in one.logit_tokens]
         hidden_rows = [row for one in slices for row in one.pooled_tokens]
+        rows = [row for one in slices for row in one.sampled_rows]
+        queries = [query for one in slices for query in (*_score_queries(one), *_sampled_row_queries(one))]
         states = None
         if hidden_rows:
             logits, states = self._runner.run_with_hidden_states(forward, tokens, logit_rows, hidden_rows, masks)
+            report = self._runner.sampler.report(logits, rows, queries)
         else:
-            logits = self._runner.run(forward, tokens, logit_rows, masks)
-        rows = [row for one in slices for row in one.sampled_rows]
-        queries = [query for one in slices for query in (*_score_queries(one), *_sampled_row_queries(one))]
-        report = self._runner.sampler.report(logits, rows, queries)
+            report = self._runner.run_and_report(forward, tokens, logit_rows, masks, rows, queries)
         sampled = _verify_drafts(scheduled, report.sample)
         return list(self._step_results(slices, sampled, report, states))
 

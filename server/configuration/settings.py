@@ -97,6 +97,14 @@ class Settings:
         bool,
         Parameter(show_default="off", help="On a GPU, launch kernels one by one, without CUDA graphs."),
     ] = False
+    compile: Annotated[
+        bool,
+        Parameter(
+            show_default="off",
+            help="On a GPU, fuse norms, rotations and dense MLPs with torch.compile; the start takes longer "
+            "(docs/gpu.md).",
+        ),
+    ] = False
     batch_invariant: Annotated[
         bool,
         Parameter(
@@ -394,6 +402,7 @@ class Settings:
             model=self.model,
             device=self.device,
             enforce_eager=self.enforce_eager,
+            compile=self.compile,
             batch_invariant=self.batch_invariant,
             dtype=self.dtype,
             kv_dtype=self.kv_dtype,

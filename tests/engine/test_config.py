@@ -22,3 +22,16 @@ from engine.config import ConfigError, EngineConfig
 def test_an_unknown_value_is_refused_by_its_setting(setting: str, value: Any, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         EngineConfig(**{setting: value})
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({}, "compile is for GPUs: choose one with --device"),
+        ({"device": "cuda", "batch_invariant": True}, "compile fuses sums whose bits change with the batch; leave out"),
+        ({"device": "cuda", "tensor_parallel": 2}, "compile True is not supported with --tensor-parallel 2"),
+    ],
+)
+def test_compile_is_refused_where_it_cannot_work(settings: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        EngineConfig(compile=True, **settings)

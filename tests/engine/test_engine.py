@@ -204,6 +204,17 @@ def test_a_full_queue_is_refused_with_retry_after(folder: Folder) -> None:
     run_with_engine(folder("llama"), story, slots=1, max_waiting=2)
 
 
+def test_the_queue_is_limited_for_requests_that_are_compiled_first(folder: Folder) -> None:
+
+    async def story(engine: Engine) -> None:
+        jobs = [ask(str(at), (1, 2), 40, ignore_eos=True, stop_regex=("[0-9]{9}",)) for at in range(8)]
+        answers = await asyncio.gather(*(answer(engine, job) for job in jobs), return_exceptions=True)
+
+        assert 5 == sum(isinstance(one, Overloaded) for one in answers)
+
+    run_with_engine(folder("llama"), story, slots=1, max_waiting=2)
+
+
 def test_open_before_load_raises_loading(folder: Folder) -> None:
     """With the phase of the load; several tasks may wait for its end."""
 

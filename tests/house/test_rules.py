@@ -19,6 +19,7 @@ BOUNDARIES = {
     "engine/load/load.py": "a model that cannot run on packed batches is refused with a message",
     "engine/load/selftest.py": "a model that fails its self-test is refused with a message",
     "engine/quantize/calibration.py": "a model that cannot run on a text alone is quantised without a calibration",
+    "engine/load/fusion.py": "a function that cannot be compiled stays as it is",
     "engine/load/tokenizer_cache.py": "a broken entry of the cache is rebuilt",
     "engine/draft/mtp.py": "an MTP head that cannot be loaded is refused with a message",
     "server/http/middleware.py": "HTTP boundary, before the first byte of a response",

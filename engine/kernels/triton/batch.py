@@ -1,4 +1,4 @@
-"""The tables of a batch on the device: one upload serves all layers of a group."""
+"""The tables of a batch on the device: one copy serves all layers of a group."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from kvcache.forward import Segment
 from kvcache.row_forward import RowCells
 from kvcache.spec import AttentionRange
+from kvcache.staging import to_device
 
 # Numbers of a tile, see attention.load_tile.
 FIELDS = 7
@@ -115,6 +116,45 @@ class SegmentArrays:
         return np.stack(columns, axis=1)
 
 
+class HostTables:
+    """The tables of segments of a batch with `rows` rows, before their copy to the device.
+
+    numbers  int32: all tables, each from a multiple of 16 bytes on
+    """
+
+    def __init__(
+        self, segments: Sequence[Segment], attention_range: AttentionRange, rows: int, *, group: int, tiling: Tiling
+    ) -> None:
+        """`group` query heads share a key head. Raises ValueError as SegmentArrays does."""
+        arrays = SegmentArrays(segments, attention_range, rows)
+        is_short = arrays.counts <= (DECODE_ROWS if tiling.decode != tiling.prompt else rows)
+        tables = [
+            (lanes, arrays.tiles(chosen, max(lanes // group, 1)))
+            for lanes, chosen in ((tiling.decode, is_short), (tiling.prompt, ~is_short))
+        ]
+        self._tables = [(lanes, table) for lanes, table in tables if len(table)]
+        self._cells, self._tiling = arrays.cells, tiling
+        self._parts = [arrays.bounds, *(table for _, table in self._tables)]
+        # Kernels are compiled for the alignment of their pointers.
+        self._starts = _exclusive_sum(np.array([-(-part.size // 4) * 4 for part in self._parts]))
+        self.numbers = np.zeros(int(self._starts[-1]) + self._parts[-1].size, dtype=np.int32)
+        for start, part in zip(self._starts, self._parts, strict=True):
+            self.numbers[start : start + part.size] = part.ravel()
+
+    def on_device(self, numbers: Tensor) -> BatchTables:
+        """The tables, with `numbers` copied to the device."""
+        bounds, *sent = (
+            numbers[start : start + part.size].view(part.shape)
+            for start, part in zip(self._starts.tolist(), self._parts, strict=True)
+        )
+        tile_sets = tuple(
+            TileSet(table, lanes, _most_splits(own, self._tiling.split), int(own[:, 1].sum()))
+            for (lanes, own), table in zip(self._tables, sent, strict=True)
+        )
+        cells = numbers.new_zeros(1, dtype=torch.int64) if self._cells is None else self._cells
+        return BatchTables(cells, bounds, tile_sets)
+
+
 def make_tables(
     segments: Sequence[Segment],
     attention_range: AttentionRange,
@@ -124,24 +164,9 @@ def make_tables(
     tiling: Tiling,
     device: torch.device,
 ) -> BatchTables:
-    """The tables of segments of a batch with `rows` rows; `group` query heads share a key head.
-
-    Raises ValueError as SegmentArrays does.
-    """
-    arrays = SegmentArrays(segments, attention_range, rows)
-    is_short = arrays.counts <= (DECODE_ROWS if tiling.decode != tiling.prompt else rows)
-    tables = [
-        (lanes, arrays.tiles(chosen, max(lanes // group, 1)))
-        for lanes, chosen in ((tiling.decode, is_short), (tiling.prompt, ~is_short))
-    ]
-    tables = [(lanes, table) for lanes, table in tables if len(table)]
-    bounds, *sent = _send([arrays.bounds, *(table for _, table in tables)], device)
-    tile_sets = tuple(
-        TileSet(on_device, lanes, _most_splits(table, tiling.split), int(table[:, 1].sum()))
-        for (lanes, table), on_device in zip(tables, sent, strict=True)
-    )
-    cells = torch.zeros(1, dtype=torch.int64, device=device) if arrays.cells is None else arrays.cells
-    return BatchTables(cells, bounds, tile_sets)
+    """HostTables with a copy of their own to the device."""
+    tables = HostTables(segments, attention_range, rows, group=group, tiling=tiling)
+    return tables.on_device(to_device(tables.numbers, device))
 
 
 def row_tables(cells: RowCells, *, group: int, tiling: Tiling) -> BatchTables:
@@ -169,21 +194,6 @@ def _listed_cells(tables: Sequence[Tensor]) -> tuple[Tensor | None, NDArray[np.i
         entries = storage.nbytes() // tables[0].itemsize
         return tables[0].as_strided((entries,), (1,), 0), np.array([table.storage_offset() for table in tables])
     return torch.cat(list(tables)), _exclusive_sum(np.array([len(table) for table in tables]))
-
-
-def _send(arrays: Sequence[NDArray[np.int64]], device: torch.device) -> list[Tensor]:
-    """int32 copies of arrays on the device, by one copy that the host does not wait for."""
-    # Parts begin at multiples of 16 bytes: kernels are compiled for the alignment of their pointers.
-    starts = _exclusive_sum(np.array([-(-array.size // 4) * 4 for array in arrays]))
-    packed = np.zeros(int(starts[-1]) + arrays[-1].size, dtype=np.int32)
-    for start, array in zip(starts, arrays, strict=True):
-        packed[start : start + array.size] = array.ravel()
-    block = torch.from_numpy(packed)
-    if device.type == "cuda":
-        block = block.pin_memory().to(device, non_blocking=True)
-    return [
-        block[start:].narrow(0, 0, array.size).view(array.shape) for start, array in zip(starts, arrays, strict=True)
-    ]
 
 
 def _cell_count(segment: Segment) -> int:

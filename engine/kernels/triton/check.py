@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-
 import torch
 from torch import Tensor
-from triton.errors import TritonError
 
 from engine.kernels import reference
 from engine.kernels.cell_kernels import CellKernels, KernelUnavailable
+from engine.kernels.triton.agreement import disagreement
 from engine.kernels.triton.batch import Tiling
 from engine.kernels.triton.kernels import TritonKernels
 from kvcache.forward import Segment
@@ -31,15 +29,10 @@ def checked_kernels(
     one_tile  whether all rows have the tiles of decoded ones
     """
     kernels = TritonKernels(Tiling.for_dtype(torch.float32 if one_tile else dtype))
-    try:
-        error = _largest_error(kernels, dtype, kv_dtype, device)
-    except (TritonError, RuntimeError, OSError, subprocess.CalledProcessError) as failure:
-        reason = str(failure).strip().partition("\n")[0]
-        raise KernelUnavailable(f"{type(failure).__name__}: {reason}") from failure
     limit = _EXACT_ERROR if dtype == torch.float32 else _ROUNDED_ERROR
-    # Also NaN.
-    if not error <= limit:
-        raise KernelUnavailable(f"its output differs by {error:.2g} from that of torch, more than {limit:.2g}")
+    reason = disagreement(lambda: _largest_error(kernels, dtype, kv_dtype, device), limit)
+    if reason is not None:
+        raise KernelUnavailable(reason)
     return kernels
 
 

@@ -2,29 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.kernels import latent, reference, row_attention
 from engine.kernels.cell_kernels import CellKernels
-from engine.kernels.latent import LatentProjection
+from engine.kernels.latent import AbsorptionRule, LatentProjection
 from engine.kernels.reference import ScoreBias
 from engine.kernels.triton import launch
-from engine.kernels.triton.batch import BatchTables, Tiling, make_tables, row_tables
+from engine.kernels.triton.batch import BatchTables, HostTables, Tiling, make_tables, row_tables
 from engine.kernels.triton.launch import Scoring, StoredRows, stored_rows
 from engine.types.request import MlaMode
 from kvcache.forward import Segment
 from kvcache.kv_buffer import CellIndex, HadamardInt8KVBuffer, Int8KVBuffer, LayerKV, store_rows
 from kvcache.row_forward import RowCells
-from kvcache.spec import AttentionRange
+from kvcache.spec import AttentionRange, GroupSpec
 
 # Batches with tables on the device: one for each group of a model and of its draft model.
 _KEPT_TABLES = 16
 # Columns of keys at most for the tiles of prompts: larger ones exceed the shared memory.
 PROMPT_WIDTH = 256
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Beside segments, the properties of layers that their tables depend on.
+
+    group  query heads that share a key head
+    rule   of layers with latents: the tables are those of absorbed segments
+    """
+
+    group: int
+    tiling: Tiling
+    rule: AbsorptionRule | None = None
 
 
 class TritonKernels(CellKernels):
@@ -39,6 +54,10 @@ class TritonKernels(CellKernels):
         self._decode_tiling = replace(self._tiling, prompt=self._tiling.decode)
         # By the identity of segments or RowCells, which are the same objects in all layers of a group.
         self._tables: dict[tuple[object, ...], tuple[object, BatchTables]] = {}
+        # The layouts of all layers so far, in order, by key heads and columns of a key.
+        self._layouts: dict[tuple[int, int], dict[_Layout, None]] = {}
+        # The keys and segments of the tables of the last `batch_arrays`.
+        self._planned: list[tuple[tuple[object, ...], Sequence[Segment], HostTables]] = []
 
     def __call__(
         self,
@@ -77,18 +96,19 @@ class TritonKernels(CellKernels):
         stored, width = stored_rows(cells), projection.latent_width
         if stored is None or not _has_latent_kernel(stored, width) or query.dtype == torch.float64:
             return latent.attend(query, cells, segments, attention_range, projection, scale=scale, mode=mode)
-        absorbed = [one for one in segments if latent.is_absorbed(one, projection, mode)]
+        rule = AbsorptionRule.of(projection, mode)
+        self._layout(query.shape[0], stored.numbers.shape[0], cells.width, rule)
+        absorbed = [one for one in segments if rule.applies(one)]
         output = query.new_empty(query.shape[1], query.shape[0], projection.values.shape[1])
         for segment in segments:
-            if not latent.is_absorbed(segment, projection, mode):
+            if not rule.applies(segment):
                 own = query[:, segment.batch_slice]
                 output[segment.batch_slice] = latent.attend(
                     own, cells, [_alone(segment)], attention_range, projection, scale=scale, mode="expand"
                 )
         if absorbed:
-            self._absorb(
-                output, query, cells, replace(stored, width=width), absorbed, attention_range, projection, scale
-            )
+            latents = replace(stored, width=width)
+            self._absorb(output, query, cells, latents, absorbed, attention_range, projection, rule, scale)
         return output
 
     def _absorb(
@@ -100,6 +120,7 @@ class TritonKernels(CellKernels):
         segments: Sequence[Segment],
         attention_range: AttentionRange,
         projection: LatentProjection,
+        rule: AbsorptionRule,
         scale: float,
     ) -> None:
         """Write the output rows of the segments."""
@@ -108,7 +129,7 @@ class TritonKernels(CellKernels):
         for rows in runs:
             reduced[:, rows] = _transform(cells, latent.absorb_keys(query[:, rows], projection), cells.width)
         keys = replace(latents, width=cells.width)
-        mixed = self._attend(reduced, cells, keys, latents, segments, attention_range, Scoring(scale))
+        mixed = self._attend(reduced, cells, keys, latents, segments, attention_range, Scoring(scale), rule)
         for rows in runs:
             own = _transform(cells, mixed[rows].transpose(0, 1), latents.width)
             output[rows] = latent.project_values(own, projection)
@@ -150,6 +171,26 @@ class TritonKernels(CellKernels):
         if not launch.store(keys, values, cells, key_rows, value_rows):
             store_rows(keys, values, cells, key_rows, value_rows)
 
+    def batch_arrays(self, groups: Iterable[tuple[GroupSpec, Sequence[Segment]]], rows: int) -> list[NDArray[np.int32]]:
+        """See CellKernels."""
+        self._planned = []
+        for spec, segments in groups:
+            for layout in self._layouts.get((spec.heads, spec.key_width), ()):
+                chosen = [one for one in segments if layout.rule is None or layout.rule.applies(one)]
+                if chosen:
+                    self._plan(chosen, spec.attention_range, rows, layout)
+        return [tables.numbers for *_, tables in self._planned]
+
+    def set_batch_arrays(self, arrays: Sequence[Tensor]) -> None:
+        """See CellKernels."""
+        for (key, segments, tables), numbers in zip(self._planned, arrays, strict=True):
+            self._keep(key, segments, tables.on_device(numbers))
+        self._planned = []
+
+    def _plan(self, segments: Sequence[Segment], attention_range: AttentionRange, rows: int, layout: _Layout) -> None:
+        tables = HostTables(segments, attention_range, rows, group=layout.group, tiling=layout.tiling)
+        self._planned.append((_table_key(segments, attention_range, rows, layout), segments, tables))
+
     def _attend(
         self,
         query: Tensor,
@@ -159,9 +200,10 @@ class TritonKernels(CellKernels):
         segments: Sequence[Segment],
         attention_range: AttentionRange,
         scoring: Scoring,
+        rule: AbsorptionRule | None = None,
     ) -> Tensor:
         """`query` is transformed as the keys are."""
-        tables = self._tables_of(segments, attention_range, query, query.shape[0] // stored_keys.numbers.shape[0])
+        tables = self._tables_of(segments, attention_range, query, stored_keys, rule)
         return self._launch(query, keys, stored_keys, stored_values, tables, scoring)
 
     def _launch(
@@ -180,16 +222,28 @@ class TritonKernels(CellKernels):
         return launch.attend(query, stored_keys, stored_values, columns, tables, scoring, self._tiling)
 
     def _tables_of(
-        self, segments: Sequence[Segment], attention_range: AttentionRange, query: Tensor, group: int
+        self,
+        segments: Sequence[Segment],
+        attention_range: AttentionRange,
+        query: Tensor,
+        keys: StoredRows,
+        rule: AbsorptionRule | None,
     ) -> BatchTables:
-        _, rows, width = query.shape
-        tiling = self._tiling if width <= PROMPT_WIDTH else self._decode_tiling
-        key = (*map(id, segments), attention_range, rows, group, tiling)
+        layout, rows = self._layout(query.shape[0], keys.numbers.shape[0], keys.width, rule), query.shape[1]
         return self._kept(
-            key,
+            _table_key(segments, attention_range, rows, layout),
             segments,
-            lambda: make_tables(segments, attention_range, rows, group=group, tiling=tiling, device=query.device),
+            lambda: make_tables(
+                segments, attention_range, rows, group=layout.group, tiling=layout.tiling, device=query.device
+            ),
         )
+
+    def _layout(self, heads: int, key_heads: int, width: int, rule: AbsorptionRule | None) -> _Layout:
+        """The layout of layers with keys of `width` columns, for `batch_arrays` from now on."""
+        tiling = self._tiling if width <= PROMPT_WIDTH else self._decode_tiling
+        layout = _Layout(heads // key_heads, tiling, rule)
+        self._layouts.setdefault((key_heads, width), {})[layout] = None
+        return layout
 
     def _row_tables(self, cells: RowCells, group: int) -> BatchTables:
         return self._kept((id(cells), group), cells, lambda: row_tables(cells, group=group, tiling=self._decode_tiling))
@@ -197,11 +251,19 @@ class TritonKernels(CellKernels):
     def _kept(self, key: tuple[object, ...], source: object, make: Callable[[], BatchTables]) -> BatchTables:
         """Tables by the identity of their source, which is kept alive."""
         if key not in self._tables:
-            tables = make()
-            if len(self._tables) == _KEPT_TABLES:
-                del self._tables[next(iter(self._tables))]
-            self._tables[key] = (source, tables)
+            self._keep(key, source, make())
         return self._tables[key][1]
+
+    def _keep(self, key: tuple[object, ...], source: object, tables: BatchTables) -> None:
+        if len(self._tables) == _KEPT_TABLES:
+            del self._tables[next(iter(self._tables))]
+        self._tables[key] = (source, tables)
+
+
+def _table_key(
+    segments: Sequence[Segment], attention_range: AttentionRange, rows: int, layout: _Layout
+) -> tuple[object, ...]:
+    return (*map(id, segments), attention_range, rows, layout)
 
 
 def _has_latent_kernel(stored: StoredRows, latent_width: int) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -18,6 +19,8 @@ from kvcache.kv_buffer import CellIndex, FloatKVBuffer, Int8KVBuffer, LayerKV
 PARTIAL_BYTES = 128 * 2**20
 # The matrix unit multiplies 16 columns at least.
 MIN_COLUMNS = 16
+# Threads of a warp on gfx942 and its predecessors.
+_WIDE_WARP = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,15 +69,24 @@ class KernelSizes:
     stages: int
 
 
-def kernel_sizes(width: int, lanes: int, *, exact: bool) -> KernelSizes:
-    """Sizes that fit into the registers and the shared memory (99 KiB) of sm_80 and later, by columns of a key.
+def kernel_sizes(width: int, lanes: int, *, exact: bool, wide_warps: bool = False) -> KernelSizes:
+    """Sizes that fit into the registers and the shared memory of sm_80 and later (99 KiB), by columns of a key.
 
-    exact  products are computed in float32
+    exact       products are computed in float32
+    wide_warps  a warp has 64 threads, with 512 registers each in 4 warps and 64 KiB of shared memory (gfx942)
     """
+    if wide_warps and width > 256:
+        return KernelSizes(block=16, warps=4, stages=1 if exact else 2)
     if exact:
         return KernelSizes(block=32 if width <= 128 else 16, warps=4 if width <= 128 else 8, stages=1)
     is_small = lanes <= 16 and width <= 128
     return KernelSizes(block=64 if is_small else 32 if width <= 256 else 16, warps=4 if is_small else 8, stages=2)
+
+
+@cache
+def warp_threads(device: torch.device) -> int:
+    """Threads of a warp."""
+    return torch.cuda.get_device_properties(device).warp_size if device.type == "cuda" else 32
 
 
 def key_columns(keys: StoredRows, query_width: int, part_widths: Sequence[int]) -> tuple[int, int]:
@@ -127,7 +139,8 @@ def _attend_tiles(
     if not is_joined:
         partial = query.new_empty((*partial_shape, values.width), dtype=torch.float32)
         statistics = query.new_empty((*partial_shape, 2), dtype=torch.float32)
-    sizes = kernel_sizes(width, tile_set.lanes, exact=is_exact)
+    has_wide_warps = warp_threads(query.device) == _WIDE_WARP
+    sizes = kernel_sizes(width, tile_set.lanes, exact=is_exact, wide_warps=has_wide_warps)
     sinks = output if scoring.sinks is None else scoring.sinks
     tile_constants = {
         "GROUP": group,

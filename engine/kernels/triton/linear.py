@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import logging
-import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from triton.errors import TritonError
 
 from engine.kernels.device_products import DeviceProducts, MultiplyByExpert, ReadOutputs, TorchProducts
 from engine.kernels.formats import GROUP, LAYOUTS, FormatLayout, WeightFormat
 from engine.kernels.linear import MultiplyRows, multiply_unrounded
 from engine.kernels.packing import PackedMatrix
+from engine.kernels.triton.agreement import disagreement
 from engine.kernels.triton.products import embed_kernel, join_kernel, multiply_kernel
 
 log = logging.getLogger("cellar.engine")
 
-# Errors of compilers and drivers.
-FAILURES = (TritonError, RuntimeError, OSError, subprocess.CalledProcessError)
 # Rows of the check, and errors relative to the largest product: sums of float32, and weights rounded to bfloat16.
 _CHECKED_ROWS, _EXACT_ERROR, _ROUNDED_ERROR = 3, 1e-4, 2e-2
 # Programs of a product with few rows: fewer leave a GPU idle, so that the columns of a matrix are split.
@@ -188,7 +185,7 @@ def expert_tiles(experts: Tensor, count: int, rows: int) -> Tensor:
 
 
 class TritonProducts(DeviceProducts):
-    """The kernels of this package, for activations of one dtype; torch for formats whose kernel fails its check.
+    """The kernels of this package, for activations of one dtype. Formats with a failing check are multiplied by torch.
 
     A row has the same bits beside any others in float32, and with `one_tile`; else few and many rows are summed in
     different orders in bfloat16 and float16.
@@ -251,20 +248,18 @@ class TritonProducts(DeviceProducts):
 def products_failure(matrix: PackedMatrix, dtype: torch.dtype) -> str | None:
     """Why a matrix cannot be multiplied by rows of a dtype; None: the products agree with those of torch."""
     dtype = torch.float32 if dtype == torch.float64 else dtype
+    limit = _EXACT_ERROR if dtype == torch.float32 else _ROUNDED_ERROR
+    return disagreement(lambda: _largest_error(matrix, dtype), limit)
+
+
+def _largest_error(matrix: PackedMatrix, dtype: torch.dtype) -> float:
+    """Of some outputs, relative to the largest product."""
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(_CHECKED_ROWS, matrix.columns, generator=generator).to(matrix.codes.device, dtype)
-    try:
-        found = multiply(rows, packed_weights(matrix), FEW_ROWS if dtype != torch.float32 else one_tile(dtype)).float()
-    except FAILURES as error:
-        return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-    blocks = slice(0, 2)
-    expected = rows.float() @ matrix.unpack(torch.float32, blocks).T
-    largest = float((found[:, : expected.shape[1]] - expected).abs().max() / expected.abs().max().clamp_min(1e-30))
-    limit = _EXACT_ERROR if dtype == torch.float32 else _ROUNDED_ERROR
-    # Also NaN.
-    return (
-        None if largest <= limit else f"its output differs by {largest:.2g} from that of torch, more than {limit:.2g}"
-    )
+    tile = one_tile(dtype) if dtype == torch.float32 else FEW_ROWS
+    found = multiply(rows, packed_weights(matrix), tile).float()
+    expected = rows.float() @ matrix.unpack(torch.float32, slice(0, 2)).T
+    return float((found[:, : expected.shape[1]] - expected).abs().max() / expected.abs().max().clamp_min(1e-30))
 
 
 def embed(tokens: Tensor, weights: Weights) -> Tensor:

@@ -51,7 +51,8 @@ def test_gpu_is_used_with_its_defaults(device: str) -> None:
 
 @pytest.mark.usefixtures("no_gpu")
 def test_auto_without_a_gpu_is_the_cpu() -> None:
-    assert EngineConfig(device="cpu") == resolve_device(EngineConfig(device="auto"))
+    """Without the settings of GPUs alone."""
+    assert EngineConfig(device="cpu") == resolve_device(EngineConfig(device="auto", compile=True))
 
 
 @pytest.mark.usefixtures("two_gpus")
@@ -102,7 +103,8 @@ def test_plan_of_a_gpu_has_more_slots_and_most_of_its_memory() -> None:
     large = plan_memory(EngineConfig(device="cuda", chunk=2048), sizes, 80 * GIB)
     # Graphs of 9 sizes of a batch and 9 of the context, beside the activations of one.
     graphs = 81 * 2**24 + 64 * (2**17 + 2**23)
-    work = 2**17 * (2048 + 64) + 2**23 * 64
+    tables = 8 * 64 * 131072
+    work = 2**17 * (2048 + 64) + 2**23 * 64 + tables
     eager = plan_memory(EngineConfig(device="cuda", chunk=2048, enforce_eager=True), sizes, 80 * GIB)
 
     assert (131072, 64) == large[1:]
@@ -111,6 +113,18 @@ def test_plan_of_a_gpu_has_more_slots_and_most_of_its_memory() -> None:
     assert 0.8 < small[0].cache_bytes / (7 * GIB - small[0].workspace_bytes) <= 0.9
     with pytest.raises(PlanTooLarge, match="or --quantize;"):
         plan_memory(EngineConfig(device="cuda", context=32768, slots=64), sizes, 80 * GIB)
+
+
+def test_plan_of_a_draft_model_has_the_graphs_of_its_loops() -> None:
+    """Steps of up to 16 tokens, and loops of up to 8 sequences, each over 4 sizes of the context."""
+    sizes = ModelSizes(GIB, (LayerSpec(8, 128, 128),), torch.bfloat16, 2**17, 2**20)
+    config = EngineConfig(device="cuda", model="large", draft_model="small")
+    own = config.for_draft("small", context=4096, slots=8, cells=4096)
+    graphs, eager = (
+        plan_memory(replace(own, enforce_eager=each), sizes, 8 * GIB)[0].workspace_bytes for each in (False, True)
+    )
+
+    assert (5 + 4) * 4 * 2**24 + 16 * 2**17 == graphs - eager
 
 
 def test_plan_of_a_gpu_has_a_pool_of_recurrent_states() -> None:

@@ -44,6 +44,34 @@ print(len(graphs))
 print(torch.compiler.disable(increment) is increment)
 """
 
+DEFER = """
+import sys
+from engine.load.meta_kernels import import_meta_kernels, import_torch
+import_torch()
+import torch
+left_out = "torch._refs.linalg" not in sys.modules
+print(torch.randn(2, generator=torch.Generator().manual_seed(0)).tolist())
+{first_use}
+import_meta_kernels()
+print(torch.broadcast_shapes((1, 2), (3, 1)), torch.empty(3, 4, device="meta").cummin(0)[0].shape)
+print(len(torch._C._dispatch_get_registrations_for_dispatch_key("Meta")))
+print(torch.randn(2, generator=torch.Generator().manual_seed(0)).tolist())
+print(left_out)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "first_use",
+    ["import_meta_kernels()", "from torch._decomp import decomposition_table", "torch.broadcast_shapes((2,))"],
+)
+def test_kernels_of_the_meta_device_are_imported_at_their_first_use(first_use: str) -> None:
+    """As many as by a plain import of torch; random numbers are the same before and after."""
+    deferred, plain = (run(before + DEFER.format(first_use=first_use)) for before in ("", "import torch"))
+
+    assert plain[:-1] == deferred[:-1]
+    assert ("False", "True") == (plain[-1], deferred[-1])
+
 
 @pytest.mark.slow
 def test_model_generates_without_the_compiler() -> None:

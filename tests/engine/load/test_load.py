@@ -242,7 +242,7 @@ def unread(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise AssertionError("the weights were read")
 
-    monkeypatch.setattr("engine.load.load._read_model", refuse)
+    monkeypatch.setattr("engine.load.load.read_model", refuse)
 
 
 @pytest.mark.usefixtures("unread")

@@ -116,11 +116,12 @@ def test_second_start_reuses_the_outcome(start: Start, tmp_path: Path, quantize:
     assert type(first.runner) is type(second.runner)
     assert (first.info.dtype, first.info.batch_invariant) == (second.info.dtype, second.info.batch_invariant)
     assert 1 == len(outcome_files(tmp_path))
+    assert [] == start(quantize=quantize, context=64, slots=2)[1]
 
 
 def test_other_settings_or_a_lost_outcome_repeat_the_checks(start: Start, tmp_path: Path) -> None:
     start()
-    assert ["find_runner"] == start(context=64)[1]
+    assert ["find_runner"] == start(mla="expand")[1]
     for file in outcome_files(tmp_path):
         file.write_text(json.dumps({"layers": []}))
     assert ["find_runner"] == start()[1]

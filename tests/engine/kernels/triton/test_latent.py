@@ -37,8 +37,8 @@ def test_latent_attention_equals_torch(dtype: torch.dtype, width: int, mode: Mla
     buffer.write(1, slice(0, 150), torch.randn(1, 150, width + ROTARY, generator=generator))
     keys, values = (torch.randn(HEADS, rows, width, generator=generator) for rows in (KEY, VALUE))
     query = torch.randn(HEADS, 8, KEY + ROTARY, generator=generator)
-    is_absorbed = [latent.is_absorbed(one, latent.LatentProjection(keys, values), mode) for one in SEGMENTS]
-    assert (mode == "absorb") == all(is_absorbed)
+    rule = latent.AbsorptionRule.of(latent.LatentProjection(keys, values), mode)
+    assert (mode == "absorb") == all(rule.applies(one) for one in SEGMENTS)
 
     actual = TritonKernels(SMALL).attend_latent(
         query.to(DEVICE),
