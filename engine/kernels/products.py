@@ -16,6 +16,8 @@ from torch.nn import functional
 
 # Tile size in rows, and in positions: keys of scores, or values of a sum.
 ROWS, POSITIONS = 16, 64
+# Of float32, 64 bytes: without AVX-512, products of few outputs also round by the address of a row.
+ALIGNED_COLUMNS = 16
 
 
 class RowInvariantProduct(Protocol):
@@ -77,7 +79,8 @@ class TiledProduct(HostProduct):
 
     def linear(self, rows: Tensor, weight: Tensor) -> Tensor:
         """See RowInvariantProduct."""
-        tiles = torch.split(_padded(rows, ROWS, 0), ROWS)
+        weight = _padded(weight, ALIGNED_COLUMNS, 1)
+        tiles = torch.split(_padded(_padded(rows, ALIGNED_COLUMNS, 1), ROWS, 0), ROWS)
         return torch.cat([functional.linear(tile, weight) for tile in tiles])[: len(rows)]
 
     def batch(self, left: Tensor, right: Tensor) -> Tensor:
