@@ -4,6 +4,9 @@
 //     Sums   integer sums of 16 outputs
 //     Totals float32 totals of 16 outputs
 //
+// A word is multiplied in PARTS, one after the other. `widen` follows every `dot`: products may be added in fewer than 32 bits
+// while they fit.
+//
 // Values are unsigned with a zero, so a sum of value * number is too large by the zero times the sum of the numbers: `begin`
 // returns initial sums that correct for it, from those for a zero of 128. All sums of a group are exact.
 //
@@ -68,7 +71,7 @@ inline Words join(Words words, Words from) {
 }
 
 // Inline assembly, because GCC 12 copies registers around the intrinsic (measured: half the speed).
-template <int BITS>
+template <int BITS, int PART>
 inline __attribute__((always_inline)) Sums dot(Sums sums, Words words, const int8_t *numbers, int at) {
     asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sums) : "v"(words), "m"(*(const int32_t(*)[1])(numbers + 4 * at)));
     return sums;
@@ -100,10 +103,11 @@ inline Totals byte_scales(const int8_t *scales) {
 
 #elif defined(__AVX2__)
 
-constexpr int ROWS_ALONE = 8, ROWS_PER_TILE = 4, BLOCKS_AT_ONCE = 1;
+constexpr int ROWS_ALONE = 4, ROWS_PER_TILE = 4, BLOCKS_AT_ONCE = 1;
 
 struct Words { __m256i half[2]; };
-struct Sums { __m256i half[2]; };
+// `pairs` are int16 sums that are not yet in `half`.
+struct Sums { __m256i half[2], pairs[2]; };
 struct Totals { __m256 half[2]; };
 
 template <class Both, class Make>
@@ -116,7 +120,7 @@ template <int BITS, int ZERO>
 inline Sums begin(int32_t start) {
     __m256i all = _mm256_setzero_si256();
     if constexpr (BITS < 8 && ZERO > 0) all = _mm256_set1_epi32(start >> shift_to(ZERO));
-    return {{all, all}};
+    return {{all, all}, {_mm256_setzero_si256(), _mm256_setzero_si256()}};
 }
 
 inline Words fetch(const uint8_t *codes) {
@@ -152,18 +156,39 @@ inline Words join(const Words &words, const Words &from) {
 
 template <int BITS>
 inline __m256i products(__m256i codes, __m256i numbers) {
-    if (BITS < 8) return _mm256_maddubs_epi16(codes, numbers);
+    if constexpr (BITS < 8) return _mm256_maddubs_epi16(codes, numbers);
     const __m256i own = _mm256_xor_si256(codes, _mm256_set1_epi8((char)128));
     return _mm256_maddubs_epi16(_mm256_abs_epi8(own), _mm256_sign_epi8(numbers, own));
 }
 
+// With 8 bits there are registers for one half of the words at a time.
 template <int BITS>
-inline Sums dot(const Sums &sums, const Words &words, const int8_t *numbers, int at) {
+constexpr int PARTS = BITS == 8 ? 2 : 1;
+
+template <int BITS, int PART>
+inline __attribute__((always_inline)) Sums dot(const Sums &sums, const Words &words, const int8_t *numbers, int at) {
     const __m256i spread = _mm256_set1_epi32(word(numbers + 4 * at));
-    return both<Sums>([&](int i) {
-        const __m256i pairs = products<BITS>(words.half[i], spread);
-        return _mm256_add_epi32(sums.half[i], _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
-    });
+    Sums next = sums;
+    for (int i = PART; i < 2; i += PARTS<BITS>) {
+        next.pairs[i] = _mm256_add_epi16(sums.pairs[i], products<BITS>(words.half[i], spread));
+        // GCC would keep all products of a group in memory, to add them as a tree.
+        asm("" : "+x"(next.pairs[i]));
+    }
+    return next;
+}
+
+// Words whose products int16 can hold: 2 * 127 times the largest value for each.
+template <int BITS>
+constexpr int WORDS_OF_PAIRS = 32767 / (254 * (BITS == 8 ? 128 : (1 << BITS) - 1));
+
+template <int BITS, int PART, int WORD, bool IS_LAST>
+inline __attribute__((always_inline)) void widen(Sums &sums) {
+    if ((WORD + 1) % WORDS_OF_PAIRS<BITS> && !IS_LAST) return;
+    for (int i = PART; i < 2; i += PARTS<BITS>) {
+        sums.half[i] = _mm256_add_epi32(sums.half[i], _mm256_madd_epi16(sums.pairs[i], _mm256_set1_epi16(1)));
+        asm("" : "+x"(sums.half[i]));
+        sums.pairs[i] = _mm256_setzero_si256();
+    }
 }
 
 inline Totals bfloat16_scales(const uint16_t *scales) {
@@ -290,7 +315,7 @@ template <int BITS, int LANE>
 inline Sums dot(const Sums &sums, const Words &words, int8x16_t numbers) {
     return all<Sums>([&](int i) { return dot<BITS, LANE>(sums.quarter[i], words.quarter[i], numbers); });
 }
-template <int BITS>
+template <int BITS, int PART>
 inline __attribute__((always_inline)) Sums dot(const Sums &sums, const Words &words, const int8_t *numbers, int at) {
     const int8x16_t own = vld1q_s8(numbers + at / 4 * 16);
     switch (at % 4) {
@@ -395,7 +420,7 @@ inline Words join(Words words, const Words &from) {
     return words;
 }
 
-template <int BITS>
+template <int BITS, int PART>
 inline Sums dot(Sums sums, const Words &words, const int8_t *numbers, int at) {
     for (int output = 0; output < 16; ++output)
         for (int byte = 0; byte < 4; ++byte)
@@ -460,6 +485,13 @@ inline Totals byte_scales(const Byte *scales) {
     return wide;
 }
 
+#endif
+
+#if defined(__AVX512VNNI__) || !defined(__AVX2__)
+template <int BITS>
+constexpr int PARTS = 1;
+template <int BITS, int PART, int WORD, bool IS_LAST>
+inline void widen(Sums &) {}
 #endif
 
 }  // namespace

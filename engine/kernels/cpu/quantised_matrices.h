@@ -37,11 +37,23 @@ constexpr int line_of(int word) {
     return BITS == 8 ? word : word % 2 == 0 ? word / 2 : word / 2 < BITS - 4 ? 4 + word / 2 : -1;
 }
 
-template <WeightFormat FORMAT, int ROWS, int BLOCKS, int WORD>
+template <int BITS, int PART, int WORD, bool IS_LAST, int ROWS, int BLOCKS>
+inline __attribute__((always_inline)) void add_products(const Words (&words)[BLOCKS], const int8_t *numbers,
+                                                        Sums (&sums)[ROWS][BLOCKS]) {
+#pragma GCC unroll 8
+    for (int row = 0; row < ROWS; ++row)
+#pragma GCC unroll 2
+        for (int block = 0; block < BLOCKS; ++block) {
+            sums[row][block] = dot<BITS, PART>(sums[row][block], words[block], numbers, WORD * ROWS + row);
+            widen<BITS, PART, WORD, IS_LAST>(sums[row][block]);
+        }
+}
+
+template <WeightFormat FORMAT, int ROWS, int BLOCKS, int WORD, bool IS_LAST>
 inline __attribute__((always_inline)) void multiply_word(const uint8_t *codes, int64_t stride, const int8_t *numbers,
                                                          Sums (&sums)[ROWS][BLOCKS]) {
     constexpr WeightLayout OWN = layout_of(FORMAT);
-    constexpr int LINE = line_of<OWN.bits>(WORD);
+    constexpr int BITS = OWN.value_bits, LINE = line_of<OWN.bits>(WORD);
     if constexpr (LINE >= 0) {
         if (MEMORY_BOUND<ROWS, BLOCKS>) __builtin_prefetch(codes + 64 * LINE + FAR_AHEAD, 0, 3);
         if (PREFETCHES_TWICE<ROWS, BLOCKS>) {
@@ -52,11 +64,8 @@ inline __attribute__((always_inline)) void multiply_word(const uint8_t *codes, i
     Words words[BLOCKS];
 #pragma GCC unroll 2
     for (int block = 0; block < BLOCKS; ++block) words[block] = values_of<FORMAT, WORD>(codes + block * stride);
-#pragma GCC unroll 8
-    for (int row = 0; row < ROWS; ++row)
-#pragma GCC unroll 2
-        for (int block = 0; block < BLOCKS; ++block)
-            sums[row][block] = dot<OWN.value_bits>(sums[row][block], words[block], numbers, WORD * ROWS + row);
+    add_products<BITS, 0, WORD, IS_LAST>(words, numbers, sums);
+    if constexpr (PARTS<BITS> > 1) add_products<BITS, 1, WORD, IS_LAST>(words, numbers, sums);
 }
 
 // Words of a group of BLOCKS blocks, `stride` bytes apart, times a group of ROWS rows. Fully unrolled: sums indexed by a loop
@@ -64,7 +73,7 @@ inline __attribute__((always_inline)) void multiply_word(const uint8_t *codes, i
 template <WeightFormat FORMAT, int ROWS, int BLOCKS, int FIRST, std::size_t... WORD>
 inline __attribute__((always_inline)) void multiply_words(const uint8_t *codes, int64_t stride, const int8_t *numbers,
                                                           Sums (&sums)[ROWS][BLOCKS], std::index_sequence<WORD...>) {
-    (multiply_word<FORMAT, ROWS, BLOCKS, FIRST + (int)WORD>(codes, stride, numbers, sums), ...);
+    (multiply_word<FORMAT, ROWS, BLOCKS, FIRST + (int)WORD, WORD + 1 == sizeof...(WORD)>(codes, stride, numbers, sums), ...);
 }
 
 // Prefetch the memory of the outputs.
