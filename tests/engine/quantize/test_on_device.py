@@ -133,8 +133,10 @@ def test_recorded_steps_multiply_without_a_wait(
     device.clear()
     answers = play(engine, jobs)
 
+    # Each recording uploads the numbers of its empty batch once.
+    uploads = [line for line in device.uploads if "graph_runner" not in line]
     assert isinstance(loaded.runner, GraphRunner)
-    assert [engine.stats().steps_total] * 2 == [len(device.uploads), len(device.waits)]
+    assert [engine.stats().steps_total] * 2 == [len(uploads), len(device.waits)]
     assert texts(play(core(unpacked(loaded, folder(family))), jobs)) == texts(answers)
 
 
