@@ -296,6 +296,7 @@ def test_a_text_too_deep_for_the_parser_is_shown_plain(
     expect(tab.answers.locator(".plain")).to_have_text(f"{nested} x")
     tab.page.reload()
     tab.ready()
+    tab.button("New conversation").click()
     assert "Cellar" in tab.ask(QUESTION)
 
 
