@@ -28,7 +28,7 @@ class DeviceRunner(PackedRunner):
     def __init__(self, model: Any, *args: Any, **settings: Any) -> None:
         super().__init__(model, *args, **settings)
         self._staging = StagingBuffer(self._device)
-        self.sampler = self._device_sampler = DeviceSampler(self._staging)
+        self.sampler = DeviceSampler(self._staging)
         self._vocabulary = int(model.config.get_text_config().vocab_size)
 
     def run_and_sample(
@@ -59,7 +59,7 @@ class DeviceRunner(PackedRunner):
             inputs, copies = self._upload(forward, tokens, logit_rows, arrays)
             return self._run(forward, inputs, encoder_masks), copies
 
-        return DeviceReport(self._device_sampler, compute, self._vocabulary, sampled_rows, queries)
+        return DeviceReport(self._staging, compute, self._vocabulary, sampled_rows, queries)
 
     def _inputs(self, forward: Forward, tokens: Sequence[int], logit_rows: Sequence[int]) -> BatchInputs:
         return self._upload(forward, tokens, logit_rows, [])[0]

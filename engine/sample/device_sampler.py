@@ -13,7 +13,7 @@ from torch import Tensor
 from engine.sample.device_noise import best_noisy_argmax
 from engine.sample.device_sampling import SamplingBatch, sample_batch, sample_rows
 from engine.sample.logprobs import SAMPLED, LogprobQuery, at_least_float32
-from engine.sample.sampler import HostReport, LogitReport, Sampler, SamplingContext, TorchSampler
+from engine.sample.sampler import LogitReport, Sampler, SamplingContext, TorchSampler
 from engine.types.events import Logprob, TokenLogprob
 from kvcache.staging import StagingBuffer
 
@@ -42,59 +42,55 @@ class DeviceSampler:
     def report(self, logits: Tensor, rows: Sequence[int], queries: Sequence[LogprobQuery]) -> LogitReport:
         """See Sampler."""
         return DeviceReport(
-            self, lambda arrays: (logits, self._staging.upload(arrays)), logits.shape[-1], rows, queries
+            self._staging, lambda arrays: (logits, self._staging.upload(arrays)), logits.shape[-1], rows, queries
         )
 
 
 class DeviceReport:
-    """Implements LogitReport; with rows that are sampled on the host, log-probabilities are computed after them.
+    """Implements LogitReport; with rows that are sampled on the host, log-probabilities take another upload and wait.
 
+    staging     for copies to the device
     compute     by arrays for the device: logits [rows, vocabulary], and copies of the arrays there
     vocabulary  columns of the logits
     """
 
     def __init__(
         self,
-        sampler: DeviceSampler,
+        staging: StagingBuffer,
         compute: Callable[[Sequence[NDArray[Any]]], tuple[Tensor, Sequence[Tensor]]],
         vocabulary: int,
         rows: Sequence[int],
         queries: Sequence[LogprobQuery],
     ) -> None:
-        self._sampler, self._compute, self._vocabulary = sampler, compute, vocabulary
+        self._staging, self._compute, self._vocabulary = staging, compute, vocabulary
         self._rows, self._queries = rows, queries
         self._top = min(max((query.top_count for query in queries), default=0), vocabulary)
         self._labels = max((len(query.labels) for query in queries), default=0)
-        # After `sample` one of both: answers by row, or the logits with rows that are sampled on the host.
+        # By row, after `sample`.
         self._answers: dict[int, list[float]] = {}
-        self._on_host: HostReport | None = None
 
     def sample(self, contexts: Sequence[SamplingContext]) -> list[int | None]:
         """See LogitReport."""
-        batch = SamplingBatch(contexts, self._vocabulary)
+        batch, own = SamplingBatch(contexts, self._vocabulary), np.asarray(self._rows, np.int64)
         if batch.host_rows:
-            self._on_host = HostReport(self._sampler, self._compute([])[0], self._rows)
-            return self._on_host.sample(contexts)
-        own = [np.asarray(self._rows, np.int64), *self._query_arrays()]
-        logits, copies = self._compute([*own, *batch.arrays.values()])
-        rows, queried, tokens, labels, *arrays = copies
-        sampled = sample_rows(logits.index_select(0, rows), batch, arrays)
-        answers = self._answer(logits.index_select(0, queried), tokens, labels, sampled)
+            logits, (rows, *arrays) = self._compute([own, *batch.arrays.values()])
+            found = sample_batch(logits.index_select(0, rows), batch, arrays)
+            if self._queries:
+                queries = self._staging.upload(self._query_arrays(found))
+                self._keep(self._answer(logits, *queries).flatten().tolist())
+            return found
+        queries = self._query_arrays(())
+        logits, (rows, *copies) = self._compute([own, *queries, *batch.arrays.values()])
+        sampled = sample_rows(logits.index_select(0, rows), batch, copies[len(queries) :])
+        answers = self._answer(logits, *copies[: len(queries)], sampled=sampled)
         numbers = torch.cat((sampled.double(), answers.flatten())).tolist()
-        width = answers.shape[-1]
-        starts = range(len(contexts), len(numbers), width)
-        self._answers = {
-            query.row: numbers[start : start + width] for query, start in zip(self._queries, starts, strict=True)
-        }
+        self._keep(numbers[len(contexts) :])
         return [None if token < 0 else int(token) for token in numbers[: len(contexts)]]
 
     def token_logprobs(
         self, queries: Sequence[LogprobQuery], describe: Callable[[int, float], Logprob]
     ) -> Iterator[TokenLogprob | None]:
         """See LogitReport."""
-        if self._on_host is not None:
-            yield from self._on_host.token_logprobs(queries, describe)
-            return
         for query in queries:
             chosen, *others = self._answers[query.row]
             labels, top = others[: len(query.labels)], others[self._labels :]
@@ -110,23 +106,29 @@ class DeviceReport:
                 )
             )
 
-    def _query_arrays(self) -> tuple[NDArray[Any], ...]:
-        """The rows of the queries; the number of the sampled row (-1: none) and the token of each; their labels."""
+    def _query_arrays(self, tokens: Sequence[int | None]) -> tuple[NDArray[Any], ...]:
+        """The rows of the queries; the number of the sampled row (-1: none) and the token of each; their labels.
+
+        tokens  of the sampled rows; empty: not known yet
+        """
         numbers = {row: number for number, row in enumerate(self._rows)}
-        sampled = [numbers[query.row] if query.token == SAMPLED else -1 for query in self._queries]
-        tokens = [max(query.token, 0) for query in self._queries]
+        found = [(numbers[query.row], 0) if query.token == SAMPLED else (-1, query.token) for query in self._queries]
+        if tokens:
+            found = [(-1, token if number < 0 else tokens[number] or 0) for number, token in found]
         labels = [[*query.labels, *[0] * (self._labels - len(query.labels))] for query in self._queries]
         return (
             np.asarray([query.row for query in self._queries], np.int64),
-            np.asarray([sampled, tokens], np.int64),
+            np.asarray(found, np.int64).reshape(-1, 2).T,
             np.asarray(labels, np.int64).reshape(len(self._queries), self._labels),
         )
 
-    def _answer(self, logits: Tensor, tokens: Tensor, labels: Tensor, sampled: Tensor) -> Tensor:
+    def _answer(
+        self, logits: Tensor, rows: Tensor, tokens: Tensor, labels: Tensor, *, sampled: Tensor | None = None
+    ) -> Tensor:
         """For each query the log-probabilities of its token and labels, the largest ones, and their tokens."""
-        logprobs = at_least_float32(logits).log_softmax(-1)
+        logprobs = at_least_float32(logits.index_select(0, rows)).log_softmax(-1)
         number, token = tokens
-        if len(sampled):
+        if sampled is not None and len(sampled):
             drawn = sampled.index_select(0, number.clamp_min(0)).clamp_min(0)
             token = torch.where(number < 0, token, drawn)
         parts = [logprobs.gather(-1, token[:, None]), logprobs.gather(-1, labels)]
@@ -134,3 +136,10 @@ class DeviceReport:
             # A stable sort: ties are ordered by token.
             parts += [part[:, : self._top] for part in logprobs.sort(dim=-1, descending=True, stable=True)]
         return torch.cat([part.double() for part in parts], -1)
+
+    def _keep(self, answers: Sequence[float]) -> None:
+        """Set the answers from the numbers of all queries, one after the other."""
+        width = 1 + self._labels + 2 * self._top
+        self._answers = {
+            query.row: [*answers[at * width : (at + 1) * width]] for at, query in enumerate(self._queries)
+        }

@@ -119,6 +119,25 @@ def test_log_probabilities_take_no_other_upload_and_no_other_wait(folder: Callab
     assert [engine.stats().steps_total] * 2 == [len(device.uploads), len(device.waits)]
 
 
+def test_a_row_that_is_sampled_on_the_host_delays_log_probabilities_once(folder: Callable[[str], Path]) -> None:
+    """Its logits are waited for, and the log-probabilities of all rows take an upload and a wait of their own."""
+    on_host = (SamplingParams(seed=1, typical_p=0.8), SamplingParams(seed=2, top_n_sigma=1.0))
+    jobs = [Job(ask(f"{at}", range(3, 20 + at), 12, sampling=own, logprobs=20)) for at, own in enumerate(on_host)]
+    jobs.append(Job(ask("scored", range(30, 50), 12, sampling=SAMPLING[1], logprobs=1, label_tokens=(7,), score_from=0)))
+    jobs.append(Job(ask("neither", range(7, 20), 12)))
+    expected = play(core(load_model(folder("llama"), "float32", kernels="torch"), chunk=64), jobs)
+    with fake_device() as device:
+        engine = core(load_model(folder("llama"), "float32", device=FAKE), chunk=64)
+        device.clear()
+        answers = play(engine, jobs)
+    steps = engine.stats().steps_total
+
+    assert texts(expected) == texts(answers)
+    assert [token for token, _ in logprobs(expected)] == [token for token, _ in logprobs(answers)]
+    assert [value for _, value in logprobs(answers)] == pytest.approx([value for _, value in logprobs(expected)], 1e-4)
+    assert [2 * steps, 3 * steps] == [len(device.uploads), len(device.waits)]
+
+
 def test_pooled_states_are_those_of_the_cpu(folder: Callable[[str], Path]) -> None:
     jobs = [Job(ask(kind, range(3, 40), 0, pooling=kind)) for kind in ("mean", "last")]
     expected = play(core(load_model(folder("llama"), "float32", kernels="torch"), chunk=8), jobs)
