@@ -140,6 +140,4 @@ class DeviceReport:
     def _keep(self, answers: Sequence[float]) -> None:
         """Set the answers from the numbers of all queries, one after the other."""
         width = 1 + self._labels + 2 * self._top
-        self._answers = {
-            query.row: [*answers[at * width : (at + 1) * width]] for at, query in enumerate(self._queries)
-        }
+        self._answers = {query.row: [*answers[at * width : (at + 1) * width]] for at, query in enumerate(self._queries)}

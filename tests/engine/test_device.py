@@ -123,7 +123,9 @@ def test_a_row_that_is_sampled_on_the_host_delays_log_probabilities_once(folder:
     """Its logits are waited for, and the log-probabilities of all rows take an upload and a wait of their own."""
     on_host = (SamplingParams(seed=1, typical_p=0.8), SamplingParams(seed=2, top_n_sigma=1.0))
     jobs = [Job(ask(f"{at}", range(3, 20 + at), 12, sampling=own, logprobs=20)) for at, own in enumerate(on_host)]
-    jobs.append(Job(ask("scored", range(30, 50), 12, sampling=SAMPLING[1], logprobs=1, label_tokens=(7,), score_from=0)))
+    jobs.append(
+        Job(ask("scored", range(30, 50), 12, sampling=SAMPLING[1], logprobs=1, label_tokens=(7,), score_from=0))
+    )
     jobs.append(Job(ask("neither", range(7, 20), 12)))
     expected = play(core(load_model(folder("llama"), "float32", kernels="torch"), chunk=64), jobs)
     with fake_device() as device:
