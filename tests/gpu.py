@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,10 +27,11 @@ from benchmarks.gpu_profile import profiled
 from engine.config import EngineConfig
 from engine.kernels.dispatch import device_products
 from engine.load.device import describe_gpus, device_memory, no_gpu_reason
+from engine.load.fusion import fuse
 from engine.load.load import load
 from engine.types.request import SamplingParams
 from tests.engine.models import core
-from tests.engine.play import Job, ask, play
+from tests.engine.play import Job, ask, play, texts
 from tests.gpu_products import quantised_products
 from tests.gpu_server import serve_mixed
 
@@ -87,6 +89,22 @@ def bundled_model() -> dict[str, Any]:
     return {"tokens_per_second": speeds}
 
 
+def compiled_model(device: str) -> dict[str, Any]:
+    """The bundled model in float32 gives the same text with --compile; a CPU compiles the modules after the load."""
+    is_cpu = device == "cpu"
+    config = replace(_config(device), kernels="torch") if is_cpu else _config(device)
+    eager = load(config, lambda phase: None)
+    fused = load(config if is_cpu else replace(config, compile=True), lambda phase: None)
+    if is_cpu:
+        names = fuse(fused.model, fused.model.config.get_text_config().vocab_size)
+        assert names, "nothing was compiled"
+    prompt = eager.tokenizer.encode("Once upon a time")
+    jobs = [Job(ask(f"{at}", prompt[: 2 + at], 40, ignore_eos=True), 3 * at) for at in range(3)]
+    expected, found = (texts(play(core(loaded, context=512), jobs)) for loaded in (eager, fused))
+    assert expected == found, f"{expected} and compiled {found}"
+    return {"tokens": sum(map(len, found.values()))}
+
+
 def server(device: str) -> dict[str, Any]:
     """200 mixed requests over HTTP."""
     return serve_mixed("tiny" if device == "cpu" else "qwen3-0.6b", device, 200)
@@ -128,6 +146,7 @@ STAGES: dict[str, Callable[[], dict[str, Any]]] = {
 }
 # Stages that a CPU can try.
 DEVICE_STAGES: dict[str, Callable[[str], dict[str, Any]]] = {
+    "compiled model": compiled_model,
     "server": server,
     "benchmark": benchmark,
     "kernel sweep": kernel_sweep,
