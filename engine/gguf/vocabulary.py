@@ -6,6 +6,7 @@ llama.cpp finds them.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from typing import Any
 from gguf import Keys, TokenType
 
 from engine.gguf.container import GgufError, Metadata
+
+log = logging.getLogger("cellar.engine")
 
 _KEYS = Keys.Tokenizer
 _ID_KEYS = {
@@ -39,7 +42,7 @@ _DEFAULT_IDS = {
     "t5": {"eos": 1, "unk": 2, "pad": 0},
 }
 # -1 in files of old converters: there is no such token.
-_NO_ID = 2**32 - 1
+_NO_IDS = (-1, 2**32 - 1)
 _TYPES: dict[float, TokenType] = {kind.value: kind for kind in TokenType}
 
 # Special tokens by their text, for files without their keys. The first one of the vocabulary is taken.
@@ -224,13 +227,15 @@ def _special_ids(metadata: Mapping[str, Any], kind: str, size: int) -> dict[str,
     found = {name: number for name, number in _DEFAULT_IDS.get(kind, {}).items() if number < size}
     for name, key in _ID_KEYS.items():
         value = metadata.get(key)
-        if value is None or value == _NO_ID:
+        if value is None or value in _NO_IDS:
             continue
         if isinstance(value, bool) or not isinstance(value, int):
             raise GgufError(f"its metadata {key} is no integer")
-        if not 0 <= value < size:
-            raise GgufError(f"its metadata {key} is {value}, but the vocabulary has {size} tokens")
-        found[name] = value
+        if 0 <= value < size:
+            found[name] = value
+        else:
+            # As llama.cpp does: padding tokens of many files were never added to their vocabulary.
+            log.warning("%s is %d, but the vocabulary has %d tokens: it is ignored", key, value, size)
     return found
 
 

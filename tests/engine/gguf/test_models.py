@@ -189,7 +189,7 @@ def test_other_files_are_refused_by_their_kind(
         ("llama.rope.scaling.factor", -4.0, r"factor is -4\.0, not above 0"),
         ("llama.context_length", "long", "no integer"),
         ("llama.feed_forward_length", [96, 96, 64], "differs between layers"),
-        ("tokenizer.ggml.eos_token_id", 10**6, "but the vocabulary has"),
+        ("tokenizer.ggml.eos_token_id", "2", "eos_token_id is no integer"),
     ],
 )
 def test_metadata_that_does_not_fit_is_named(key: str, value: Any, reason: str, tmp_path: Path) -> None:

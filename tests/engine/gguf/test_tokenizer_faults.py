@@ -12,6 +12,7 @@ from engine.gguf.charsmap import checked_charsmap
 from engine.gguf.chat_template import read_chat_template
 from engine.gguf.container import GgufError
 from engine.gguf.tokenizer import read_tokenizer
+from engine.gguf.vocabulary import read_vocabulary
 from tests.engine.gguf.vocabularies import KINDS, exported, texts
 
 Change = Callable[[list[Any]], Any]
@@ -42,8 +43,6 @@ def changed(kind: str, name: str, change: Change | Any) -> dict[str, Any]:
         ("llama", "tokens", lambda tokens: ["a"] * len(tokens), "tokens has the token 'a' twice"),
         ("llama", "tokens", [], "tokens is empty"),
         ("llama", "tokens", None, "lacks tokenizer.ggml.tokens"),
-        ("llama", "bos_token_id", 10**6, "bos_token_id is 1000000, but the vocabulary has"),
-        ("llama", "eos_token_id", -1, "eos_token_id is -1, but the vocabulary has"),
         ("llama", "eos_token_id", "2", "eos_token_id is no integer"),
         ("llama", "eos_token_id", True, "eos_token_id is no integer"),
         ("llama", "add_bos_token", 1, "add_bos_token is no boolean"),
@@ -64,7 +63,6 @@ def changed(kind: str, name: str, change: Change | Any) -> dict[str, Any]:
         ("gpt2", "pre", "rot13", "pre is 'rot13', which is not supported"),
         ("gpt2", "add_eos_token", None, "add_eos_token is no boolean"),
         ("gpt2", "bos_token_id", 2**32 - 1, "needs the BOS token"),
-        ("bert", "unknown_token_id", 10**9, "unknown_token_id is 1000000000"),
         ("t5", "precompiled_charsmap", "abc", "precompiled_charsmap is no list of bytes"),
         ("t5", "precompiled_charsmap", 2**40, "precompiled_charsmap is no list of bytes"),
         ("t5", "precompiled_charsmap", [1, 2], "precompiled_charsmap is truncated"),
@@ -173,6 +171,16 @@ def _identity_map() -> list[int]:
     units[child] = ord("a") | 1 << 8 | (child ^ 512) << 10
     units[512] = 2**31
     return [*(4 * len(units)).to_bytes(4, "little"), *b"".join(unit.to_bytes(4, "little") for unit in units), *b"the\0"]
+
+
+@pytest.mark.parametrize("value", [10**6, -1, -7, 2**32 - 1])
+def test_ids_outside_the_vocabulary_are_ignored(value: int) -> None:
+    """The default of the kind holds, as in llama.cpp."""
+    found = read_vocabulary(changed("llama", "eos_token_id", value) | {"tokenizer.ggml.padding_token_id": value})
+
+    assert found.special["eos"] == 2
+    assert "pad" not in found.special
+    assert 2 in found.end_tokens
 
 
 @pytest.mark.parametrize(
