@@ -76,8 +76,8 @@ class DeviceReport:
             logits, (rows, *arrays) = self._compute([own, *batch.arrays.values()])
             found = sample_batch(logits.index_select(0, rows), batch, arrays)
             if self._queries:
-                queries = self._staging.upload(self._query_arrays(found))
-                self._keep(self._answer(logits, *queries).flatten().tolist())
+                uploaded = self._staging.upload(self._query_arrays(found))
+                self._keep(self._answer(logits, *uploaded).flatten().tolist())
             return found
         queries = self._query_arrays(())
         logits, (rows, *copies) = self._compute([own, *queries, *batch.arrays.values()])
