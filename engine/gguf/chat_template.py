@@ -7,23 +7,25 @@ from typing import Any
 
 from gguf import Keys
 
-from engine.gguf.container import GgufError
 from engine.gguf.vocabulary import strings, text_value
 
 _KEYS = Keys.Tokenizer
+_NAMED = _KEYS.CHAT_TEMPLATE_N.format(name="")
 # The name of the template without a name, in transformers.
 _DEFAULT = "default"
+# The named one for requests with tools; llama.cpp takes it for all requests in a file without a default.
+_TOOL_USE = "tool_use"
 
 
 def read_chat_template(metadata: Mapping[str, Any]) -> str | dict[str, str] | None:
-    """The template, or all of them by name, or None. Raises GgufError for one that is no text."""
-    names = strings(metadata, _KEYS.CHAT_TEMPLATES) if _KEYS.CHAT_TEMPLATES in metadata else ()
-    named = {name: text_value(metadata, _KEYS.CHAT_TEMPLATE_N.format(name=name)) for name in names}
+    """The template, or all of them by name, or None. Raises GgufError for one that is no text.
+
+    Without a default one, that is `tool_use`, else the first by name.
+    """
+    listed = strings(metadata, _KEYS.CHAT_TEMPLATES) if _KEYS.CHAT_TEMPLATES in metadata else ()
+    names = [*listed, *(key.removeprefix(_NAMED) for key in metadata if key.startswith(_NAMED))]
+    named = {name: text_value(metadata, _NAMED + name) for name in names}
     default = text_value(metadata, _KEYS.CHAT_TEMPLATE, "")
     if not named:
         return default or None
-    if default:
-        return {_DEFAULT: default, **named}
-    if _DEFAULT not in named:
-        raise GgufError(f"its metadata has chat templates by name, but lacks {_KEYS.CHAT_TEMPLATE}")
-    return named
+    return {_DEFAULT: default or named.get(_TOOL_USE) or next(iter(named.values())), **named}

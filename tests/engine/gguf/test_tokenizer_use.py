@@ -158,6 +158,22 @@ def test_named_templates_are_read() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("values", "default"),
+    [
+        ({"rag": "rag", "tool_use": "tools"}, "tools"),
+        ({"rag": "rag", "tool_use": "tools", "default": "plain"}, "plain"),
+        ({"rag": "rag", "long": "long"}, "rag"),
+        ({"rag": "rag", "tool_use": ""}, "rag"),
+    ],
+)
+def test_a_file_with_named_templates_alone_has_a_default(values: dict[str, str], default: str) -> None:
+    """As in llama.cpp, which needs no list of the names either."""
+    templates = read_chat_template({f"tokenizer.chat_template.{name}": text for name, text in values.items()})
+
+    assert templates == {**values, "default": default}
+
+
 def test_a_file_without_a_template_has_none() -> None:
     """So that chats are refused, and completions are not."""
     assert read_chat_template(exported("llama")) is None
