@@ -324,7 +324,9 @@ class Engine:
             self._failed.set()
             self._fail_streams("the engine stopped")
             for pending in self._snapshots.values():
-                pending.set_exception(failure)
+                # A finished one leaves the table in the next iteration of the event loop.
+                if not pending.done():
+                    pending.set_exception(failure)
 
     # The methods below run on the engine thread.
 

@@ -24,11 +24,14 @@ from engine.errors import (
 )
 from engine.types.events import Delta, Event, Failed, Finished, Started
 from engine.types.request import Request, SamplingParams
+from engine.types.snapshot import EngineSnapshot
+from engine.types.status import DraftingInfo, Stats
 from tests.engine.models import CONTEXT, END, VOCABULARY, Reference
 from tests.engine.play import ask
 
 Folder = Callable[[str], Path]
 ENDLESS = 100
+EMPTY_SNAPSHOT = EngineSnapshot(Stats(), 0.0, CONTEXT, (), (), (), ())
 
 
 @asynccontextmanager
@@ -213,6 +216,23 @@ def test_the_queue_is_limited_for_requests_that_are_compiled_first(folder: Folde
         assert 5 == sum(isinstance(one, Overloaded) for one in answers)
 
     run_with_engine(folder("llama"), story, slots=1, max_waiting=2)
+
+
+def test_a_failure_right_after_a_snapshot_keeps_the_snapshot(folder: Folder) -> None:
+    """Both reach the event loop in one iteration."""
+
+    async def story(engine: Engine) -> None:
+        snapshot = asyncio.create_task(engine.snapshot("", b""))
+        await asyncio.sleep(0)
+        (pending,) = engine._snapshots.values()
+        pending.set_result(EMPTY_SNAPSHOT)
+        engine._finish_loading(None, DraftingInfo(), EngineDead("a rank ended"))
+
+        assert await snapshot == EMPTY_SNAPSHOT
+        with pytest.raises(EngineDead):
+            await engine.snapshot("", b"")
+
+    run_with_engine(folder("llama"), story)
 
 
 def test_open_before_load_raises_loading(folder: Folder) -> None:
