@@ -154,6 +154,11 @@ class EngineConfig:
             tensor_parallel=1,
         )
 
+    @property
+    def records_steps(self) -> bool:
+        """Whether decoding steps may be recorded as CUDA graphs: not those that several ranks compute together."""
+        return not self.enforce_eager and self.tensor_parallel == 1
+
     def __post_init__(self) -> None:
         """Raise ConfigError for an invalid setting."""
         for name, words in _WORDS.items():

@@ -19,6 +19,7 @@ from engine.load.checkpoint import Checkpoint, is_small
 from engine.load.outcomes import Outcome, OutcomeFile
 from engine.load.selection import RunnerSelection, select
 from engine.load.selftest import ModelTraits, find_runner, is_batch_invariant, restore_runner
+from engine.model.device_runner import DeviceRunner
 from engine.model.encoder import Encoder
 from engine.model.margins import Margin, Margins
 from engine.model.model_runner import LocalRunner
@@ -105,7 +106,7 @@ class ModelChecks:
             attend=self._attend,
             encoder=encoder,
             switch=switch,
-            records=not self._config.enforce_eager,
+            records=self._config.records_steps,
         )
 
     def find_runner(self, name: str) -> None:
@@ -157,7 +158,8 @@ class ModelChecks:
         if config.dtype not in ("auto", "float32"):
             return RunnerSelection(runner, f"--dtype {config.dtype} is computed by torch")
         if config.tensor_parallel > 1:
-            return RunnerSelection(runner, f"--tensor-parallel {config.tensor_parallel} is computed by torch")
+            graphs = ", without CUDA graphs" if isinstance(runner, DeviceRunner) else ""
+            return RunnerSelection(runner, f"--tensor-parallel {config.tensor_parallel} is computed by torch{graphs}")
         if config.kernels == "torch" or config.device != "cpu":
             return RunnerSelection(runner, "C++ kernels are not used")
         file = None if self._file is None else self._file.decoder_file

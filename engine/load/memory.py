@@ -223,7 +223,7 @@ def _device_bytes(config: EngineConfig, sizes: ModelSizes, slots: int) -> int:
     context = config.context or sizes.max_context
     tables = _TABLE_ENTRY_BYTES * slots * context * len(group_layers(sizes.layers))
     fixed = tables + sizes.state_bytes * StatePool.rows(slots)
-    if config.enforce_eager:
+    if not config.records_steps:
         return fixed
     steps = [*all_sizes(recorded_tokens(config, slots), context)]
     # Draft loops have steps of their own.

@@ -105,10 +105,13 @@ def test_plan_of_a_gpu_has_more_slots_and_most_of_its_memory() -> None:
     graphs = 81 * 2**24 + 64 * (2**17 + 2**23)
     tables = 8 * 64 * 131072
     work = 2**17 * (2048 + 64) + 2**23 * 64 + tables
-    eager = plan_memory(EngineConfig(device="cuda", chunk=2048, enforce_eager=True), sizes, 80 * GIB)
+    eager, divided = (
+        plan_memory(EngineConfig(device="cuda", chunk=2048, **settings), sizes, 80 * GIB)[0].workspace_bytes
+        for settings in ({"enforce_eager": True}, {"tensor_parallel": 2})
+    )
 
     assert (131072, 64) == large[1:]
-    assert (work + graphs, work) == (large[0].workspace_bytes, eager[0].workspace_bytes)
+    assert (work + graphs, work, work) == (large[0].workspace_bytes, eager, divided)
     assert small[2] in (2, 4)
     assert 0.8 < small[0].cache_bytes / (7 * GIB - small[0].workspace_bytes) <= 0.9
     with pytest.raises(PlanTooLarge, match="or --quantize;"):

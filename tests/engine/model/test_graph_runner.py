@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 from torch import Tensor
 
 from engine.config import EngineConfig
@@ -20,14 +21,16 @@ from engine.draft.loading import make_speculation
 from engine.draft.lookup import LookupDrafter
 from engine.draft.outputs import OutputStore
 from engine.draft.speculation import Speculation
+from engine.kernels import reference
 from engine.load import selftest
+from engine.load.checking import EarlierChecks, ModelChecks
 from engine.load.recording import record_steps
 from engine.model.graph_runner import CallRecorder, GraphRunner, Replay
 from engine.types.request import SamplingParams
 from kvcache.spec import Span
 from tests.conftest import skip_without_gpu
 from tests.engine.mixes import mix, prompts
-from tests.engine.models import Reference, core, load_model
+from tests.engine.models import CONTEXT, Reference, core, load_model
 from tests.engine.play import Job, ask, play, texts
 from tests.engine.speculated import Case, played
 from tests.engine.test_oracle import run
@@ -240,6 +243,20 @@ def test_a_model_that_cannot_be_recorded_runs_as_before(
 
     assert texts(play(core(load_model(folder("llama"), "float32", kernels="torch")), [job])) == texts(answers)
     assert 1 == caplog.text.count("steps are not recorded, and slower: operation not permitted")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_steps_of_several_ranks_are_not_recorded(folder: Folder, recorder: CountingRecorder, ranks: int) -> None:
+    """A replay of rank 0 alone would not broadcast its step; the reason of the runner names it."""
+    loaded = load_model(folder("llama"), "float32", device=FAKE)
+    checks = EarlierChecks("", torch.float32, torch.float32, reference.attend, file=None, outcome=None)
+    load = ModelChecks(EngineConfig(kernels="torch", tensor_parallel=ranks), loaded.model, checks, surveys=False)
+    load.set_traits(loaded.info.vocabulary, recurrent=False, encoder=None)
+    load.find_runner("some")
+    selection, _ = load.select(None, context=CONTEXT)
+
+    assert (ranks == 1) == isinstance(selection.runner, GraphRunner)
+    assert (ranks > 1) == ("--tensor-parallel 2 is computed by torch, without CUDA graphs" == selection.reason)
 
 
 @pytest.mark.gpu
