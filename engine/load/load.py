@@ -56,6 +56,7 @@ from engine.model.runner import PackedRunner
 from engine.native.step_library import step_variants
 from engine.quantize.plan import QuantizationPlanNames
 from engine.quantize.quantize import bytes_of, estimate
+from engine.text.template_process import TemplateTooCostly, TemplateUnavailable, template_process
 from engine.text.tokenizer import Tokenizer
 from engine.types.status import MemoryPlan, ModelInfo, QuantizationEstimate
 from kvcache.cell_pool import CellArray
@@ -349,7 +350,10 @@ def _identity(checkpoint: Checkpoint, loaded: LoadedModel, int4_key: str) -> str
 
 
 def _start_tokenizer(name: str, checkpoint: Checkpoint, vocabulary: int) -> Future[Tokenizer]:
-    """Read the tokenizer in another thread: large ones take seconds."""
+    """Read the tokenizer in another thread: large ones take seconds. The process that renders its chat template imports
+    transformers meanwhile.
+    """
+    template_process().start()
     pool = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
     reading = pool.submit(read_model_tokenizer, name, checkpoint, vocabulary=vocabulary)
     pool.shutdown(wait=False)
@@ -363,6 +367,8 @@ def read_model_tokenizer(name: str, checkpoint: Checkpoint, *, vocabulary: int) 
         return Tokenizer(tokenizer, vocabulary_size=vocabulary, context=sys.maxsize, vocabulary=summary)
     except READ_ERRORS as error:
         raise ModelUnsupported(name, f"its tokenizer cannot be read: {error_line(error)}") from error
+    except (TemplateTooCostly, TemplateUnavailable) as error:
+        raise ModelUnsupported(name, f"its chat template {error}") from error
 
 
 def read_max_context(name: str, folder: Path) -> int:

@@ -1,4 +1,4 @@
-"""The jinja environment of a chat template, and the values of its variables.
+"""The jinja environment of a chat template, and a rendering in it; only the subprocess that renders imports this.
 
 transformers caches a sandboxed environment for each template; it is extended by features that templates expect.
 """
@@ -7,20 +7,19 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime
+from collections.abc import Iterable
+from functools import lru_cache
 from typing import Any
 
 from jinja2 import TemplateError, Undefined
 from jinja2.sandbox import SandboxedEnvironment
 from transformers.utils import chat_template_utils
 
-# `datetime` of the FireFunction template; without the time of day, so that prompts of a day share a prefix.
-_DATE = "%Y-%m-%d"
 # A template that tests whether a message has content.
 _CONTENT = re.compile(r"content(?:'\]|\"\])? is none")
 
 
+@lru_cache(maxsize=128)
 def extend_environment(template: str) -> None:
     """Let a template change its lists, write iterators as JSON and parse JSON.
 
@@ -38,12 +37,10 @@ def extend_environment(template: str) -> None:
         environment.tests["none"] = lambda value: value is None or isinstance(value, Undefined)
 
 
-def template_variables(names: Iterable[str], tools: Sequence[Mapping[str, Any]]) -> dict[str, object]:
-    """Values for `names` that transformers does not provide: the tools as JSON or as a list, and the date."""
-    functions = [tool["function"] for tool in tools]
-    text = json.dumps(functions, indent=4, ensure_ascii=False)
-    values: dict[str, object] = {"functions": text, "xml_tools": functions, "datetime": datetime.now().strftime(_DATE)}
-    return {name: value for name, value in values.items() if name in names}
+def render(template: str, messages: list[dict[str, object]], options: dict[str, Any]) -> str:
+    """The text of a conversation. Raises whatever the template does."""
+    rendered, _ = chat_template_utils.render_jinja_template(conversations=[messages], chat_template=template, **options)
+    return str(rendered[0])
 
 
 def _to_json(

@@ -17,19 +17,27 @@ from typing import Any
 
 from engine.chat_format.detection import AddedVocabulary, detect_chat_format
 from engine.chat_format.message import Tool
-from engine.errors import ContextTooLong, InvalidRequest
+from engine.errors import ContextTooLong, InvalidRequest, Overloaded
 from engine.text.detokenizer import Detokenizer, IncrementalDetokenizer, TokenBytes, detokenize
 from engine.text.fill_in_middle import detect_fill_in_middle
 from engine.text.outline import TEMPLATE_ERRORS, Messages, outline
-from engine.text.template import extend_environment, template_variables
+from engine.text.template_process import (
+    TemplateJob,
+    TemplateTooCostly,
+    TemplateUnavailable,
+    check_size,
+    template_process,
+)
 from engine.text.tool_call_format import ToolCallFormat, detect_tool_call_format
-from engine.text.variables import undeclared_variables
+from engine.text.variables import template_variables
 from engine.text.vocabulary import VocabularySummary, summarize
 from engine.types.events import Logprob
 from engine.types.request import RenderedPrompt
 
 # A character that no token combines with others, and its maximum number of tokens with a space before it.
 _SEPARATOR, _MAX_SEPARATOR_TOKENS = "\x02", 4
+# Of a client whose conversation cannot be rendered now.
+_RETRY_SECONDS = 5.0
 
 
 class Tokenizer:
@@ -39,6 +47,10 @@ class Tokenizer:
     max_context  the longest context that the settings could allow, for that error
     vocabulary   its summary; None: it is made of the tokenizer's vocabulary
     chat_format  of reasoning and tool calls in the model's output
+
+    template_names  variables that the chat templates read
+
+    Raises TemplateTooCostly, and TemplateUnavailable.
     """
 
     def __init__(
@@ -63,10 +75,10 @@ class Tokenizer:
         self.special_tokens = frozenset(tokenizer.all_special_ids)
         self.eos_tokens = frozenset(() if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,))
         self.fill_in_middle = detect_fill_in_middle(self._token_id)
-        self._template_names = undeclared_variables(_template_text(tokenizer))
-        for template in _templates(tokenizer):
-            extend_environment(template)
-        self._call_format = detect_tool_call_format(self._render_sample) if self.has_chat_template else ToolCallFormat()
+        self.template_names: frozenset[str] = frozenset()
+        self._call_format = ToolCallFormat()
+        if self.has_chat_template:
+            self._examine_templates()
         response = getattr(tokenizer, "response_template", None)
         self.chat_format = detect_chat_format(_template_text(tokenizer), self._added_vocabulary(), response)
 
@@ -194,17 +206,20 @@ class Tokenizer:
         converted, indices = self._call_format.convert_messages(messages)
         definitions = self._call_format.convert_tools(definitions)
         options: dict[str, Any] = {
-            **template_variables(self._template_names, definitions),
+            **template_variables(self.template_names, definitions),
             **(arguments or {}),
             **({"tools": definitions} if definitions else {}),
             "add_generation_prompt": add_generation_prompt and not continue_final_message,
             "continue_final_message": continue_final_message,
         }
-        with self._lock:
-            try:
-                return self._render(converted, options, [(indices[at], characters) for at, characters in breakpoints])
-            except TEMPLATE_ERRORS as error:
-                raise InvalidRequest("messages", f"the model's chat template refuses this: {error}") from error
+        try:
+            return self._render(converted, options, [(indices[at], characters) for at, characters in breakpoints])
+        except TEMPLATE_ERRORS as error:
+            raise InvalidRequest("messages", f"the model's chat template refuses this: {error}") from error
+        except TemplateTooCostly as error:
+            raise InvalidRequest("messages", f"the model's chat template {error}") from error
+        except TemplateUnavailable as error:
+            raise Overloaded(1, _RETRY_SECONDS) from error
 
     def detokenizer(self, prompt: Sequence[int], *, special: bool = False) -> Detokenizer:
         """For the engine thread: decodes the tokens after `prompt`, with or without special tokens."""
@@ -214,15 +229,24 @@ class Tokenizer:
         """For the engine thread: text and bytes of a token, with its logprob."""
         return _describe_token(self._engine_token_bytes, token, logprob)
 
-    def _render_sample(self, messages: Messages, tools: Sequence[Mapping[str, object]]) -> str:
-        """Render messages and tools, for the detection of the tool call format."""
-        return self._render_text(
-            messages,
-            {**template_variables(self._template_names, tools), "tools": list(tools), "add_generation_prompt": True},
-        )
+    def _examine_templates(self) -> None:
+        """Read the variables of the chat templates and the tool call format that they accept."""
+        templates = _templates(self._tokenizer)
+        check_size(templates)
+        with template_process().job() as job:
+            self.template_names = frozenset().union(*map(job.prepare, templates))
+            self._call_format = detect_tool_call_format(functools.partial(self._render_sample, job))
 
-    def _render_text(self, messages: Messages, options: dict[str, Any]) -> str:
-        return str(self._tokenizer.apply_chat_template(messages, tokenize=False, **options))
+    def _render_sample(self, job: TemplateJob, messages: Messages, tools: Sequence[Mapping[str, object]]) -> str:
+        """Render messages and tools, for the detection of the tool call format."""
+        options = {"tools": list(tools), "add_generation_prompt": True}
+        return self._render_text(job, messages, {**template_variables(self.template_names, tools), **options})
+
+    def _render_text(self, job: TemplateJob, messages: Messages, options: dict[str, Any]) -> str:
+        template = self._tokenizer.get_chat_template(tools=options.get("tools"))
+        text = job.render(template, messages, {**self._tokenizer.special_tokens_map, **options})
+        self._check_length(text)
+        return text
 
     def _added_vocabulary(self) -> AddedVocabulary:
         """The added tokens, of which markers consist."""
@@ -263,15 +287,17 @@ class Tokenizer:
         finished = len(messages) - bool(options["continue_final_message"])
         find = functools.partial(outline, messages, finished_messages=finished, breakpoints=breakpoints)
         strings = _strings([messages, options.get("tools")])
-        if not self._tokenizer.is_fast or any(token in text for text in strings for token in self._added_tokens):
-            tokens = self._checked_tokens(self._render_tokens(messages, options))
-            by_token = find(tokens, lambda some: list(self._render_tokens(some, partial_options)))
-            generation_prompt = self._token_bytes.decode(by_token.generation_prompt)
-            keep, protected = by_token.system_end or None, _optional_range(by_token.last_user)
-            return RenderedPrompt(tuple(tokens), keep, by_token.checkpoints, protected, generation_prompt)
-        text = self._render_text(messages, options)
-        encoded = self._tokenizer(text, add_special_tokens=False, verbose=False)
-        found = find(text, lambda some: self._render_text(some, partial_options))
+        with template_process().job() as job:
+            if not self._tokenizer.is_fast or any(token in text for text in strings for token in self._added_tokens):
+                tokens = self._checked_tokens(self._render_tokens(job, messages, options))
+                by_token = find(tokens, lambda some: list(self._render_tokens(job, some, partial_options)))
+                generation_prompt = self._token_bytes.decode(by_token.generation_prompt)
+                keep, protected = by_token.system_end or None, _optional_range(by_token.last_user)
+                return RenderedPrompt(tuple(tokens), keep, by_token.checkpoints, protected, generation_prompt)
+            text = self._render_text(job, messages, options)
+            found = find(text, lambda some: self._render_text(job, some, partial_options))
+        with self._lock:
+            encoded = self._tokenizer(text, add_special_tokens=False, verbose=False)
         starts, stops = (_Offsets(encoded.encodings[0], edge) for edge in (0, 1))
         checkpoints = tuple(bisect_right(stops, end) for end in found.checkpoints)
         last_user = _optional_range(found.last_user)
@@ -280,12 +306,21 @@ class Tokenizer:
         checked = tuple(self._checked_tokens(encoded["input_ids"]))
         return RenderedPrompt(checked, keep, checkpoints, protected, found.generation_prompt)
 
-    def _render_tokens(self, messages: Messages, options: dict[str, Any]) -> list[int]:
-        """The tokens of a conversation with special tokens in messages, which are encoded as plain text."""
-        tokens: list[int] = self._tokenizer.apply_chat_template(
-            messages, tokenize=True, return_dict=False, sanitize_control_tokens=True, **options
+    def _render_tokens(self, job: TemplateJob, messages: Messages, options: dict[str, Any]) -> list[int]:
+        """The tokens of a conversation with special tokens in messages, which are encoded as plain text.
+
+        As `apply_chat_template` of transformers with `sanitize_control_tokens`.
+        """
+        tools = options.get("tools")
+        template = self._tokenizer.get_chat_template(tools=tools)
+        variables = {name: value for name, value in options.items() if name != "tools"}
+        (marked,), tools, _, variables = self._tokenizer._mark_chat_inputs(
+            template, [messages], tools, None, variables, True, False
         )
-        return tokens
+        text = self._render_text(job, marked, {**variables, "tools": tools})
+        with self._lock:
+            encoded = self._tokenizer(text, add_special_tokens=False, sanitize_control_tokens=True)
+        return list(encoded["input_ids"])
 
     def _encode(self, text: str, *, special: bool) -> list[int]:
         # It calls encode_batch, which releases the GIL; `encode` of the Rust tokenizer would hold it for 4.5 s at 2 M

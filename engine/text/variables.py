@@ -1,21 +1,38 @@
-"""The variables that a chat template reads. A module of its own: it imports no transformers."""
+"""The variables that a chat template reads, and values of some. A module of its own: it imports no transformers."""
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
 from functools import lru_cache
+from typing import Any
 
 from jinja2 import Environment, TemplateError, meta
 
+# `datetime` of the FireFunction template; without the time of day, so that prompts of a day share a prefix.
+_DATE = "%Y-%m-%d"
 # A tag of transformers around the text of the assistant; it reads no variable.
 _GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 
 
 @lru_cache(maxsize=8)
 def undeclared_variables(template: str) -> frozenset[str]:
-    """Names that the template reads but does not define; none for a template with a syntax error."""
+    """Names that the template reads but does not define.
+
+    None for a template with a syntax error, or that nests too deep. It evaluates constant expressions of the template.
+    """
     environment = Environment(extensions=["jinja2.ext.loopcontrols"])
     try:
         return frozenset(meta.find_undeclared_variables(environment.parse(_GENERATION.sub("", template))))
-    except TemplateError:
+    except (TemplateError, RecursionError):
         return frozenset()
+
+
+def template_variables(names: Iterable[str], tools: Sequence[Mapping[str, Any]]) -> dict[str, object]:
+    """Values for `names` that transformers does not provide: the tools as JSON or as a list, and the date."""
+    functions = [tool["function"] for tool in tools]
+    text = json.dumps(functions, indent=4, ensure_ascii=False)
+    values: dict[str, object] = {"functions": text, "xml_tools": functions, "datetime": datetime.now().strftime(_DATE)}
+    return {name: value for name, value in values.items() if name in names}

@@ -18,7 +18,6 @@ import anyio.to_thread
 
 from engine.chat_format.chat_format import AnswerParser, ChatFormat
 from engine.chat_format.message import AnswerDelta, ReasoningDelta, TextDelta, ToolCallStart
-from engine.text.variables import undeclared_variables
 from engine.types.events import Delta, Event, Finished, PrefillProgress, PromptScored, Started, TokenLogprob
 from engine.types.request import ReasoningLimit, RenderedPrompt, Request
 from server.generation.grammar import answer_grammar
@@ -244,7 +243,7 @@ def _rendered(
 ) -> tuple[SupportedRequest, PreparedMessages, Callable[[Messages], RenderedPrompt], RenderedPrompt]:
     """The supported part of a body, its messages, their renderer, and the prompt; for a worker thread."""
     tokenizer = service.engine.tokenizer
-    supported = supported_request(body, tokenizer.chat_format, undeclared_variables(tokenizer.template))
+    supported = supported_request(body, tokenizer.chat_format, tokenizer.template_names)
     if supported.missing and not service.settings.lenient:
         raise supported.missing[0]
     prepared = prepare_messages(body.messages)

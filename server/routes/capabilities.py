@@ -8,7 +8,6 @@ from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from starlette.responses import Response
 
-from engine.text.variables import undeclared_variables
 from engine.types.status import EmbeddingModelInfo
 from server.generation.support import ignored_parameters, unsupported_parameters
 from server.http.encoding import JsonResponse
@@ -52,7 +51,7 @@ def _model(service: Service) -> ModelCapabilities:
         reasoning=tokenizer.chat_format.supports_reasoning,
         # No route accepts media.
         input_modalities=["text"],
-        template_arguments=sorted(undeclared_variables(tokenizer.template) - RESERVED_ARGUMENTS),
+        template_arguments=sorted(tokenizer.template_names - RESERVED_ARGUMENTS),
         drafters=list(service.engine.drafting.kinds),
         batch_invariant=info.batch_invariant,
     )
@@ -95,7 +94,7 @@ def _unsupported(service: Service, body: type[Strict]) -> dict[str, str]:
     """Parameters that the models do not support, with the reason."""
     tokenizer = service.engine.tokenizer
     if issubclass(body, ChatRequest):
-        return unsupported_parameters(tokenizer.chat_format, undeclared_variables(tokenizer.template))
+        return unsupported_parameters(tokenizer.chat_format, tokenizer.template_names)
     if issubclass(body, EmbeddingRequest):
         return embeddings.unsupported_embedding_parameters(service.embedder)
     if issubclass(body, RerankRequest | ScoreRequest) and service.engine.embedding is None:
@@ -106,11 +105,7 @@ def _unsupported(service: Service, body: type[Strict]) -> dict[str, str]:
 def _ignored(service: Service, body: type[Strict]) -> dict[str, str]:
     """Parameters without effect for this model, with the reason."""
     tokenizer = service.engine.tokenizer
-    return (
-        ignored_parameters(tokenizer.chat_format, undeclared_variables(tokenizer.template))
-        if issubclass(body, ChatRequest)
-        else {}
-    )
+    return ignored_parameters(tokenizer.chat_format, tokenizer.template_names) if issubclass(body, ChatRequest) else {}
 
 
 def _parameter(name: str, missing: dict[str, str], noted: Mapping[str, str]) -> Parameter:

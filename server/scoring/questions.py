@@ -8,7 +8,6 @@ from dataclasses import field as initial
 from typing import TYPE_CHECKING
 
 from engine.errors import ContextTooLong
-from engine.text.variables import undeclared_variables
 from server.generation.support import REASONING_SWITCHES
 from server.http.errors import invalid_value
 from server.scoring.labels import LabelScorer, Path
@@ -79,9 +78,7 @@ class QuestionEncoder:
         """The tokens; models that reason are made to skip it, since the first token of the answer is scored."""
         if not self.tokenizer.has_chat_template:
             return tuple(self.tokenizer.encode(f"{question}\nAnswer:"))
-        switches = {
-            switch: False for switch in REASONING_SWITCHES if switch in undeclared_variables(self.tokenizer.template)
-        }
+        switches = {switch: False for switch in REASONING_SWITCHES if switch in self.tokenizer.template_names}
         prompt = self.tokenizer.render_chat([{"role": "user", "content": question}], arguments=switches)
         limit = self.tokenizer.chat_format.reasoning_limit(0, prompt.generation_prompt)
         if limit is None:

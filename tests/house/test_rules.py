@@ -21,6 +21,7 @@ BOUNDARIES = {
     "engine/quantize/calibration.py": "a model that cannot run on a text alone is quantised without a calibration",
     "engine/load/fusion.py": "a function that cannot be compiled stays as it is",
     "engine/load/tokenizer_cache.py": "a broken entry of the cache is rebuilt",
+    "engine/text/template_process.py": "a template that fails refuses its conversation",
     "engine/draft/mtp.py": "an MTP head that cannot be loaded is refused with a message",
     "server/http/middleware.py": "HTTP boundary, before the first byte of a response",
     "server/http/direct_writer.py": "an encoding error is raised again in the task of its request",

@@ -18,6 +18,7 @@ from typing import Any
 from engine.chat_format.detection import AddedVocabulary, detect_chat_format
 from engine.errors import ContextTooLong, Draining, EngineError, GrammarTooCostly, InvalidRequest, Loading
 from engine.text.fill_in_middle import FillInMiddle
+from engine.text.variables import undeclared_variables
 from engine.types.events import Delta, Event, Failed, Finished, Logprob, Started, Timings, TokenLogprob, Usage
 from engine.types.request import EmbeddingJob, Grammar, RenderedPrompt, Request
 from engine.types.snapshot import EngineSnapshot
@@ -114,6 +115,7 @@ class FakeTokenizer:
 
     def __init__(self, template: str = "", opened: str = "") -> None:
         self.template, self.opened = template, opened
+        self.template_names = undeclared_variables(template)
         self.rendered: list[dict[str, Any]] = []
         marks = {mark: token for mark, token in (("<think>", 254), ("</think>", 255)) if mark in template}
         vocabulary = AddedVocabulary(

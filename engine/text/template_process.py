@@ -1,0 +1,237 @@
+"""A subprocess that renders chat templates within limits of time and memory.
+
+A template is a program of the checkpoint: it may loop without end or build texts of gigabytes, for all conversations or
+only for some. Here that ends the subprocess, and the conversation is refused. All tokenizers share one subprocess.
+"""
+
+from __future__ import annotations
+
+import functools
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError
+
+from engine.text.variables import undeclared_variables
+
+# Processor time of all renderings of one request, or of the detection of the tool call format.
+_MAX_SECONDS = 5.0
+# Beyond the memory of the subprocess before its first template.
+_MEMORY_BYTES = 256 * 2**20
+_MAX_RENDERED_BYTES = 64 * 2**20
+# Characters of all templates of a model; published ones have up to 30,000.
+_MAX_CHARACTERS = 256 * 1024
+_MAX_REASON_CHARACTERS = 1000
+# Elapsed time of an answer on a busy machine; the start of the subprocess imports transformers' templates in 0.7 s.
+_ANSWER_TIMEOUT_SECONDS = 60.0
+_POLLS = 10
+_LOCK_TIMEOUT_SECONDS = 10.0
+
+_RENDERED, _REFUSED, _TOO_COSTLY = b"+", b"-", b"!"
+_ROOT = str(Path(__file__).resolve().parents[2])
+_PROGRAM = (
+    "import sys; sys.path.insert(0, sys.argv[1])\n"
+    "from engine.text.template_process import serve\n"
+    "serve(int(sys.argv[2]), float(sys.argv[3]))"
+)
+
+
+class TemplateTooCostly(Exception):
+    """A chat template exceeds its limits; the text continues "the chat template ..."."""
+
+
+class TemplateUnavailable(Exception):
+    """No rendering is possible now; the text continues "the chat template ..."."""
+
+
+class TemplateJob:
+    """The renderings of one request, which have a limit of processor time together."""
+
+    def __init__(self, pipe: Connection, answer: Callable[[Connection], bytes]) -> None:
+        self._pipe, self._answer, self._is_first = pipe, answer, True
+
+    def prepare(self, template: str) -> frozenset[str]:
+        """Compile a template; the variables that it reads. Raises TemplateTooCostly, and TemplateUnavailable.
+
+        A template with a syntax error has none: it fails when it is rendered.
+        """
+        try:
+            return frozenset(self._call(template, None, {}).split())
+        except TemplateError:
+            return frozenset()
+
+    def render(self, template: str, messages: Sequence[Mapping[str, object]], options: Mapping[str, object]) -> str:
+        """The text of a conversation, as transformers renders it.
+
+        Raises TemplateError if the template refuses it, TemplateTooCostly, and TemplateUnavailable.
+        """
+        # As `apply_chat_template`: many templates fail on fields that are None.
+        plain = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        return self._call(template, plain, options)
+
+    def _call(self, template: str, messages: list[dict[str, object]] | None, options: Mapping[str, object]) -> str:
+        self._pipe.send((self._is_first, template, messages, dict(options)))
+        self._is_first = False
+        answer = self._answer(self._pipe)
+        text = answer[1:].decode(errors="surrogatepass")
+        if answer[:1] == _REFUSED:
+            raise TemplateError(text)
+        return text
+
+
+class TemplateProcess:
+    """The subprocess, started on demand. For any thread; one job at a time.
+
+    max_seconds  processor time of a job
+    """
+
+    def __init__(self, max_seconds: float = _MAX_SECONDS) -> None:
+        self._max_seconds = max_seconds
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pipe: Connection | None = None
+        self._ready = False
+        self._end: Callable[[], object] = lambda: None
+
+    def start(self) -> None:
+        """Start the subprocess if it does not run, without a wait for its imports."""
+        with self._lock:
+            self._connect()
+
+    @contextmanager
+    def job(self) -> Iterator[TemplateJob]:
+        """The renderings of one request. Raises TemplateUnavailable; the block raises the errors of TemplateJob."""
+        if not self._lock.acquire(timeout=_LOCK_TIMEOUT_SECONDS):
+            raise TemplateUnavailable("waits for other renderings")
+        try:
+            pipe = self._connect()
+            if not self._ready:
+                self._receive(pipe)
+                self._ready = True
+            yield TemplateJob(pipe, self._answer)
+        except (EOFError, BrokenPipeError, ConnectionResetError) as error:
+            self.close()
+            raise TemplateUnavailable("has no process that renders it") from error
+        finally:
+            self._lock.release()
+
+    def _answer(self, pipe: Connection) -> bytes:
+        """The answer to a rendering. Raises TemplateTooCostly if the subprocess exceeded a limit."""
+        try:
+            answer = self._receive(pipe)
+        except (EOFError, ConnectionResetError):
+            answer = _TOO_COSTLY
+        if answer == _TOO_COSTLY:
+            self.close()
+            raise TemplateTooCostly("takes too long or too much memory to render")
+        return answer
+
+    def _receive(self, pipe: Connection) -> bytes:
+        """The next message. Raises TemplateUnavailable, EOFError."""
+        # A wait is split into polls: after a suspension of both processes only one of them has timed out.
+        if not any(pipe.poll(_ANSWER_TIMEOUT_SECONDS / _POLLS) for _ in range(_POLLS)):
+            self.close()
+            raise TemplateUnavailable(f"is not rendered within {_ANSWER_TIMEOUT_SECONDS:g} s")
+        return pipe.recv_bytes()
+
+    def _connect(self) -> Connection:
+        if self._process is not None and self._process.poll() is not None:
+            self.close()
+        if self._pipe is None:
+            self._pipe = self._spawn()
+        return self._pipe
+
+    def _spawn(self) -> Connection:
+        here, there = Pipe()
+        command = [sys.executable, "-I", "-c", _PROGRAM, _ROOT, str(there.fileno()), str(self._max_seconds)]
+        # No messages of a crash, and no signals from the terminal.
+        self._process = subprocess.Popen(
+            command,
+            pass_fds=[there.fileno()],
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        there.close()
+        self._end = weakref.finalize(self, _terminate, self._process, here)
+        return here
+
+    def close(self) -> None:
+        """End the subprocess; the next job starts another one."""
+        self._end()
+        self._process = self._pipe = None
+        self._ready = False
+
+
+@functools.cache
+def template_process() -> TemplateProcess:
+    """The subprocess of this process."""
+    return TemplateProcess()
+
+
+def check_size(templates: Iterable[str]) -> None:
+    """Raise TemplateTooCostly if the templates of a model are too long together."""
+    characters = sum(map(len, templates))
+    if characters > _MAX_CHARACTERS:
+        raise TemplateTooCostly(f"has {characters:,} characters, and the limit is {_MAX_CHARACTERS:,}")
+
+
+def _terminate(process: subprocess.Popen[bytes], pipe: Connection) -> None:
+    pipe.close()
+    process.kill()
+    process.wait()
+
+
+def serve(descriptor: int, max_seconds: float) -> None:
+    """The main loop of the subprocess, until its pipe is closed or a job takes `max_seconds` of processor time."""
+    # The other processes import transformers' templates later, or never.
+    import engine.text.template  # noqa: F401
+
+    pipe = Connection(descriptor)
+    pipe.send_bytes(b"")
+    _limit_memory()
+    seconds = max_seconds
+    while True:
+        try:
+            is_first, template, messages, options = pipe.recv()
+        except EOFError:
+            return
+        # Its signal ends the subprocess.
+        signal.setitimer(signal.ITIMER_PROF, max_seconds if is_first else seconds)
+        answer = _answer(template, messages, options)
+        seconds, _ = signal.setitimer(signal.ITIMER_PROF, 0)
+        pipe.send_bytes(answer)
+
+
+def _answer(template: str, messages: list[dict[str, object]] | None, options: dict[str, Any]) -> bytes:
+    """The first byte is the outcome, the others are the text or the reason."""
+    from engine.text.template import extend_environment, render
+
+    try:
+        extend_environment(template)
+        rendered = (
+            "\n".join(undeclared_variables(template)) if messages is None else render(template, messages, options)
+        )
+        answer = _RENDERED + rendered.encode(errors="surrogatepass")
+    except MemoryError:
+        return _TOO_COSTLY
+    except Exception as error:
+        answer = _REFUSED + str(error)[:_MAX_REASON_CHARACTERS].encode(errors="surrogatepass")
+    return answer if len(answer) <= _MAX_RENDERED_BYTES else _TOO_COSTLY
+
+
+def _limit_memory() -> None:
+    """Limit the memory of this process to `_MEMORY_BYTES` more than now (Linux only)."""
+    statm = Path("/proc/self/statm")
+    if statm.exists():
+        limit = int(statm.read_text().split()[0]) * resource.getpagesize() + _MEMORY_BYTES
+        resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))

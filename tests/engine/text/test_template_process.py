@@ -1,0 +1,122 @@
+"""Chat templates that compute without end or fill the memory: the start and the requests are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jinja2 import TemplateError
+from transformers import AutoTokenizer
+
+from engine.errors import InvalidRequest
+from engine.text import tokenizer as tokenizer_module
+from engine.text.template_process import TemplateProcess, TemplateTooCostly, template_process
+from engine.text.tokenizer import Tokenizer
+from tests.selection import quick
+
+BUNDLED = Path(__file__).parents[3] / "models" / "target"
+MAX_SECONDS = 0.4
+
+DOUBLING = "{% set ns = namespace(x='a') %}{% for i in range(40) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}{{ ns.x }}"
+HOSTILE = {
+    "nested loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "doubling": DOUBLING,
+    "constant product": "{{ 'a' * 500000000 }}",
+    "constant power": "{{ 10 ** (10 ** 9) }}",
+    "format": "{{ '%500000000s' % messages[0].role }}",
+    "constant center": "{{ 'a' | center(500000000) }}",
+    "indent": "{{ ('a\n' * 100000) | indent(100000) }}",
+    "macro": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+    "list product": "{{ [messages] * 500000000 }}",
+    "sort": "{% for i in range(999) %}{{ (range(99999) | list * 9) | sort(reverse=true) | groupby(0) }}{% endfor %}",
+    "padded": "{{ messages[0].role.ljust(500000000) }}",
+    "deep list": "{{ " + "[" * 20000 + "]" * 20000 + " }}",
+    "long": "{# " + " " * 20_000_000 + " #}",
+}
+ALWAYS = quick(("nested loops", "constant product", "constant power", "long"), tuple(HOSTILE))
+# Of those that start: the hostile part is behind the condition.
+LATE = quick(("nested loops",), ("nested loops", "doubling", "macro", "list product", "sort", "padded"))
+MESSAGE = {"role": "user", "content": "hello"}
+SPEAKERS = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
+
+
+@cache
+def backend() -> Any:
+    return AutoTokenizer.from_pretrained(BUNDLED)
+
+
+def tokenizer(template: str) -> Tokenizer:
+    backend().chat_template = template
+    return Tokenizer(backend(), vocabulary_size=len(backend()), context=2000)
+
+
+@pytest.fixture(autouse=True)
+def limited(monkeypatch: pytest.MonkeyPatch) -> Iterator[TemplateProcess]:
+    """A subprocess with less time."""
+    process = TemplateProcess(MAX_SECONDS)
+    monkeypatch.setattr(tokenizer_module, "template_process", lambda: process)
+    yield process
+    process.close()
+
+
+@pytest.mark.parametrize("kind", ALWAYS)
+def test_a_hostile_template_is_refused_at_the_start(kind: str) -> None:
+    """Or by the first request, if the template fails before it exceeds a limit."""
+    with pytest.raises((TemplateTooCostly, InvalidRequest), match="chat template|takes too long|characters"):
+        tokenizer(HOSTILE[kind]).render_chat([MESSAGE])
+
+
+@pytest.mark.parametrize("kind", LATE)
+def test_a_template_that_is_hostile_for_some_messages_refuses_those(kind: str) -> None:
+    """Other conversations are rendered before and after."""
+    found = tokenizer(f"{SPEAKERS}{{% if messages | length > 7 %}}{HOSTILE[kind]}{{% endif %}}")
+    before = found.render_chat([MESSAGE])
+
+    with pytest.raises(InvalidRequest, match="chat template takes too long or too much memory"):
+        found.render_chat([MESSAGE] * 8)
+
+    assert before == found.render_chat([MESSAGE])
+
+
+def test_the_limit_of_time_is_that_of_a_request(limited: TemplateProcess) -> None:
+    """Several renderings, each within it, exceed it together; another request starts anew."""
+    slow = "{% for i in range(99999) %}{% endfor %}" * 5
+
+    with limited.job() as job, pytest.raises(TemplateTooCostly):
+        [job.render(slow, [MESSAGE], {}) for _ in range(1000)]
+    for _ in range(3):
+        with limited.job() as job:
+            assert "" == job.render(slow, [MESSAGE], {})
+
+
+def test_a_conversation_that_a_template_refuses_keeps_the_process(limited: TemplateProcess) -> None:
+    """Whatever exception the template raises."""
+    with limited.job() as job:
+        for template in ("{{ raise_exception('no') }}", "{% if %}", "{{ 1 / 0 }}", "{{ messages.x.y }}"):
+            with pytest.raises(TemplateError):
+                job.render(template, [MESSAGE], {})
+
+        assert "hello\n" == job.render(SPEAKERS, [MESSAGE], {})
+
+
+def test_a_process_that_was_killed_is_replaced(limited: TemplateProcess) -> None:
+    with limited.job() as job:
+        job.prepare(SPEAKERS)
+    assert limited._process is not None
+    limited._process.kill()
+    limited._process.wait()
+
+    with limited.job() as job:
+        assert "hello\n" == job.render(SPEAKERS, [MESSAGE], {})
+
+
+def test_variables_of_a_template() -> None:
+    """Read without an evaluation of its constants in this process."""
+    assert {"messages", "thinking"} == tokenizer("{{ messages }}{% if thinking %}x{% endif %}").template_names
+
+
+def test_one_process_renders_for_all_tokenizers() -> None:
+    assert template_process() is template_process()
