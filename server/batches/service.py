@@ -27,7 +27,7 @@ from server.http.errors import (
     ApiError,
     invalid_value,
 )
-from server.http.paging import Page, page
+from server.http.paging import Page, first_page, no_such_item
 from server.schemas.batches import BatchBody, BatchRequest, BatchStatus, FileBody, RequestCounts
 from server.service import Service
 from server.store.batches import LEASE_SECONDS, BatchStore, StoredBatch
@@ -43,6 +43,8 @@ RETRY_SECONDS = 60.0
 PURPOSE = "batch"
 # Of all files in a database, and in memory.
 MAX_BYTES, MAX_MEMORY_BYTES = 10 * 2**30, 64 * 2**20
+# Of an owner, with the results of batches. A list has no more.
+MAX_FILES = 10_000
 MAX_NAME = 255
 # The status of batches that read their input.
 READING: tuple[BatchStatus, ...] = ("validating", "in_progress")
@@ -53,14 +55,15 @@ logger = logging.getLogger("cellar.batches")
 class BatchService:
     """Files and batches of all owners. Batches run from `start` to `close`, also those of an earlier process.
 
-    location  of the database; None: files and batches are refused
+    location     of the database; None: files and batches are refused
+    first_owner  gets the files and batches without an owner; "": they stay as they are
     """
 
-    def __init__(self, service: Service, location: str | None) -> None:
+    def __init__(self, service: Service, location: str | None, first_owner: str = "") -> None:
         self._service, self._location = service, location
         place = location or MEMORY
-        self._files = FileStore(place, MAX_MEMORY_BYTES if place == MEMORY else MAX_BYTES)
-        self._batches = BatchStore(uuid.uuid4().hex, place)
+        self._files = FileStore(place, MAX_MEMORY_BYTES if place == MEMORY else MAX_BYTES, first_owner=first_owner)
+        self._batches = BatchStore(uuid.uuid4().hex, place, first_owner=first_owner)
         self._runs: dict[str, BatchRun] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._wake = asyncio.Event()
@@ -96,6 +99,7 @@ class BatchService:
     ) -> FileBody:
         """Store an uploaded file; `seconds` is called behind the content, and returns the time until it expires."""
         self._check_stored()
+        await self._check_file_count(owner)
         now = int(time.time())
         file = StoredFile(f"file-{uuid.uuid4().hex}", owner, PURPOSE, name[:MAX_NAME], now)
 
@@ -123,9 +127,10 @@ class BatchService:
     ) -> Page[FileBody]:
         """A page of the files of an owner, by time."""
         self._check_stored()
-        files = [_file_body(file) for file in await self._files.all(owner) if purpose in (None, file.purpose)]
-        files = files if ascending else files[::-1]
-        return page(files, [file["id"] for file in files], limit, after)
+        files = await self._files.page(owner, limit + 1, after, purpose=purpose, ascending=ascending)
+        if files is None:
+            raise no_such_item()
+        return first_page([_file_body(file) for file in files], [file.id for file in files], limit)
 
     async def delete_file(self, id: str, owner: str) -> None:
         """Delete a file; ApiError if there is none, or if a batch still reads it."""
@@ -147,6 +152,8 @@ class BatchService:
         open_batches = await self._batches.count_open(owner)
         if open_batches >= MAX_OPEN_BATCHES:
             raise Overloaded(open_batches, RETRY_SECONDS)
+        # Its results are files, too.
+        await self._check_file_count(owner)
         body = _new_body(request, int(time.time()))
         await self._batches.create(body["id"], owner, dumps(body))
         self._wake.set()
@@ -163,8 +170,10 @@ class BatchService:
     async def list_batches(self, owner: str, limit: int, after: str | None) -> Page[BatchBody]:
         """A page of the batches of an owner, latest first."""
         self._check_stored()
-        batches = await self._batches.all(owner)
-        found = page(batches, [stored.id for stored in batches], limit, after)
+        batches = await self._batches.page(owner, limit + 1, after)
+        if batches is None:
+            raise no_such_item()
+        found = first_page(batches, [stored.id for stored in batches], limit)
         return {**found, "data": [await self._body(stored) for stored in found["data"]]}
 
     async def cancel(self, id: str, owner: str) -> BatchBody:
@@ -194,6 +203,10 @@ class BatchService:
         if file is None:
             raise _no_file(id, param)
         return file
+
+    async def _check_file_count(self, owner: str) -> None:
+        if await self._files.count(owner) >= MAX_FILES:
+            raise ApiError(STORAGE_FULL, f"There are {MAX_FILES} files of this key or organisation; delete some first.")
 
     def _check_stored(self) -> None:
         if self._location is None:

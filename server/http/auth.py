@@ -27,7 +27,7 @@ OWNER_KEY = "owner"
 class Caller:
     """The client of an HTTP request.
 
-    owner    the organisation of its key, or the key; "": all requests belong to one owner
+    owner    the organisation of its key, or the key; "": the server has no keys, or the path is open
     request  the id of the HTTP request
     batch    whether it is a line of a batch, which other requests overtake
     """
@@ -106,7 +106,6 @@ def _digest(key: bytes) -> bytes:
 
 def _owners_of(keys: Sequence[str]) -> Iterator[tuple[bytes, str]]:
     """Digest and owner of each key."""
-    alone = len({*keys}) == 1
     for entry in keys:
         organisation, key = split_organisation(entry)
         if organisation:
@@ -114,7 +113,12 @@ def _owners_of(keys: Sequence[str]) -> Iterator[tuple[bytes, str]]:
             # The whole entry is a key as well, since a key may contain a colon.
             yield from ((_digest(text.encode()), owner) for text in (entry, key))
         else:
-            yield _digest(key.encode()), "" if alone else _owner_id(b"owner " + key.encode())
+            yield _digest(key.encode()), _owner_id(b"owner " + key.encode())
+
+
+def first_owner(keys: Sequence[str]) -> str:
+    """The owner of the first key; "" without keys. It gets what the store has without an owner."""
+    return next((owner for _, owner in _owners_of(keys)), "")
 
 
 def _organisation_id(name: str) -> str:
@@ -146,7 +150,7 @@ def acting_for(owner: str) -> Iterator[None]:
 
 
 def owner(request: HTTPConnection) -> str:
-    """The owner of a request: its organisation, or its key; "" where all requests belong to one owner."""
+    """The owner of a request: its organisation, or its key; "" on a server without keys."""
     return str(getattr(request.state, OWNER_KEY, ""))
 
 

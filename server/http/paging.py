@@ -7,7 +7,7 @@ from typing import Generic, Literal, TypeVar
 
 from typing_extensions import TypedDict
 
-from server.http.errors import invalid_value
+from server.http.errors import ApiError, invalid_value
 
 Item = TypeVar("Item")
 
@@ -25,15 +25,25 @@ class Page(TypedDict, Generic[Item]):
 def page(
     items: Sequence[Item], ids: Sequence[str], limit: int, after: str | None, *, kind: str = "object"
 ) -> Page[Item]:
-    """At most `limit` items behind the one with the id `after`; ApiError if no `kind` of the list has this id."""
+    """At most `limit` items after the one with the id `after`; ApiError if no `kind` of the list has this id."""
     if after is not None and after not in ids:
-        raise invalid_value("after", f"there is no {kind} with this id")
+        raise no_such_item(kind)
     start = 0 if after is None else ids.index(after) + 1
-    found = ids[start : start + limit]
+    return first_page(items[start:], ids[start:], limit)
+
+
+def first_page(items: Sequence[Item], ids: Sequence[str], limit: int) -> Page[Item]:
+    """The first `limit` items."""
+    found = ids[:limit]
     return Page(
         object="list",
-        data=list(items[start : start + limit]),
+        data=list(items[:limit]),
         first_id=found[0] if found else None,
         last_id=found[-1] if found else None,
-        has_more=start + limit < len(items),
+        has_more=limit < len(items),
     )
+
+
+def no_such_item(kind: str = "object") -> ApiError:
+    """The error for an `after` that is no id of the list."""
+    return invalid_value("after", f"there is no {kind} with this id")

@@ -9,7 +9,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response, StreamingResponse
 
 from server.batches.service import PURPOSE, BatchService
-from server.http.auth import owner
+from server.http.auth import first_owner, owner
 from server.http.encoding import JsonResponse
 from server.http.errors import CLIENT_CLOSED, UNSUPPORTED_VALUE, ApiError
 from server.http.forms import FileForm
@@ -34,7 +34,7 @@ FILES, BATCHES = "/v1/files", "/v1/batches"
 def add(app: FastAPI, service: Service) -> BatchService:
     """Add the routes; the app's owner starts and closes the returned service."""
     store = open_store(service.settings.store)
-    batches = BatchService(service, None if store is None else store.location)
+    batches = BatchService(service, None if store is None else store.location, first_owner(service.settings.all_keys))
     _add_file_routes(app, batches)
     _add_batch_routes(app, batches)
     return batches

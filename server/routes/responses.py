@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from server.configuration.settings import ClientLimits
 from server.generation.answer import cancel_on_disconnect
-from server.http.auth import owner
+from server.http.auth import first_owner, owner
 from server.http.encoding import JsonResponse
 from server.http.lenient import warnings
 from server.http.paging import page
@@ -41,7 +41,7 @@ After = Annotated[int, Query(ge=-1, le=2**31 - 1)]
 
 def add(app: FastAPI, service: Service) -> ResponseService:
     """Add the routes; the app's owner closes the returned service."""
-    responses = ResponseService(service, open_store(service.settings.store))
+    responses = ResponseService(service, open_store(service.settings.store, first_owner(service.settings.all_keys)))
     _add_create_routes(app, responses, service.settings.limits)
     _add_read_routes(app, responses, service.settings.limits)
 

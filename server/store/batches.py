@@ -11,12 +11,15 @@ import zlib
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
+from server.store.adoption import adopt
 from server.store.database import MEMORY, Database, Row, Value
 from server.store.worker import DatabaseWorker
 
 LEASE_SECONDS = 30.0
 KEPT_SECONDS = 30 * 86400.0
-# Results in one read of the database.
+# Of an owner: beyond it, the oldest final ones are deleted.
+MAX_BATCHES = 10_000
+# Results in one read of the database, and batches deleted by one creation.
 PAGE_ROWS = 100
 SCHEMA = (
     """CREATE TABLE IF NOT EXISTS batches (
@@ -36,9 +39,10 @@ SCHEMA = (
         content BLOB NOT NULL,
         PRIMARY KEY (batch, line)
     )""",
+    "CREATE INDEX IF NOT EXISTS batches_by_owner ON batches (owner, created, id, final)",
 )
 COLUMNS = "id, owner, final, cancelling, body"
-VISIBLE = "owner IN (?, '')"
+VISIBLE = "owner = ?"
 CLAIM = f"UPDATE batches SET holder = ?, lease = ? WHERE final = 0 AND lease < ? RETURNING {COLUMNS}"
 RENEW = f"UPDATE batches SET lease = ? WHERE id = ? AND holder = ? AND final = 0 RETURNING {COLUMNS}"
 SAVE = "UPDATE batches SET body = ?, final = ? WHERE id = ? AND holder = ? AND final = 0 RETURNING id"
@@ -47,6 +51,10 @@ CANCEL = f"""UPDATE batches SET cancelling = COALESCE(cancelling, ?)
 ADD_RESULT = "INSERT INTO batch_results VALUES (?, ?, ?, ?) ON CONFLICT DO NOTHING"
 SELECT_RESULTS = """SELECT line, content FROM batch_results
     WHERE batch = ? AND failed = ? AND line > ? ORDER BY line LIMIT ?"""
+EVICT = f"""DELETE FROM batches WHERE id IN (
+        SELECT id FROM batches WHERE {VISIBLE} AND final = 1
+        ORDER BY created DESC, id DESC LIMIT {PAGE_ROWS} OFFSET ?
+    )"""
 COUNT_RESULTS = "SELECT failed, COUNT(*) FROM batch_results WHERE batch = ? GROUP BY failed"
 
 
@@ -68,19 +76,23 @@ class StoredBatch:
 class BatchStore:
     """Batches in a database. All methods may be called on the event loop; StoreError if the database fails.
 
-    holder  the name of this server in leases
+    holder       the name of this server in leases
+    first_owner  gets the batches without an owner when the database is opened; "": they stay as they are
     """
 
     holder: str
     location: str = MEMORY
     clock: Callable[[], float] = time.time
+    first_owner: str = ""
     _worker: DatabaseWorker = field(init=False)
 
     def __post_init__(self) -> None:
-        self._worker = DatabaseWorker(self.location, SCHEMA)
+        self._worker = DatabaseWorker(
+            self.location, SCHEMA, lambda database: adopt(database, "batches", self.first_owner)
+        )
 
     async def create(self, id: str, owner: str, body: bytes) -> None:
-        """Add a batch that no server has claimed; delete batches older than KEPT_SECONDS."""
+        """Add a batch that no server has claimed; delete final ones older than KEPT_SECONDS, or beyond MAX_BATCHES."""
         now = self.clock()
 
         def write(database: Database) -> None:
@@ -88,6 +100,7 @@ class BatchStore:
                 database.run("DELETE FROM batches WHERE final = 1 AND created < ?", [now - KEPT_SECONDS])
                 row: list[Value] = [id, owner, now, 0, "", 0.0, None, zlib.compress(body)]
                 database.run("INSERT INTO batches VALUES (?, ?, ?, ?, ?, ?, ?, ?)", row)
+                database.run(EVICT, [owner, MAX_BATCHES - 1])
 
         await self._worker.run(write)
 
@@ -97,10 +110,20 @@ class BatchStore:
         rows = await self._worker.query(statement, [id, owner])
         return _batch(rows[0]) if rows else None
 
-    async def all(self, owner: str) -> list[StoredBatch]:
-        """The batches of an owner, latest first."""
-        statement = f"SELECT {COLUMNS} FROM batches WHERE {VISIBLE} ORDER BY created DESC, id"
-        return [_batch(row) for row in await self._worker.query(statement, [owner])]
+    async def page(self, owner: str, limit: int, after: str | None = None) -> list[StoredBatch] | None:
+        """At most `limit` batches of an owner, latest first, after the one with the id `after`; None: no such batch."""
+
+        def read(database: Database) -> list[StoredBatch] | None:
+            where, values = VISIBLE, [owner]
+            if after is not None:
+                bounds = database.run(f"SELECT created, id FROM batches WHERE id = ? AND {VISIBLE}", [after, owner])
+                if not bounds:
+                    return None
+                where, values = f"{VISIBLE} AND (created, id) < (?, ?)", [owner, *bounds[0]]
+            statement = f"SELECT {COLUMNS} FROM batches WHERE {where} ORDER BY created DESC, id DESC LIMIT ?"
+            return [_batch(row) for row in database.run(statement, [*values, limit])]
+
+        return await self._worker.run(read)
 
     async def open(self, owner: str) -> list[StoredBatch]:
         """The batches of an owner that are not final."""

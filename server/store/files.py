@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from server.store.adoption import adopt
 from server.store.database import Database, Row, StoreError, Value
 from server.store.worker import DatabaseWorker
 
@@ -32,11 +33,11 @@ SCHEMA = (
         content BLOB NOT NULL,
         PRIMARY KEY (file, number)
     )""",
+    "CREATE INDEX IF NOT EXISTS files_by_owner ON files (owner, created, id)",
 )
 COLUMNS = "id, owner, purpose, name, bytes, created, expires"
-VISIBLE = "owner IN (?, '') AND complete = 1 AND (expires IS NULL OR expires > ?)"
+VISIBLE = "owner = ? AND complete = 1 AND (expires IS NULL OR expires > ?)"
 SELECT = f"SELECT {COLUMNS} FROM files WHERE id = ? AND {VISIBLE}"
-SELECT_ALL = f"SELECT {COLUMNS} FROM files WHERE {VISIBLE}"
 INSERT_CHUNK = "INSERT INTO file_chunks VALUES (?, ?, ?)"
 ADD_BYTES = "UPDATE files SET bytes = bytes + ? WHERE id = ?"
 COMPLETE = "UPDATE files SET complete = 1, expires = ? WHERE id = ? RETURNING bytes"
@@ -49,7 +50,7 @@ DELETE_EXPIRED = "DELETE FROM files WHERE expires <= ? OR (complete = 0 AND crea
 class StoredFile:
     """A file without its content.
 
-    owner             the only one to read it; "": every owner
+    owner             the only one to read it; "": servers without keys
     created, expires  seconds since 1970; None: it does not expire
     """
 
@@ -77,16 +78,20 @@ class StorageFullError(Exception):
 class FileStore:
     """Files in a database. All methods may be called on the event loop; StoreError if the database fails.
 
-    max_bytes  of all files
+    max_bytes    of all files
+    first_owner  gets the files without an owner when the database is opened; "": they stay as they are
     """
 
     location: str
     max_bytes: int
     clock: Callable[[], float] = time.time
+    first_owner: str = ""
     _worker: DatabaseWorker = field(init=False)
 
     def __post_init__(self) -> None:
-        self._worker = DatabaseWorker(self.location, SCHEMA)
+        self._worker = DatabaseWorker(
+            self.location, SCHEMA, lambda database: adopt(database, "files", self.first_owner)
+        )
 
     async def create(
         self, file: StoredFile, content: AsyncIterator[bytes], expires: Callable[[], int | None] | None = None
@@ -116,11 +121,33 @@ class FileStore:
         rows = await self._worker.query(SELECT, [id, owner, self.clock()])
         return _file(rows[0]) if rows else None
 
-    async def all(self, owner: str) -> list[StoredFile]:
-        """The files of an owner, oldest first."""
-        statement = f"{SELECT_ALL} ORDER BY created, id"
-        rows = await self._worker.query(statement, [owner, self.clock()])
-        return [_file(row) for row in rows]
+    async def page(
+        self, owner: str, limit: int, after: str | None = None, *, purpose: str | None = None, ascending: bool = True
+    ) -> list[StoredFile] | None:
+        """At most `limit` files of an owner, by time, after the one with the id `after`; None: no such file."""
+        where = VISIBLE if purpose is None else f"{VISIBLE} AND purpose = ?"
+        visible: list[Value] = [owner, self.clock(), *([] if purpose is None else [purpose])]
+        sign, order = (">", "ASC") if ascending else ("<", "DESC")
+
+        def read(database: Database) -> list[StoredFile] | None:
+            behind, bound = "", list[Value]()
+            if after is not None:
+                found = database.run(f"SELECT created, id FROM files WHERE id = ? AND {where}", [after, *visible])
+                if not found:
+                    return None
+                behind, bound = f" AND (created, id) {sign} (?, ?)", [*found[0]]
+            statement = (
+                f"SELECT {COLUMNS} FROM files WHERE {where}{behind} ORDER BY created {order}, id {order} LIMIT ?"
+            )
+            return [_file(row) for row in database.run(statement, [*visible, *bound, limit])]
+
+        return await self._worker.run(read)
+
+    async def count(self, owner: str) -> int:
+        """The number of an owner's files, also of incomplete ones."""
+        statement = "SELECT COUNT(*) FROM files WHERE owner = ? AND (expires IS NULL OR expires > ?)"
+        ((count,),) = await self._worker.query(statement, [owner, self.clock()])
+        return int(count)
 
     async def chunks(self, id: str) -> AsyncIterator[bytes]:
         """The content of a file, chunk by chunk."""

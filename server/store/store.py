@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from server.configuration.xdg import data_folder
+from server.store.adoption import adopt
 from server.store.database import MEMORY, Database, Row, StoreError, Value, connect, is_url
 from server.store.worker import DatabaseWorker
 
@@ -53,8 +54,7 @@ UPSERT = """INSERT INTO responses (id, previous, owner, settled, lease, created,
     ON CONFLICT (id) DO UPDATE SET settled = excluded.settled, lease = excluded.lease, used = excluded.used,
         bytes = excluded.bytes, body = excluded.body, input = excluded.input, events = excluded.events
     WHERE responses.settled = 0"""
-# Records without an owner are visible to all: they are from a server with at most one key.
-VISIBLE = "id = ? AND owner IN (?, '')"
+VISIBLE = "id = ? AND owner = ?"
 SELECT_AND_TOUCH = (
     f"UPDATE responses SET used = ? WHERE {VISIBLE} RETURNING id, previous, owner, settled, lease, body, input"
 )
@@ -92,7 +92,7 @@ class Record:
     body, input    of server/responses
     items          ids of the items in body and input, for `find_by_items`; only set for `put`
     lease_expired  not final, and its server stopped
-    owner          the only one to read it; "": every owner
+    owner          the only one to read it; "": servers without keys
     """
 
     id: str
@@ -107,15 +107,19 @@ class Record:
 
 @dataclass(slots=True)
 class ResponseStore:
-    """Records in a database that is opened at its first use. All methods may be called on the event loop."""
+    """Records in a database that is opened at its first use. All methods may be called on the event loop.
+
+    first_owner  gets the records without an owner when the database is opened; "": they stay as they are
+    """
 
     location: str = MEMORY
     limits: RetentionLimits = field(default_factory=RetentionLimits)
     clock: Callable[[], float] = time.time
+    first_owner: str = ""
     _worker: DatabaseWorker = field(init=False)
 
     def __post_init__(self) -> None:
-        self._worker = DatabaseWorker(self.location, SCHEMA, _add_owners)
+        self._worker = DatabaseWorker(self.location, SCHEMA, self._migrate)
 
     async def put(self, record: Record, events: bytes = b"") -> None:
         """Store a record, in place of one with its id that is not final, and enforce the limits."""
@@ -172,6 +176,13 @@ class ResponseStore:
         """Finish pending work and close the connection."""
         self._worker.close()
 
+    def _migrate(self, database: Database) -> None:
+        try:
+            database.run(SELECT_OWNER)
+        except StoreError:
+            database.run(ADD_OWNER)
+        adopt(database, "responses", self.first_owner)
+
     def _put(self, database: Database, record: Record, events: bytes) -> None:
         parts = [zlib.compress(part) for part in (record.body, record.input, events)]
         now, size = self.clock(), sum(len(part) for part in parts)
@@ -206,14 +217,7 @@ class ResponseStore:
         )
 
 
-def _add_owners(database: Database) -> None:
-    try:
-        database.run(SELECT_OWNER)
-    except StoreError:
-        database.run(ADD_OWNER)
-
-
-def open_store(setting: str | None) -> ResponseStore | None:
+def open_store(setting: str | None, first_owner: str = "") -> ResponseStore | None:
     """The store of the option --store: a file, a PostgreSQL URL, "memory" or "none"; None is the default file.
 
     Nothing is opened yet. Memory replaces a default file that cannot be written, as in a read-only image.
@@ -223,7 +227,8 @@ def open_store(setting: str | None) -> ResponseStore | None:
     location = default_location() if not setting else MEMORY if setting == "memory" else setting
     if location == MEMORY:
         return ResponseStore(MEMORY, RetentionLimits(bytes=MAX_MEMORY_BYTES))
-    return ResponseStore(location if is_url(location) else str(Path(location).expanduser()))
+    place = location if is_url(location) else str(Path(location).expanduser())
+    return ResponseStore(place, first_owner=first_owner)
 
 
 def check_store(setting: str | None) -> None:

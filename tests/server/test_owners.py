@@ -45,9 +45,9 @@ def test_every_route_separates_owners(path: str) -> None:
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_one_key_has_no_salt(path: str) -> None:
-    """Where there is one owner everything is shared as without keys."""
-    assert [b""] == salts(path, ("a",))
+def test_a_key_keeps_its_salt(path: str) -> None:
+    """With and without a second key: its prefixes on disk are found again."""
+    assert salts(path, ("a",)) == salts(path, ("a", "b"))[:1] != [b""]
 
 
 @pytest.mark.parametrize("path", BODIES)

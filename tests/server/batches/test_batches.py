@@ -418,6 +418,25 @@ def test_files_are_listed_read_and_deleted() -> None:
             client.files.retrieve(ids[1])
 
 
+def test_files_and_batches_of_a_key_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also empty files; another key is not affected, and a deleted file makes space."""
+    monkeypatch.setattr(service, "MAX_FILES", 2)
+    with client_of(FakeEngine(), keys=("key", "other")) as client:
+        ids = [upload(client, []), upload(client, [])]
+        for refused in (
+            lambda: upload(client, []),
+            lambda: client.batches.create(
+                input_file_id=ids[0], endpoint="/v1/chat/completions", completion_window="24h"
+            ),
+        ):
+            with pytest.raises(openai.APIStatusError, match="delete some first") as error:
+                refused()
+            assert (413, "storage_full") == (error.value.status_code, error.value.code)
+        assert upload(client.with_options(api_key="other"), [])
+        client.files.delete(ids[0])
+        assert upload(client, [])
+
+
 def test_a_large_file_is_stored_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its size is not limited by that of a request, but by a limit of its own; a container may have a small /tmp."""
     monkeypatch.setattr(tempfile, "tempdir", "/nowhere")

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from server.store import batches
 from server.store.batches import LEASE_SECONDS, BatchStore
 from server.store.files import FileStore, StorageFullError, StoredFile
 
@@ -80,8 +81,7 @@ def test_a_line_has_one_result(place: str) -> None:
         assert [b"250"] == [one async for one in store.results("batch", failed=True)]
         assert {*range(1, 240), 250} == await store.finished_lines("batch")
         assert await store.get("batch", "other") is None
-        assert [] == await store.all("other")
-        assert ["batch"] == [one.id for one in await store.all("owner")]
+        assert [] == await store.page("other", 9)
         assert 1 == await store.count_open("owner")
 
     run(work())
@@ -121,7 +121,7 @@ def test_files_have_chunks_and_an_expiry(place: str) -> None:
         assert not await store.delete("file", "other")
         clock.now = 2000
         assert await store.get("file", "owner") is None
-        assert [] == await store.all("owner")
+        assert [] == await store.page("owner", 9)
 
     run(work())
     store.close()
@@ -137,7 +137,7 @@ def test_a_broken_or_too_large_upload_leaves_nothing(place: str) -> None:
             await store.create(StoredFile("second", "", "batch", "name", 1), content(b"x" * 300, b"x" * 300))
         with pytest.raises(ConnectionError):
             await store.create(StoredFile("third", "", "batch", "name", 1), content(b"x", error=ConnectionError()))
-        assert ["first"] == [file.id for file in await store.all("")]
+        assert ["first"] == [file.id for file in await store.page("", 9) or ()]
         assert [] == [chunk async for chunk in store.chunks("second")]
         fourth, fifth = (
             store.create(StoredFile(id, "", "batch", "name", int(time.time())), content(b"x" * 150, b"x" * 150))
@@ -146,6 +146,72 @@ def test_a_broken_or_too_large_upload_leaves_nothing(place: str) -> None:
         at_once = await asyncio.gather(fourth, fifth, return_exceptions=True)
         assert any(isinstance(one, StorageFullError) for one in at_once)
         await store.create(StoredFile("sixth", "", "batch", "name", 1), content(b"x" * 100))
+
+    run(work())
+    store.close()
+
+
+@pytest.mark.parametrize("ascending", [True, False])
+def test_pages_of_files_are_those_of_the_whole_list(place: str, ascending: bool) -> None:
+    """By time and id, also where times are equal; an `after` that is no id of the list is None."""
+    store = FileStore(place, 1000, Clock())
+
+    async def work() -> None:
+        for number in range(7):
+            purpose = "batch_output" if number % 3 == 2 else "batch"
+            await store.create(StoredFile(f"f{number}", "owner", purpose, "", 1 + number // 3), content(b""))
+        await store.create(StoredFile("other", "other", "batch", "", 1), content(b""))
+        for purpose, numbers in ((None, range(7)), ("batch", (0, 1, 3, 4, 6))):
+            ids = [f"f{number}" for number in numbers]
+            found: list[str] = []
+            while page := await store.page("owner", 2, *found[-1:], purpose=purpose, ascending=ascending):
+                found += [file.id for file in page]
+            assert (ids if ascending else ids[::-1]) == found
+        for after, owner in (("none", "owner"), ("other", "owner"), ("f2", "owner")):
+            assert await store.page(owner, 2, after, purpose="batch") is None
+        assert (7, 1) == (await store.count("owner"), await store.count("other"))
+
+    run(work())
+    store.close()
+
+
+def test_pages_of_batches_are_those_of_the_whole_list(place: str) -> None:
+    """Latest first, also where times are equal."""
+    clock = Clock()
+    store = BatchStore("holder", place, clock)
+
+    async def work() -> None:
+        for number in range(7):
+            clock.now = 1000 + number // 3
+            await store.create(f"b{number}", "owner", b"")
+        await store.create("other", "other", b"")
+        found: list[str] = []
+        while page := await store.page("owner", 2, *found[-1:]):
+            assert len(page) <= 2
+            found += [one.id for one in page]
+        assert [f"b{number}" for number in reversed(range(7))] == found
+        assert await store.page("owner", 2, "other") is None
+
+    run(work())
+    store.close()
+
+
+def test_the_oldest_final_batches_of_an_owner_are_deleted(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches that are not final, and those of other owners, stay."""
+    monkeypatch.setattr(batches, "MAX_BATCHES", 3)
+    clock = Clock()
+    store = BatchStore("holder", place, clock)
+
+    async def work() -> None:
+        for number in range(8):
+            clock.now += 1
+            owner = "other" if number == 0 else "owner"
+            await store.create(f"b{number}", owner, b"")
+            await store.claim()
+            if number != 1:
+                await store.save(f"b{number}", b"", final=True)
+        found = {owner: [one.id for one in await store.page(owner, 9) or ()] for owner in ("owner", "other")}
+        assert {"owner": ["b7", "b6", "b5", "b1"], "other": ["b0"]} == found
 
     run(work())
     store.close()

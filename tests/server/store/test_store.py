@@ -273,34 +273,37 @@ def test_the_banner_shows_no_password() -> None:
 
 
 def test_a_record_belongs_to_its_owner(place: str) -> None:
-    """Other owners cannot read, continue, find or delete it; records without an owner are visible to all."""
+    """Other owners cannot read, continue, find or delete it; nor does an owner see records without one."""
 
     async def work(store: ResponseStore) -> list[object]:
-        await store.put(record("shared", items=("i0",)))
-        await store.put(record("mine", "shared", items=("i1",), owner="me"), b"e")
+        await store.put(record("nobody's", items=("i0",)))
+        await store.put(record("first", items=("i2",), owner="me"))
+        await store.put(record("mine", "first", items=("i1",), owner="me"), b"e")
         found: list[object] = []
         for who in ("me", "you"):
             chain = [each.id for each in await store.history("mine", who)]
-            held = [each.id for each in await store.find_by_items(["i0", "i1"], who)]
+            held = [each.id for each in await store.find_by_items(["i0", "i1", "i2"], who)]
             found.append((bool(await store.get("mine", who)), await store.events("mine", who), chain, held))
         return [*found, await store.delete("mine", "you"), await store.delete("mine", "me")]
 
     mine, yours, *deleted = using(ResponseStore(place), work)
-    assert (True, b"e", ["shared", "mine"], ["mine", "shared"]) == mine
-    assert (False, b"", ["shared"], ["shared"]) == yours
+    assert (True, b"e", ["first", "mine"], ["first", "mine"]) == mine
+    assert (False, b"", [], []) == yours
     assert [False, True] == deleted
 
 
 def test_a_store_of_an_earlier_version_is_migrated(tmp_path: Path) -> None:
-    """Its records have no owner and are visible to all."""
+    """Its records have no owner: servers without keys read them, and the first key gets them."""
     place = tmp_path / "old.sqlite"
     using(ResponseStore(str(place)), lambda store: store.put(record("old")))
     with closing(sqlite3.connect(place)) as other:
         other.execute("ALTER TABLE responses DROP COLUMN owner")
 
-    found = using(ResponseStore(str(place)), lambda store: store.get("old", "me"))
-    assert found is not None
-    assert "" == found.owner
+    unowned = using(ResponseStore(str(place)), lambda store: store.get("old"))
+    owned = using(ResponseStore(str(place), first_owner="me"), lambda store: store.get("old", "me"))
+    assert unowned is not None
+    assert owned is not None
+    assert ("", "me") == (unowned.owner, owned.owner)
 
 
 def test_the_option_selects_the_location(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
