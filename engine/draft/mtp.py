@@ -29,7 +29,6 @@ from engine.load.meta_kernels import import_meta_kernels
 from engine.model import hooks
 from engine.model.layers import CachedLayer, find_cached_layers
 from engine.model.runner import PackedRunner
-from engine.native.runner import NativeRunner
 from engine.schedule.draft import ComputedTokens, DraftRequest
 from kvcache.cache import Cache
 from kvcache.forward import Forward
@@ -291,7 +290,7 @@ def has_mtp(target: LoadedModel) -> bool:
 
 def load_mtp(target: LoadedModel) -> MtpHead:
     """The first MTP layer of a model. Raises ModelUnsupported."""
-    runner = target.runner.fallback if isinstance(target.runner, NativeRunner) else target.runner
+    runner = target.runner
     if not isinstance(runner, PackedRunner):
         raise ModelUnsupported(target.info.name, "it runs one sequence at a time, but its MTP layer needs batches")
     if target.encoder is not None:

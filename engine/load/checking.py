@@ -160,6 +160,8 @@ class ModelChecks:
         if config.tensor_parallel > 1:
             graphs = ", without CUDA graphs" if isinstance(runner, DeviceRunner) else ""
             return RunnerSelection(runner, f"--tensor-parallel {config.tensor_parallel} is computed by torch{graphs}")
+        if config.drafter == "mtp":
+            return RunnerSelection(runner, "--drafter mtp reads hidden states of torch modules")
         if config.kernels == "torch" or config.device != "cpu":
             return RunnerSelection(runner, "C++ kernels are not used")
         file = None if self._file is None else self._file.decoder_file
@@ -234,6 +236,6 @@ def _outcome_file(
     if is_small(checkpoint.path) or config.tensor_parallel > 1:
         return None
     settings: tuple[object, ...] = (config.device, config.kernels, config.mla)
-    settings += (config.quantize == "none", config.dtype, config.batch_invariant)
+    settings += (config.quantize == "none", config.dtype, config.batch_invariant, config.drafter == "mtp")
     kernel = getattr(attend, "__qualname__", type(attend).__qualname__)
     return OutcomeFile((weights, checkpoint.configuration, settings, kernel))

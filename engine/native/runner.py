@@ -124,7 +124,7 @@ class NativeRunner(LocalRunner):
         """Whether the native step computes a forward: causal, without hooks on the modules, in a known KV dtype."""
         if any(encoder_masks) or any([span.bidirectional for span in forward.spans]):
             return False
-        # Hooks on the decoder (of an MTP head, which reads its output) are not called by the native step.
+        # The native step calls no hooks on the decoder.
         return not self._hooked_module._forward_hooks and self._reads_kv(forward)
 
     def run(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
@@ -14,17 +14,20 @@ from transformers.cache_utils import MtpCache
 from engine.config import EngineConfig
 from engine.core import Core
 from engine.draft.depth import FixedDepth
-from engine.draft.loading import load_draft, make_speculation
+from engine.draft.loading import load_draft, make_speculation, omits_mtp
 from engine.draft.mtp import MtpDrafter, MtpHead, load_mtp
 from engine.draft.speculation import Speculation
 from engine.errors import ModelUnsupported
+from engine.load import selftest
 from engine.load.load import LoadedModel
+from engine.model.graph_runner import CallRecorder, GraphRunner
 from engine.schedule.draft import DraftRequest
 from engine.types.request import Request, SamplingParams, SpeculationParams
 from kvcache.cache import Cache
 from tests.engine.draft.mtp_models import KINDS, agree, save_headed
 from tests.engine.models import CONTEXT, core, load_model
 from tests.engine.play import Answer, Job, ask, play
+from tests.fake_device import FAKE, fake_device
 from tests.selection import quick
 
 Headed = Callable[..., tuple[LoadedModel, MtpHead]]
@@ -228,6 +231,41 @@ def test_a_head_drafts_where_there_is_one(headed: Headed, drafter: str, kinds: t
     config = settings(target, drafter=drafter)
 
     assert kinds == make_speculation(config, target, load_draft(config, target, lambda phase: None), lambda: 0.0).kinds
+
+
+@pytest.mark.parametrize("kind", ["glm4_moe", "qwen3_5"])
+def test_a_head_is_left_out_of_the_native_step(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Unless the settings name it: then the model is loaded to run in torch, and its description says so."""
+    folder = save_headed(kind, tmp_path)
+    native, hooked = (load_model(folder, "float32", drafter=drafter) for drafter in ("auto", "mtp"))
+    config = replace(settings(native), dtype="float32")
+    with caplog.at_level("INFO"):
+        assert omits_mtp(config, native)
+        assert load_draft(config, native, lambda phase: None) is None
+
+    assert "the MTP layer is not used: with it each step runs in torch operations" in caplog.text
+    assert native.info.not_native_reason is None
+    assert native.info.batch_invariant
+    drafts = replace(config, drafter="mtp")
+    assert isinstance(load_draft(drafts, hooked, lambda phase: None), MtpHead)
+    assert not omits_mtp(drafts, hooked)
+    assert "--drafter mtp reads hidden states of torch modules" == hooked.info.not_native_reason
+    assert not hooked.info.batch_invariant
+
+
+def test_a_head_is_left_out_of_recorded_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU; steps are not recorded for a head that the settings name."""
+    monkeypatch.setattr(selftest, "recorder_for", lambda device: CallRecorder())
+    folder, heads = save_headed("glm4_moe", tmp_path), []
+    with fake_device():
+        for drafter in ("auto", "mtp"):
+            target = load_model(folder, "float32", device=FAKE, drafter=drafter)
+            config = replace(settings(target, device=FAKE, drafter=drafter), dtype="float32")
+            heads.append((isinstance(target.runner, GraphRunner), load_draft(config, target, lambda phase: None)))
+
+    assert (True, None) == heads[0]
+    assert not heads[1][0]
+    assert isinstance(heads[1][1], MtpHead)
 
 
 def test_a_draft_model_replaces_a_head(headed: Headed, folder: Callable[[str], Path]) -> None:
