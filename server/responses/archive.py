@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, cast
 
+import anyio.to_thread
 from pydantic import TypeAdapter
 
 from server.http.encoding import dumps
@@ -15,7 +15,7 @@ from server.responses.partial_items import new_id
 from server.schemas.response_input import Input, InputItem, ReferenceInput
 from server.schemas.response_items import ResponseBody
 from server.schemas.responses import plain
-from server.store.store import Record, ResponseStore
+from server.store.store import MAX_HISTORY, Record, ResponseStore
 
 Item = dict[str, Any]
 
@@ -36,22 +36,33 @@ NOT_STORED = (
 
 
 class Archive:
-    """The stored responses that `owner` may read: its own, and those without an owner."""
+    """The stored responses of `owner`."""
 
     def __init__(self, store: ResponseStore, owner: str = "") -> None:
         self._store, self._owner = store, owner
 
     async def save(
-        self, response: ResponseBody, input_items: Sequence[Item], frames: Sequence[bytes], *, final: bool
+        self,
+        response: ResponseBody,
+        input_items: Sequence[Item],
+        frames: Sequence[bytes],
+        *,
+        final: bool,
+        new: bool = True,
     ) -> None:
-        """Store a response with its input items and event frames; a final record is not replaced."""
+        """Store a response with its input items and event frames; a final record is not replaced.
+
+        new  also store it if it is not stored yet
+        """
         # Only ids of this server: ids of clients may be ambiguous.
         items = [item["id"] for item in response["output"]]
         body, input = dumps(response), dumps(list(input_items))
         previous = response["previous_response_id"]
-        await self._store.put(
-            Record(response["id"], previous, final, body, input, tuple(items), owner=self._owner), b"".join(frames)
+        cancelled = response["status"] == "cancelled"
+        record = Record(
+            response["id"], previous, final, body, input, tuple(items), owner=self._owner, cancelled=cancelled
         )
+        await self._store.put(record, b"".join(frames), new=new)
 
     async def response(self, id: str) -> ResponseBody | None:
         """The response as stored; failed if its lease has expired."""
@@ -63,13 +74,16 @@ class Archive:
         return [frame + b"\n\n" for frame in (await self._store.events(id, self._owner)).split(b"\n\n") if frame]
 
     async def cancel(self, id: str) -> ResponseBody | None:
-        """Store a response as cancelled unless it is final; None: there is no such response."""
+        """Store a response as cancelled unless it is final; None: there is no such response.
+
+        The server that generates it finds that at its next renewal of the lease, and adds the output so far.
+        """
         record = await self._store.get(id, self._owner)
         if record is None or record.final or record.lease_expired:
             return None if record is None else _record_body(record)
         response: ResponseBody = {**_record_body(record), "status": "cancelled"}
-        await self._store.put(replace(record, final=True, body=dumps(response)))
-        return response
+        await self._store.cancel(id, self._owner, dumps(response))
+        return await self.response(id)
 
     async def delete(self, id: str) -> bool:
         """Delete a response; False: there was none."""
@@ -84,11 +98,16 @@ class Archive:
         records = await self._store.history(id, self._owner)
         if not records:
             raise previous_not_found(id)
+        if len(records) > MAX_HISTORY:
+            reason = f"its conversation has more than {MAX_HISTORY} responses; send them as input"
+            raise invalid_value("previous_response_id", reason)
         if records[0].previous is not None:
             raise _previous_error(f"Previous response with id '{id}' continues a response that is no longer stored.")
         if not all(record.final for record in records):
             raise _previous_error(f"Previous response with id '{id}' is not finished.")
-        return [item for record in records for item in (*record_input(record), *_record_output(record))]
+        return await anyio.to_thread.run_sync(
+            lambda: [item for record in records for item in (*record_input(record), *_record_output(record))]
+        )
 
     async def input_items(self, id: str) -> list[Item] | None:
         """All items in front of a response's output, oldest first; None: there is no such response."""

@@ -242,8 +242,9 @@ class ResponseService:
         background = task.response["background"]
         if background:
             self._check_background_capacity()
+        store = partial(self._store_started, task, input_items) if background else None
         try:
-            await task.start(generate(self._service, turn.requests, "responses"))
+            await task.start(generate(self._service, turn.requests, "responses"), store)
         except EngineError as error:
             raise renamed_error(error) from error
         id = task.response["id"]
@@ -251,16 +252,11 @@ class ResponseService:
             self._running[self._owner, id] = task
             task.add_done_callback(lambda: self._running.pop((self._owner, id), None))
         if background:
-            await self._store_or_abort(task, input_items)
             self._start_renewal(task)
 
-    async def _store_or_abort(self, task: ResponseTask, input_items: Sequence[Item]) -> None:
-        """Store a response that has started in the background, or abort it, since it could not be read later."""
-        try:
-            await self._required_archive.save(task.response, input_items, (), final=False)
-        except StoreError:
-            await task.abort()
-            raise
+    async def _store_started(self, task: ResponseTask, input_items: Sequence[Item]) -> None:
+        """Store a response in the background as queued: without that it could not be read later."""
+        await self._required_archive.save(task.response, input_items, (), final=False)
 
     def _check_background_capacity(self) -> None:
         """Limit background responses to half of the queue.
@@ -276,12 +272,14 @@ class ResponseService:
     async def _store_final(self, input_items: Sequence[Item], response: ResponseBody, frames: Sequence[bytes]) -> None:
         if not response["store"]:
             return
+        # One in the background is stored since its start, unless it was deleted.
+        save = partial(self._required_archive.save, final=True, new=not response["background"])
         try:
-            await self._required_archive.save(response, input_items, frames, final=True)
+            await save(response, input_items, frames)
         except StoreError:
             if response["background"]:
-                # It is stored as started; a failed response needs less space than a whole answer.
-                await self._required_archive.save(failed_response(response, NOT_STORED), input_items, (), final=True)
+                # A failed response needs less space than a whole answer.
+                await save(failed_response(response, NOT_STORED), input_items, ())
             raise
 
     def _start_renewal(self, task: ResponseTask) -> None:

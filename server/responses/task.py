@@ -74,9 +74,18 @@ class ResponseTask:
         """The event frames so far."""
         return self._frames
 
-    async def start(self, opening: AbstractAsyncContextManager[ChoiceEvents]) -> None:
-        """Start the generation; raises the error of an engine that cannot accept it."""
-        events = await self._admission.enter_async_context(opening)
+    async def start(
+        self, opening: AbstractAsyncContextManager[ChoiceEvents], store: Callable[[], Awaitable[None]] | None = None
+    ) -> None:
+        """Start the generation; raises the error of an engine that cannot accept it.
+
+        store  called when the engine has accepted it, before the first token is read; its error ends the generation
+        """
+        async with AsyncExitStack() as admission:
+            events = await admission.enter_async_context(opening)
+            if store is not None:
+                await store()
+            self._admission = admission.pop_all()
         self._emit(self._writer.created())
         if self.response["status"] != "queued":
             self._emit(self._writer.in_progress())

@@ -22,6 +22,8 @@ LEASE_SECONDS = 30.0
 MAX_MEMORY_BYTES = 64 * 2**20
 # Longer conversations must be sent as input, so no request causes an unlimited number of reads.
 MAX_HISTORY = 1000
+# Values of the column `settled`. A response that another server cancelled has no output until its own server adds it.
+OPEN, FINAL, CANCELLED = 0, 1, 2
 
 SCHEMA = (
     """CREATE TABLE IF NOT EXISTS responses (
@@ -49,12 +51,13 @@ SCHEMA = (
 # Databases of an earlier version lack the column.
 SELECT_OWNER = "SELECT owner FROM responses LIMIT 1"
 ADD_OWNER = "ALTER TABLE responses ADD COLUMN owner TEXT NOT NULL DEFAULT ''"
-UPSERT = """INSERT INTO responses (id, previous, owner, settled, lease, created, used, bytes, body, input, events)
+UPSERT = f"""INSERT INTO responses (id, previous, owner, settled, lease, created, used, bytes, body, input, events)
     VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
     ON CONFLICT (id) DO UPDATE SET settled = excluded.settled, lease = excluded.lease, used = excluded.used,
         bytes = excluded.bytes, body = excluded.body, input = excluded.input, events = excluded.events
-    WHERE responses.settled = 0"""
+    WHERE responses.settled = {OPEN} OR (responses.settled = {CANCELLED} AND excluded.settled = {CANCELLED})"""
 VISIBLE = "id = ? AND owner = ?"
+CANCEL = f"UPDATE responses SET settled = {CANCELLED}, body = ? WHERE {VISIBLE} AND settled = {OPEN}"
 SELECT_AND_TOUCH = (
     f"UPDATE responses SET used = ? WHERE {VISIBLE} RETURNING id, previous, owner, settled, lease, body, input"
 )
@@ -89,6 +92,7 @@ class Record:
 
     previous       id of the previous response
     final          its status will not change
+    cancelled      final by a cancellation
     body, input    of server/responses
     items          ids of the items in body and input, for `find_by_items`; only set for `put`
     lease_expired  not final, and its server stopped
@@ -103,6 +107,7 @@ class Record:
     items: tuple[str, ...] = ()
     lease_expired: bool = False
     owner: str = ""
+    cancelled: bool = False
 
 
 @dataclass(slots=True)
@@ -121,9 +126,18 @@ class ResponseStore:
     def __post_init__(self) -> None:
         self._worker = DatabaseWorker(self.location, SCHEMA, self._migrate)
 
-    async def put(self, record: Record, events: bytes = b"") -> None:
-        """Store a record, in place of one with its id that is not final, and enforce the limits."""
-        await self._worker.run(lambda database: self._put(database, record, events))
+    async def put(self, record: Record, events: bytes = b"", *, new: bool = True) -> None:
+        """Store a record, in place of one with its id that is not final, and enforce the limits.
+
+        A cancelled record replaces a cancelled one: its output follows the cancellation by another server.
+
+        new  also store it if there is no record with its id
+        """
+        await self._worker.run(lambda database: self._put(database, record, events, new=new))
+
+    async def cancel(self, id: str, owner: str, body: bytes) -> None:
+        """Mark a record as cancelled and replace its body, unless it is final."""
+        await self._worker.query(CANCEL, [zlib.compress(body), id, owner])
 
     async def get(self, id: str, owner: str = "") -> Record | None:
         """The record, if `owner` may read it; updates its time of last use."""
@@ -183,11 +197,14 @@ class ResponseStore:
             database.run(ADD_OWNER)
         adopt(database, "responses", self.first_owner)
 
-    def _put(self, database: Database, record: Record, events: bytes) -> None:
+    def _put(self, database: Database, record: Record, events: bytes, *, new: bool) -> None:
         parts = [zlib.compress(part) for part in (record.body, record.input, events)]
         now, size = self.clock(), sum(len(part) for part in parts)
-        state: list[Value] = [int(record.final), now + LEASE_SECONDS, now, now, size]
+        settled = CANCELLED if record.cancelled else FINAL if record.final else OPEN
+        state: list[Value] = [settled, now + LEASE_SECONDS, now, now, size]
         with database.transaction():
+            if not new and not database.run("SELECT id FROM responses WHERE id = ?", [record.id]):
+                return
             database.run(UPSERT, [record.id, record.previous, record.owner, *state, *parts])
             for item in record.items:
                 database.run("INSERT INTO items VALUES (?, ?) ON CONFLICT DO NOTHING", [item, record.id])

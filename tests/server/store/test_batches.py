@@ -161,10 +161,10 @@ def test_pages_of_files_are_those_of_the_whole_list(place: str, ascending: bool)
             purpose = "batch_output" if number % 3 == 2 else "batch"
             await store.create(StoredFile(f"f{number}", "owner", purpose, "", 1 + number // 3), content(b""))
         await store.create(StoredFile("other", "other", "batch", "", 1), content(b""))
-        for purpose, numbers in ((None, range(7)), ("batch", (0, 1, 3, 4, 6))):
+        for wanted, numbers in ((None, range(7)), ("batch", (0, 1, 3, 4, 6))):
             ids = [f"f{number}" for number in numbers]
             found: list[str] = []
-            while page := await store.page("owner", 2, *found[-1:], purpose=purpose, ascending=ascending):
+            while page := await store.page("owner", 2, *found[-1:], purpose=wanted, ascending=ascending):
                 found += [file.id for file in page]
             assert (ids if ascending else ids[::-1]) == found
         for after, owner in (("none", "owner"), ("other", "owner"), ("f2", "owner")):

@@ -91,6 +91,22 @@ def test_a_final_record_is_not_replaced(place: str) -> None:
     assert [b"1", b"2", b"3", b"3", b"3"] == using(ResponseStore(place), work)
 
 
+def test_the_first_final_status_of_a_record_stays(place: str) -> None:
+    """Whichever server stores it; in SQLite and PostgreSQL."""
+
+    async def work(responses: ResponseStore) -> list[bytes]:
+        for id in ("cancelled", "completed"):
+            await responses.put(record(id, final=False))
+        await responses.cancel("cancelled", "", b"cancelled")
+        for id in ("cancelled", "completed"):
+            await responses.put(record(id, body=b"completed"))
+        await responses.cancel("completed", "", b"cancelled")
+        found = [await responses.get("cancelled"), await responses.get("completed")]
+        return [record.body for record in found if record is not None]
+
+    assert [b"cancelled", b"completed"] == using(ResponseStore(place), work)
+
+
 def test_the_history_is_read_oldest_first(place: str) -> None:
     """A missing ancestor ends it: the first record has a previous id."""
 
