@@ -27,7 +27,7 @@ from engine.grammar.compiler import GrammarCompiler
 from engine.load.device import resolve_device
 from engine.load.load import LoadedModel
 from engine.load.recording import record_steps
-from engine.loop import Cancel, Command, Embed, EngineLoop, Inspect, Stop, Submit, Watchdog
+from engine.loop import Cancel, Command, Embed, EngineLoop, Inspect, Stop, Submit
 from engine.output.stop_regex import check_stop_regex
 from engine.output.stream import RequestStream
 from engine.parallel.loading import loaded_model
@@ -38,6 +38,7 @@ from engine.types.request import EmbeddingJob, Request
 from engine.types.snapshot import EngineSnapshot
 from engine.types.status import DraftingInfo, EmbeddingModelInfo, MemoryPlan, ModelInfo, Stats
 from engine.validity import check_request
+from engine.watchdog import Watchdog
 
 log = logging.getLogger("cellar.engine")
 
@@ -133,10 +134,13 @@ class Engine:
 
     @property
     def alive(self) -> bool:
-        """Whether the thread is running and not stuck in a step; a load of any duration is alive."""
+        """Whether the thread is running and not stuck in a step, nor a worker thread in the tokenizer; a load of any
+        duration is alive.
+        """
         if self._failure is not None or not self._thread.is_alive():
             return False
-        return not self._watchdog.is_stuck()
+        stuck_worker = self._loaded is not None and self._loaded.tokenizer.is_stuck()
+        return not self._watchdog.is_stuck() and not stuck_worker
 
     @property
     def phase(self) -> str:

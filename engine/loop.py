@@ -15,6 +15,7 @@ from engine.types.events import Event
 from engine.types.request import EmbeddingJob, Request
 from engine.types.snapshot import EngineSnapshot
 from engine.types.status import Stats
+from engine.watchdog import Watchdog
 
 # While idle, a flush to disk that failed is tried again this often.
 _FLUSH_RETRY_SECONDS = 10.0
@@ -59,47 +60,6 @@ class Stop:
 
 
 Command = Submit | Embed | Cancel | Inspect | Stop
-
-
-class Watchdog:
-    """Measures how long the engine thread has been in one step: zero before the first step and while it is idle.
-
-    The engine thread reports steps, the event loop observes. Each writes fields of its own, so there is no lock.
-
-    limit_seconds    in one step that count as stuck
-    max_gap_seconds  that one observation adds at most: between observations farther apart the process was suspended
-                     (SIGSTOP, a paused container, a sleeping machine), or the event loop was blocked
-    """
-
-    def __init__(
-        self,
-        clock: Callable[[], float] = time.monotonic,
-        limit_seconds: float = 120.0,
-        max_gap_seconds: float = 10.0,
-    ) -> None:
-        self._clock, self._limit_seconds, self._max_gap_seconds = clock, limit_seconds, max_gap_seconds
-        # Written by the engine thread.
-        self._steps, self._idle = 0, True
-        # Written by the observer.
-        self._observed_at, self._observed_step, self._step_seconds = clock(), 0, 0.0
-
-    def step_started(self) -> None:
-        """The engine thread starts a step."""
-        self._steps += 1
-        self._idle = False
-
-    def idle(self) -> None:
-        """The engine thread waits for commands."""
-        self._idle = True
-
-    def is_stuck(self) -> bool:
-        """Observe the thread; whether it has been in one step for longer than the limit."""
-        now, step = self._clock(), self._steps
-        gap = min(max(now - self._observed_at, 0.0), self._max_gap_seconds)
-        progressed = self._idle or step != self._observed_step
-        self._observed_at, self._observed_step = now, step
-        self._step_seconds = 0.0 if progressed else self._step_seconds + gap
-        return self._step_seconds >= self._limit_seconds
 
 
 class EngineLoop:

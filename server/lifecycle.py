@@ -14,6 +14,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
@@ -48,6 +49,8 @@ BACKLOG = 1024
 # lock several times. Python's default is 5 ms.
 SWITCH_SECONDS = 0.001
 CLOCK_TICK_SECONDS = 1.0
+# From the end of the drain to the end of the process, whatever its threads do.
+EXIT_SECONDS = 4.0
 
 
 class SignalFreeServer(uvicorn.Server):
@@ -89,20 +92,32 @@ class SignalFreeServer(uvicorn.Server):
 
 
 class Lifecycle:
-    """One run of the server. `print_line` shows messages to the user."""
+    """One run of the server.
 
-    def __init__(self, engine: Engine, settings: Settings, print_line: Callable[[str], None]) -> None:
+    print_line   shows messages to the user
+    end_process  ends the process at once with an exit code
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        settings: Settings,
+        print_line: Callable[[str], None],
+        end_process: Callable[[int], object] = os._exit,
+    ) -> None:
         self.engine, self.settings, self.print_line = engine, settings, print_line
         self.hosting = Hosting(engine, settings)
         self.server = SignalFreeServer(_config(self.hosting.app, settings))
         self._exit_code = 0
+        self._end_process = end_process
         self._drain: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self, listening: socket.socket) -> int:
         """Serve on `listening` until a signal or the end of the engine; returns the exit code.
 
-        Ends the process itself if the engine thread cannot be joined.
+        Ends the process itself if the engine thread cannot be joined, and `EXIT_SECONDS` after the drain: asyncio and
+        the interpreter wait for worker threads, which may never return from a tokenizer.
         """
         loop = asyncio.get_running_loop()
         sys.setswitchinterval(SWITCH_SECONDS)
@@ -123,7 +138,7 @@ class Lifecycle:
         if not closed:
             # At interpreter shutdown a thread inside torch would abort the process.
             logging.shutdown()
-            os._exit(self._exit_code)
+            self._end_process(self._exit_code)
         return self._exit_code
 
     def stop(self) -> None:
@@ -134,6 +149,13 @@ class Lifecycle:
             self._drain.cancel()
         logger.info("draining: running requests have %g s to finish", seconds)
         self._drain = self._spawn(self._drain_engine(seconds))
+        self._end_within(seconds + EXIT_SECONDS)
+
+    def _end_within(self, seconds: float) -> None:
+        """End the process after `seconds` if it still runs. The thread of the timer needs no event loop."""
+        deadline = threading.Timer(seconds, lambda: self._end_process(self._exit_code))
+        deadline.daemon = True
+        deadline.start()
 
     async def _drain_engine(self, seconds: float) -> None:
         await self.engine.drain(seconds)
@@ -155,6 +177,7 @@ class Lifecycle:
         except EngineError as error:
             self.print_line(f"cellar: {error}")
             self._exit_code = EXIT_MODEL if isinstance(error, ModelError) else EXIT_ENGINE
+        self._end_within(FLUSH_SECONDS + EXIT_SECONDS)
         self.server.should_exit = True
 
     def _spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
@@ -169,6 +192,7 @@ class Lifecycle:
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.critical("the server ends after an unexpected exception", exc_info=error)
             self._exit_code = EXIT_ENGINE
+            self._end_within(FLUSH_SECONDS + EXIT_SECONDS)
             self.server.should_exit = True
 
 

@@ -10,7 +10,6 @@ import copy
 import functools
 import itertools
 import json
-import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -33,6 +32,7 @@ from engine.text.variables import template_variables
 from engine.text.vocabulary import VocabularySummary, summarize
 from engine.types.events import Logprob
 from engine.types.request import RenderedPrompt
+from engine.watchdog import WatchedLock
 
 # A character that no token combines with others, and its maximum number of tokens with a space before it.
 _SEPARATOR, _MAX_SEPARATOR_TOKENS = "\x02", 4
@@ -69,7 +69,7 @@ class Tokenizer:
         self._token_bytes = self._engine_token_bytes = TokenBytes(tokenizer, vocabulary)
         if not getattr(tokenizer, "is_fast", False):
             self._engine_token_bytes = TokenBytes(copy.deepcopy(tokenizer), vocabulary)
-        self._lock = threading.Lock()
+        self._lock = WatchedLock()
         self._vocabulary_size = vocabulary_size
         self._added_tokens = tuple(str(token) for token in tokenizer.get_added_vocab())
         self.special_tokens = frozenset(tokenizer.all_special_ids)
@@ -86,6 +86,10 @@ class Tokenizer:
         """Set the context and the maximum context; returns the tokenizer itself."""
         self._context, self._max_context = context, max_context
         return self
+
+    def is_stuck(self) -> bool:
+        """Observe the worker threads; whether one has been in the tokenizer for minutes."""
+        return self._lock.is_stuck()
 
     def pieces(self) -> dict[int, str]:
         """All tokens of the vocabulary by id, as it spells them."""

@@ -11,8 +11,9 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.loop import EngineLoop, Watchdog
+from engine.loop import EngineLoop
 from engine.types.status import Stats
+from engine.watchdog import Watchdog, WatchedLock
 
 LIMIT, STRIDE = 120.0, 10.0
 
@@ -139,3 +140,35 @@ def test_an_idle_engine_does_not_wake_the_loop(folder: Callable[[str], Path], mo
         return len(delivered)
 
     assert 0 == asyncio.run(scene())
+
+
+def test_a_worker_thread_that_does_not_leave_the_tokenizer_is_stuck(clock: Clock) -> None:
+    """After minutes; threads that wait for it do not count, and the next one starts anew."""
+    lock = WatchedLock(clock)
+    with lock:
+        assert not any(advanced(lock, clock) for _ in range(50))
+        assert any(advanced(lock, clock) for _ in range(20))
+    assert not advanced(lock, clock)
+    with lock:
+        assert not any(advanced(lock, clock) for _ in range(50))
+
+
+def advanced(lock: WatchedLock, clock: Clock) -> bool:
+    clock.now += 5.0
+    return lock.is_stuck()
+
+
+def test_an_engine_with_a_stuck_tokenizer_is_not_alive(
+    folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scene() -> None:
+        engine = Engine(EngineConfig(model=str(folder("llama")), context=64, slots=1))
+        engine.start()
+        await engine.wait_ready()
+        alive = engine.alive
+        monkeypatch.setattr(engine.tokenizer, "is_stuck", lambda: True)
+
+        assert (alive, engine.alive) == (True, False)
+        await asyncio.to_thread(engine.close)
+
+    asyncio.run(scene())

@@ -6,6 +6,8 @@ It prints its port first. PLAY is what the engine does:
   gone   finds no model
   die    dies at the first request
   eat    opens files until no descriptor is left, for as long as the file FLAG exists
+  stuck  never renders a chat: creates the file FLAG, and computes in a worker thread without end
+  stuck worker  the same in a thread of asyncio's executor
   load   cannot be ended, and aborts a process that takes itself down meanwhile, as torch does while it loads weights
 """
 
@@ -23,11 +25,12 @@ from pathlib import Path
 
 from engine.errors import ModelMissing
 from engine.types.events import Delta, Event, Failed
-from engine.types.request import Request
+from engine.types.request import RenderedPrompt, Request
 from server.lifecycle import Lifecycle, listen
 from tests.server.fakes import FakeEngine, finished, settings
 
 POLL_SECONDS = 0.02
+GRACE_OF_STUCK_SECONDS = 1.0
 
 
 class PlayEngine(FakeEngine):
@@ -36,6 +39,8 @@ class PlayEngine(FakeEngine):
     def __init__(self, play: str, flag: Path) -> None:
         super().__init__(failure=ModelMissing("nowhere", "no such folder") if play == "gone" else None)
         self.play, self.flag = play, flag
+        if play == "stuck":
+            self.tokenizer.render_chat = self._compute_forever  # type: ignore[method-assign]
         self.word = "x" * 100_000 if play == "flood" else "x"
 
     def start(self) -> None:
@@ -56,6 +61,11 @@ class PlayEngine(FakeEngine):
                 while eaten:
                     os.close(eaten.pop())
 
+    def _compute_forever(self, *arguments: object, **options: object) -> RenderedPrompt:
+        self.flag.touch()
+        while True:
+            pass
+
     def close(self) -> None:
         """Never returns where the play says so."""
         if self.play == "load":
@@ -63,6 +73,8 @@ class PlayEngine(FakeEngine):
             threading.Event().wait()
 
     async def _play(self, request: Request, cut: asyncio.Event) -> AsyncIterator[Event]:
+        if self.play == "stuck worker":
+            await asyncio.to_thread(self._compute_forever)
         if self.play == "die":
             self.phase, self.alive = "dead: RuntimeError", False
             yield Failed("the engine stopped")
@@ -77,7 +89,8 @@ async def serve(play: str, flag: Path) -> int:
     """One run of the server, as cli.py does it."""
     listening = listen("127.0.0.1", 0)
     print(listening.getsockname()[1], flush=True)
-    using = settings(grace_seconds=30.0, limits={"write_seconds": 60.0})
+    grace = GRACE_OF_STUCK_SECONDS if play.startswith("stuck") else 30.0
+    using = settings(grace_seconds=grace, limits={"write_seconds": 60.0})
     return await Lifecycle(PlayEngine(play, flag), using, print).run(listening)  # type: ignore[arg-type]
 
 

@@ -22,6 +22,7 @@ from server.hosting import IDLE_CHECKS
 from server.lifecycle import Lifecycle, listen
 from tests.selection import quick
 from tests.server.fakes import FakeEngine, settings
+from tests.server.serve_fake import GRACE_OF_STUCK_SECONDS
 from tests.server.wire import CHAT, connected, exchange, get, post, read_all, read_until, status
 
 ROOT = Path(__file__).parents[2]
@@ -119,6 +120,27 @@ def test_a_blocked_send_does_not_delay_the_exit(flag: Path) -> None:
         server.send_signal(signal.SIGTERM)
 
         assert 0 == server.wait(PATIENCE_SECONDS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("play", ["stuck", "stuck worker"])
+def test_a_thread_that_never_returns_does_not_keep_the_process(flag: Path, play: str) -> None:
+    """The interpreter would wait for it: the request's own thread, and one of asyncio's executor."""
+    with process(play, flag) as (server, port), connected(port) as client:
+        client.sendall(post(CHAT, STREAM))
+        wait_for(flag)
+        begin = time.monotonic()
+        server.send_signal(signal.SIGTERM)
+
+        assert 0 == server.wait(PATIENCE_SECONDS)
+    assert time.monotonic() - begin < GRACE_OF_STUCK_SECONDS + 5
+
+
+def wait_for(file: Path) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not file.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def test_an_idle_server_ends_at_once(flag: Path) -> None:
@@ -224,7 +246,7 @@ def test_a_failed_preparation_is_logged(
 
 def run_until(engine: FakeEngine, output: list[str], done: Callable[[], bool]) -> int:
     """The exit code of a run in this process, which is stopped when something has happened."""
-    lifecycle = Lifecycle(engine, settings(), output.append)  # type: ignore[arg-type]
+    lifecycle = Lifecycle(engine, settings(), output.append, lambda code: None)  # type: ignore[arg-type]
 
     async def stop() -> None:
         while not done():
