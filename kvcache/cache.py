@@ -198,6 +198,11 @@ class Cache:
             raise ValueError(f"slot {slot} holds {self.cached_length(slot)} tokens, not {len(tokens)}")
         self._tree.insert(slot, np.asarray(tokens, dtype=np.int64), salt, checkpoint=checkpoint)
 
+    def remove_prefixes(self, salt: bytes) -> None:
+        """Remove all content of a salt from the prefix tree and its files; slots keep their cells."""
+        self._check_idle()
+        self._tree.remove(salt)
+
     def match_prefix(self, tokens: Sequence[int], *, salt: bytes = b"") -> PrefixMatch:
         """The longest match in the prefix tree; `reuse_prefix` may reach less."""
         return self._tree.match(np.asarray(tokens, dtype=np.int64), salt)

@@ -60,6 +60,11 @@ class EncoderCache:
         if not self._pins[digest]:
             del self._pins[digest]
 
+    def remove(self, digest: bytes) -> None:
+        """Remove an entry that is not pinned."""
+        if digest not in self._pins:
+            self.used_bytes -= self._entries.pop(digest).bytes
+
     def evict_for(self, size_bytes: int) -> int:
         """Evict unpinned entries, least recently used first, until `size_bytes` fit; the missing bytes (0: they fit).
 

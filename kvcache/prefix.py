@@ -122,6 +122,10 @@ class PrefixTree:
         continues = bool(path) and (depth < path[-1].stop or bool(path[-1].children))
         return PrefixMatch(depth, diverged=continues and depth < len(tokens))
 
+    def remove(self, salt: bytes) -> None:
+        """Remove all content of a salt, in cells, memory and files; slots keep their cells."""
+        self._radix.remove_salt(salt)
+
     def recent_nodes(self, salt: bytes, limit: int) -> list[Node]:
         """Up to `limit` resident nodes of a salt, most recently used first: a node stands before its children."""
         return self._radix.recent_nodes(salt, limit)

@@ -154,6 +154,20 @@ class RadixTree:
             self.node_count -= 1
             self.offload.set_entry_slices(each, [])
 
+    def remove_salt(self, salt: bytes) -> None:
+        """Remove all nodes of a salt, with their content in cells, memory and files."""
+        root = self.roots.pop(salt, None)
+        nodes = [] if root is None else [*root.children.values()]
+        for node in nodes:
+            nodes.extend(node.children.values())
+        # Children first: the entries of files refer to the prefix of their path.
+        for node in reversed(nodes):
+            if node.resident:
+                self._components.release(self.take_references(node))
+            node.parent = None
+            self.offload.set_entry_slices(node, [])
+        self.node_count -= len(nodes)
+
     def recent_nodes(self, salt: bytes, limit: int) -> list[Node]:
         """Up to `limit` resident nodes of a salt, most recently used first: a node stands before its children."""
         return list(itertools.islice((node for node in reversed(self.lru) if node.salt == salt), limit))

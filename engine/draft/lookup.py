@@ -29,8 +29,8 @@ class LookupDrafter:
         return [self._propose(request) for request in requests]
 
     def forget(self, sequence_id: str, output: Sequence[int]) -> None:
-        """Store the output of a finished sequence, if a draft was requested for it."""
-        if text := self._texts.pop(sequence_id, None):
+        """Store the output of a finished sequence, if a draft was requested for it and its request is cached."""
+        if (text := self._texts.pop(sequence_id, None)) and text.cacheable:
             self._store.add(text.salt, output)
 
     def flush(self, budget_bytes: int) -> bool:
@@ -60,7 +60,7 @@ class _Text:
     """The prediction and the context of one sequence."""
 
     def __init__(self, request: DraftRequest) -> None:
-        self.salt = request.salt
+        self.salt, self.cacheable = request.salt, request.cacheable
         self.buffer = TokenBuffer(_prediction(request))
         self._start = self.buffer.size
         self._position = request.draw.position - len(request.tokens)

@@ -36,6 +36,7 @@ class DraftSlot:
     dropped    context tokens that shifts had dropped at the latest request
     compared   leading context tokens that were equal to the cached ones at the latest request
     emitted    output tokens at the latest request
+    cacheable  whether its content enters the prefix tree
     """
 
     slot: int
@@ -46,6 +47,7 @@ class DraftSlot:
     dropped: int = 0
     compared: int = 0
     emitted: int = 0
+    cacheable: bool = True
 
     def prefix_keys(self, length: int) -> list[int]:
         """See CachedContext."""
@@ -74,8 +76,9 @@ class SlotsBySequence:
         del slot.tokens[self._slots.rewind(slot.slot, slot, length) :]
 
     def insert_prefix(self, slot: DraftSlot) -> None:
-        """Enter the cached tokens into the prefix tree."""
-        self._slots.insert_prefix(slot.slot, slot)
+        """Enter the cached tokens into the prefix tree, unless the request is uncached."""
+        if slot.cacheable:
+            self._slots.insert_prefix(slot.slot, slot)
 
     def forget(self, sequence_id: str, output: Sequence[int] = ()) -> None:
         """Release a finished sequence. Its cached tokens enter the prefix tree, without rejected draft tokens."""
@@ -95,7 +98,8 @@ class SlotsBySequence:
     def _follow(self, request: DraftRequest) -> DraftSlot:
         slot = self._by_sequence.get(request.sequence_id)
         if slot is None:
-            slot = self._by_sequence[request.sequence_id] = DraftSlot(self._acquire(), request.salt, self._clock)
+            slot = DraftSlot(self._acquire(), request.salt, self._clock, cacheable=request.cacheable)
+            self._by_sequence[request.sequence_id] = slot
         slot.last_used = self._clock
         common, dropped = self._common(slot, request), _dropped(request) - slot.dropped
         if dropped > 0:

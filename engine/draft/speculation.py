@@ -284,4 +284,5 @@ def _draft_request(sequence: Running, limit: int) -> DraftRequest:
         salt=sequence.request.salt,
         prediction=sequence.request.prediction,
         emitted=len(sequence.output),
+        cacheable=sequence.request.cacheable,
     )

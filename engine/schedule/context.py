@@ -66,6 +66,8 @@ class ContextHistory:
     bidirectional  ascending token ranges of the prompt whose tokens attend to each other; protected as well
     salt           separates its entries in the prefix cache from those of other salts
     state_mode     what a shift does with recurrent states, which is part of the history
+
+    salts  all salts so far
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class ContextHistory:
         self._stages = [_Stage(salt, 0, capacity, ranges, tuple(bidirectional))]
         self._range_keys = [_bidirectional_keys(prompt[start:stop]) for start, stop in bidirectional]
         self._stage_index = 0
+        self.salts = {salt}
 
     @property
     def salt(self) -> bytes:
@@ -120,6 +123,7 @@ class ContextHistory:
         """Use another salt: from now on keys and values are computed in another way."""
         assert not self.total_shifts, "a shifted sequence does not restart"
         self._stages[0] = replace(self._stages[0], salt=salt)
+        self.salts.add(salt)
 
     def prefix_keys(self, length: int) -> list[int]:
         """The keys of the first `length` tokens in the prefix cache."""
@@ -156,6 +160,7 @@ class ContextHistory:
         """
         if self._stage_index == self.total_shifts:
             self._stages.append(self._next_stage(dropped, cached_length))
+            self.salts.add(self._stages[-1].salt)
         del self.tokens[dropped.start : dropped.stop]
         self._stage_index += 1
 

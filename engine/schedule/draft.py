@@ -23,6 +23,7 @@ class DraftRequest:
     salt         nothing that was kept under one salt is proposed under another
     prediction   the output that the client expects
     emitted      number of output tokens so far
+    cacheable    whether tokens and output may be kept after the sequence
     """
 
     sequence_id: str
@@ -32,6 +33,7 @@ class DraftRequest:
     salt: bytes = b""
     prediction: Sequence[int] = ()
     emitted: int = 0
+    cacheable: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,8 @@ class EncoderInputs:
             entry = self.files.read(key)
             if entry is None:
                 entry = replace(self._encoder.encode(media), digest=key)
-                self.files.enqueue(entry)
+                if sequence.request.cacheable:
+                    self.files.enqueue(entry)
             self.store.put(entry)
         sequence.encoder_mask = self._encoder.mask(entry, media, sequence.request.prompt)
         if sequence.encoder_mask.parts is not None:
@@ -52,9 +53,12 @@ class EncoderInputs:
         return is_cached
 
     def release(self, sequence: Sequence) -> None:
-        """Unpin the entry of a finished sequence."""
+        """Unpin the entry of a finished sequence; that of an uncached request ends with its last choice."""
         if sequence.encoder_mask is not None:
-            self.store.unpin(sequence.encoder_mask.entry.digest)
+            digest = sequence.encoder_mask.entry.digest
+            self.store.unpin(digest)
+            if not sequence.request.cacheable:
+                self.store.remove(digest)
             sequence.encoder_mask = None
 
 

@@ -145,9 +145,9 @@ class Scheduler:
         self._shares_are_fair = False
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove a finished sequence, running or waiting, and cache its tokens."""
+        """Remove a finished sequence, running or waiting, and cache its tokens unless its request is uncached."""
         # Cells that a context shift moved match this sequence only, which does not return.
-        if sequence.slot is not None and not sequence.context.restore_length:
+        if sequence.slot is not None and sequence.request.cacheable and not sequence.context.restore_length:
             self._slots.insert_prefix(sequence.slot, sequence.context)
         self.discard(sequence)
 
@@ -158,6 +158,8 @@ class Scheduler:
         else:
             self._release_slot(sequence)
         self._fairness.remove(sequence)
+        if not sequence.request.cacheable:
+            self._remove_prefixes(sequence)
 
     def schedule(self) -> list[ScheduledSequence]:
         """The spans of the next step; there are free cells for all of them."""
@@ -285,6 +287,12 @@ class Scheduler:
             self._slots.insert_prefix(slot, context, position, checkpoint=True)
         if span.stop <= len(sequence.request.prompt):
             self._slots.insert_prefix(slot, context, span.stop)
+
+    def _remove_prefixes(self, sequence: Sequence) -> None:
+        """Remove what its choices shared, and what preemptions kept, under the salts that no other choice has."""
+        others = [other.context.salts for other in (*self.running, *self.waiting) if not other.request.cacheable]
+        for salt in sequence.context.salts.difference(*others):
+            self._cache.remove_prefixes(salt)
 
     def _restart_with_long_factors(self, sequence: Sequence) -> None:
         """Recompute the sequence with the long rotary factors; its old keys and values stay in the prefix cache."""

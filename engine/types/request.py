@@ -173,6 +173,7 @@ class Request:
                      them with the dropped tokens in them
     checkpoints      prompt positions that are likely resume points, such as ends of messages; no effect on the text
     salt             only requests with the same salt share cached prefixes
+    cacheable        whether prompt and output stay cached after the end; if not, no other request may have its salt
     media            encoder input; None if the model has no encoder or does not need one
     speculation      drafter and draft length; no effect on the text
     prediction       expected tokens of the answer, for drafts
@@ -208,6 +209,7 @@ class Request:
     recurrent_shift: RecurrentShift = "rebuild"
     checkpoints: tuple[int, ...] = ()
     salt: bytes = b""
+    cacheable: bool = True
     media: Media | None = None
     speculation: SpeculationParams = field(default_factory=SpeculationParams)
     prediction: tuple[int, ...] = ()

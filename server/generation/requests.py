@@ -77,6 +77,7 @@ async def engine_request(
         recurrent_shift=body.recurrent_shift or "rebuild",
         checkpoints=prompt.checkpoints,
         salt=_salt(body),
+        cacheable=body.cache_prompt is not False,
         speculation=_speculation(body),
         prediction=await prediction_tokens(service, body),
         min_tokens=body.min_tokens or 0,

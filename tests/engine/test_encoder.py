@@ -361,6 +361,19 @@ def test_encoder_entries_survive_a_restart(kind: str, models: Models, references
     assert 0 == second_encoder.encoded
 
 
+def test_entries_of_uncacheable_requests_end_with_them(models: Models, tmp_path: Path) -> None:
+    """Two choices share an entry, which leaves neither memory nor a file."""
+    loaded, encoder = counting(models("bart"))
+    subject = core(loaded, disk_cache=str(tmp_path))
+    fields = {"salt": b"own", "cacheable": False}
+    play(subject, [Job(ask(name, prompt("bart", 1, 4), media("bart", 1), **fields)) for name in "ab"])
+
+    assert encoder.encoded == 1
+    assert (len(subject.encoder_inputs.store), subject.encoder_inputs.store.used_bytes) == (0, 0)
+    assert not subject.flush_when_idle()
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
 def test_salts_separate_media(models: Models) -> None:
     """Media are encoded again under another salt."""
     one, tokens = media("bart", 1), prompt("bart", 1, 4)

@@ -359,3 +359,26 @@ def test_two_processes_share_a_folder(tmp_path: Path) -> None:
     compute_and_insert(three, TEXT)
     flush_all(three, 1000)
     assert len(TEXT) == reused_length(make(FULL, offload=on_disk(tmp_path)), TEXT)
+
+
+def test_the_content_of_a_salt_is_removed_from_cells_memory_and_files(tmp_path: Path) -> None:
+    """Other salts and slots keep theirs."""
+    cache = make(FULL, WINDOW, offload=on_disk(tmp_path))
+    for salt in (b"removed", b"kept"):
+        compute_and_insert(cache, TEXT, salt=salt)
+        cache.reset_prefix_cache()
+        flush_all(cache, 1000)
+        compute_and_insert(cache, (*TEXT[:10], 1, 2, 3), salt=salt)
+    nodes = cache._tree.node_count
+    cache.remove_prefixes(b"removed")
+    cache.remove_prefixes(b"unknown")
+
+    assert 2 * cache._tree.node_count == nodes
+    assert 0 == reused_length(cache, TEXT, salt=b"removed")
+    assert len(TEXT) == reused_length(cache, TEXT, salt=b"kept")
+    cache.reset_prefix_cache()
+    assert all(group.pool.cells == group.pool.free_cells for group in cache.groups)
+    flush_all(cache, 1000)
+    reopened = make(FULL, WINDOW, offload=on_disk(tmp_path))
+    assert 0 == reused_length(reopened, TEXT, salt=b"removed")
+    assert len(TEXT) == reused_length(reopened, TEXT, salt=b"kept")

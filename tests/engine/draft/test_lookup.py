@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -201,3 +202,11 @@ def test_scripted_drafters_follow_the_position() -> None:
 
     assert [[6, 7]] == right.propose([draft_request([1, 2, 5], 4)])
     assert [[7, 0]] == wrong.propose([draft_request([1, 2, 5], 4)])
+
+
+def test_outputs_of_uncacheable_requests_are_not_stored() -> None:
+    lookup = drafter()
+    lookup.propose([replace(draft_request([0], name="other"), cacheable=False)])
+    lookup.forget("other", [21, 22, 23, 24])
+
+    assert [[]] == lookup.propose([draft_request([1, 21, 22])])

@@ -97,6 +97,18 @@ def test_the_text_of_a_sequence_that_loses_its_slot_is_cached() -> None:
     assert 12 == cached_prefix(some, [*texts[0], *drafts[0]])
 
 
+def test_the_text_of_an_uncacheable_request_is_not_cached() -> None:
+    """Neither at its end nor when it loses its slot."""
+    some = drafter()
+    for name in range(5):
+        some.propose([replace(draft_request(name, text(name, 12)), cacheable=False)])
+    for name in range(5):
+        some.forget(str(name), [])
+
+    assert some._cache._tree.node_count == 0
+    assert some._cache.free_cells == some._cache.cells
+
+
 def is_consistent(some: CountingDrafter) -> bool:
     """Whether the cached length of every slot equals the number of its tokens."""
     slots = some._slots._by_sequence.values()

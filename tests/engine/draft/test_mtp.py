@@ -217,6 +217,17 @@ def test_a_cached_prefix_of_the_head_gives_the_same_drafts(headed: Headed) -> No
     assert recorded[1][-10:] == recorded[0][-10:]
 
 
+def test_the_head_caches_nothing_of_an_uncacheable_request(headed: Headed) -> None:
+    """Not while it catches up with the prompt either."""
+    target, heads = headed("deepseek_v3")
+    head = drafter(heads, pending=8)
+    request = ask("now", tuple(range(3, 63)), 20, ignore_eos=True, salt=b"own", cacheable=False)
+    play(engine(target, head), [Job(request)])
+
+    assert head._cache._tree.node_count == 0
+    assert head._cache.free_cells == head._cache.cells
+
+
 def settings(target: LoadedModel, **fields: object) -> EngineConfig:
     """The settings of a model without a draft model."""
     return EngineConfig(model=target.info.folder, context=CONTEXT, slots=2, dtype="float64", **fields)  # type: ignore[arg-type]

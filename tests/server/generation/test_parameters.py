@@ -233,7 +233,7 @@ def find(look: str, answer: Answer, requests: Sequence[Request], rendered: dict[
         "pieces": lambda: [text for event in answer.events[:-1] if (text := piece(event))],
         "named": lambda: answer.json["id"].endswith("-r.1") and not request.id.endswith("r.1"),
         "followed": lambda: request.grammar is not None,
-        "salted": lambda: len(request.salt) == 32,
+        "salted": lambda: len(request.salt) == 32 and not request.cacheable,
         "budget": lambda: (
             request.reasoning_limit.budget if isinstance(request.reasoning_limit, ReasoningLimit) else None
         ),
