@@ -5,6 +5,7 @@ EngineError
 │   ├── ModelMissing         no such folder, or the hub does not have it or is out of reach
 │   ├── DeviceUnavailable    the device of the settings is not there
 │   ├── ModelUnsupported     the model loads, but its outputs are wrong
+│   ├── ModelKept            the model cannot be deleted from the hub's cache
 │   ├── ModelInconvertible   the model cannot be converted to another format
 │   ├── PlanTooLarge         weights and cache exceed the memory
 │   ├── DraftTooLarge        the draft model exceeds the memory that the model leaves
@@ -54,6 +55,14 @@ class ModelUnsupported(ModelError):
 
     def __init__(self, model: str, reason: str) -> None:
         super().__init__(f"cannot serve the model {model!r}: {reason}")
+        self.model, self.reason = model, reason
+
+
+class ModelKept(ModelError):
+    """The model cannot be deleted from the hub's cache."""
+
+    def __init__(self, model: str, reason: str) -> None:
+        super().__init__(f"cannot delete the model {model!r}: {reason}")
         self.model, self.reason = model, reason
 
 

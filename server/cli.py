@@ -186,7 +186,7 @@ def remove(name: str, *, yes: bool = False) -> None:
     Parameters
     ----------
     name
-        As listed by `cellar models`; organisation/model@revision removes one revision.
+        As listed by `cellar models`; organisation/model@revision removes one: by branch, tag or begin of its commit.
     yes
         Ask no question.
     """

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import constants, scan_cache_dir
 from huggingface_hub.errors import CacheNotFound
+
+from engine.errors import ModelKept
+from engine.gguf.container import GgufError, shard_files
 
 _FORMATS = {".safetensors": "safetensors", ".gguf": "GGUF"}
 
@@ -51,14 +56,49 @@ def cached_models() -> list[CachedModel]:
     return sorted(found, key=lambda model: (model.id.lower(), -model.last_used))
 
 
-def remove_revisions(models: Iterable[CachedModel]) -> int:
-    """Delete revisions from the cache; the freed bytes. Files that other revisions share stay."""
+def find_cached(name: str) -> list[CachedModel]:
+    """All revisions of `organisation/model`, or one as `organisation/model@revision`: a branch, a tag, or the first
+    characters of its commit. Raises ModelKept if several commits begin with them.
+    """
+    id, at, revision = name.partition("@")
+    models = [model for model in cached_models() if model.id == id]
+    if not at:
+        return models
+    named = [model for model in models if revision in (model.revision, *model.names)]
+    matches = named or [model for model in models if revision and model.revision.startswith(revision)]
+    if len(matches) > 1:
+        raise ModelKept(name, f"{len(matches)} revisions begin with {revision}")
+    return matches
+
+
+def remove_revisions(models: Collection[CachedModel], loaded: Iterable[str] = ()) -> int:
+    """Delete revisions from the cache; the freed bytes.
+
+    Files that other revisions share stay; links are deleted, not their targets outside of the repository's folder.
+    Raises ModelKept, with nothing deleted, if a model in `loaded` (folders and GGUF files) has files there.
+    """
     cache = _scan()
     if cache is None:
         return 0
-    strategy = cache.delete_revisions(*(model.revision for model in models))
-    strategy.execute()
-    return int(strategy.expected_freed_size)
+    commits = defaultdict[str, set[str]](set)
+    for model in models:
+        commits[model.id].add(model.revision)
+    # One repository at a time: several may have the same commit, as after a renaming.
+    strategies = {
+        repository.repo_id: _deletion(cache, repository, commits[repository.repo_id])
+        for repository in cache.repos
+        if repository.repo_type == "model" and repository.repo_id in commits
+    }
+    places = {place for path in loaded for place in _places(Path(path))}
+    for id, strategy in strategies.items():
+        if _deletes(strategy, places):
+            raise ModelKept(id, "it is in use")
+    for id, strategy in strategies.items():
+        strategy.execute()
+        # Errors are only logged.
+        if any(map(os.path.lexists, (*strategy.repos, *strategy.snapshots))):
+            raise ModelKept(id, "its files cannot be deleted")
+    return sum(int(strategy.expected_freed_size) for strategy in strategies.values())
 
 
 def remove_partial_files() -> None:
@@ -77,6 +117,47 @@ def _scan() -> Any:
         return scan_cache_dir(constants.HF_HUB_CACHE)
     except CacheNotFound:
         return None
+
+
+def _deletion(cache: Any, repository: Any, commits: Collection[str]) -> Any:
+    """The deletion of revisions of a repository. Raises ModelKept if it would follow a linked folder."""
+    own = replace(repository, revisions=frozenset(_without_foreign_files(repository)))
+    present = [revision.commit_hash for revision in own.revisions if revision.commit_hash in commits]
+    strategy = replace(cache, repos=frozenset({own})).delete_revisions(*present)
+    for folder in {path.parent for path in (*strategy.snapshots, *strategy.refs, *strategy.blobs)}:
+        if folder.resolve() != folder:
+            raise ModelKept(repository.repo_id, f"{folder} is a link; only all revisions together can be deleted")
+    return strategy
+
+
+def _without_foreign_files(repository: Any) -> Iterator[Any]:
+    """The revisions without the files that are links to other places than the repository's blobs."""
+    blobs = repository.repo_path / "blobs"
+    places = {blobs} if blobs.resolve() == blobs else set[Path]()
+    for revision in repository.revisions:
+        folder = revision.snapshot_path
+        own = (
+            file for file in revision.files if file.blob_path.parent in places or file.blob_path.is_relative_to(folder)
+        )
+        yield replace(revision, files=frozenset(own))
+
+
+def _deletes(strategy: Any, places: Iterable[Path]) -> bool:
+    """Whether a deletion removes one of these places."""
+    folders = (*strategy.repos, *strategy.snapshots)
+    deleted = {*folders, *(folder.resolve() for folder in folders), *strategy.blobs}
+    return any(parent in deleted for place in places for parent in (place, *place.parents))
+
+
+def _places(model: Path) -> Iterator[Path]:
+    """Where the folder of a model, or the shards of a GGUF file, are, and where links among them lead."""
+    files = [*model.rglob("*")]
+    if model.is_file():
+        with suppress(GgufError):
+            files = [*shard_files(model)]
+    for file in (model, *files):
+        yield file.parent.resolve() / file.name
+        yield file.resolve()
 
 
 def _cached_model(repository: Any, revision: Any, incomplete: Iterable[Any]) -> CachedModel:

@@ -13,7 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from engine.config import BUNDLED_NAME
-from engine.load.hub_cache import CachedModel, cached_models, remove_revisions
+from engine.errors import ModelKept
+from engine.load.hub_cache import CachedModel, cached_models, find_cached, remove_revisions
 from server.terminal.client import ChatClient, ServerError
 from server.terminal.printable import printable
 from server.terminal.sizes import format_file_size
@@ -44,11 +45,13 @@ def list_models(*, as_json: bool, url: str, api_key: str | None) -> int:
 def remove_model(name: str, *, confirmed: bool) -> int:
     """Remove a model from the cache, after a question on a terminal; the exit code."""
     messages = Console(stderr=True, highlight=False)
-    model, _, revision = name.partition("@")
-    models = cached_models()
-    found = [each for each in models if each.id == model and each.revision.startswith(revision)]
+    try:
+        found = find_cached(name)
+    except ModelKept as error:
+        messages.print(Text(f"cellar: {error}"), soft_wrap=True)
+        return EXIT_FAILED
     if not found:
-        known = ", ".join(dict.fromkeys(each.id for each in models))
+        known = ", ".join(dict.fromkeys(each.id for each in cached_models()))
         others = f"has no model {name}, only {known}" if known else "is empty"
         messages.print(Text(f"cellar: the cache {others}"), soft_wrap=True)
         return EXIT_FAILED
@@ -61,7 +64,11 @@ def remove_model(name: str, *, confirmed: bool) -> int:
         if sys.stdin.readline().strip().lower() not in ("y", "yes"):
             messages.print("cellar: nothing is removed")
             return EXIT_KEPT
-    freed = remove_revisions(found)
+    try:
+        freed = remove_revisions(found)
+    except ModelKept as error:
+        messages.print(Text(f"cellar: {error}"), soft_wrap=True)
+        return EXIT_FAILED
     messages.print(Text(f"cellar: {name} is removed, {format_file_size(freed)} are free"), soft_wrap=True)
     return 0
 

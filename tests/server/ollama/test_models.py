@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -251,12 +252,13 @@ def test_a_pulled_model_is_in_the_cache_until_it_is_deleted(hub: SlowHub) -> Non
 
 def test_a_model_in_use_is_not_deleted(hub: SlowHub) -> None:
     """Neither by its name on the hub nor by a served name."""
-    app, _ = served(model=f"{NAME}:Q4_K_M")
+    app, engine = served()
     post(app, "pull", model=NAME, stream=False)
+    engine.info_value = replace(engine.info_value, folder=str(cached_models()[0].folder))
     by_name, alias = delete(app, NAME), delete(app, "fake")
 
     assert [400, 400] == [by_name.status, alias.status]
-    assert "uses it" in by_name.json["error"]
+    assert "in use" in by_name.json["error"]
     assert 1 == len(cached_models())
 
 
