@@ -14,6 +14,7 @@ Rows by benchmark:
     gguf         model, weights, cell, figure, cellar, other, ratio (above 1: Cellar is better) or limit or neither
     routers      name, requests, errors, cached_share, equal_texts, unary_p50_ms, first_chunk_p50_ms, tokens_per_second
     ray_faults   step, replicas, streams by their ends, seconds; or requests, errors, cached_share
+    overload     model, clients, retry, answers, refusals, errors, seconds, tokens_per_processor_second, ratio
     gpu          device, shape, mode, cell, tokens_per_second, step_ms, host_ms, share_of_bandwidth, teraflops
     gpu_sweep    device, shape, cell, present_us, best_us, tile, block, warps, stages, split, failed
     gpu_kernels  target, shape, kernel, registers, spilled_bytes, shared_bytes
@@ -53,6 +54,7 @@ OTHER_KEYS = {
     "gpu_kernels": ("target", "shape", "kernel"),
     "routers": ("name",),
     "ray_faults": ("step", "replicas"),
+    "overload": ("model", "clients", "retry"),
     "fleet_validation": ("replicas", "policy"),
 }
 # Names of models on the page, by size.

@@ -202,6 +202,11 @@ class Engine:
             self._inbox.put(Inspect(owner, salt, partial(self._call_on_loop, partial(_set_result, pending))))
         return await asyncio.shield(pending)
 
+    def check_admission(self, owner: str) -> None:
+        """Raise Overloaded if `open` would refuse every request of the owner now because the queue is full."""
+        if self._loaded is not None:
+            self._queue_limit.check(owner, self._loaded.info.slots)
+
     @asynccontextmanager
     async def open(self, request: Request) -> AsyncIterator[RequestStream]:
         """Run a request inside the block; leaving the block cancels it.

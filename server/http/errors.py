@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -213,7 +214,7 @@ def _timed_out_empty(event: Finished) -> bool:
 
 
 def _unavailable(error: engine_errors.Unavailable) -> ApiError:
-    retry = {"Retry-After": str(min(max(math.ceil(error.retry_after_seconds), 1), MAX_RETRY_SECONDS))}
+    retry = {"Retry-After": str(_retry_seconds(error.retry_after_seconds))}
     message = f"{str(error)[:1].upper()}{str(error)[1:]}."
     match error:
         case engine_errors.Overloaded():
@@ -224,6 +225,12 @@ def _unavailable(error: engine_errors.Unavailable) -> ApiError:
             return ApiError(SERVER_DRAINING, message, headers={**retry, "Connection": "close"})
         case _:
             return ApiError(ENGINE_DEAD, message, headers=retry)
+
+
+def _retry_seconds(estimate: float) -> int:
+    """The estimated wait and up to half as much again, at random: refused clients come back one after another."""
+    least = min(max(math.ceil(estimate), 1), MAX_RETRY_SECONDS * 2 // 3)
+    return least + secrets.randbelow((least + 1) // 2 + 1)
 
 
 async def _on_http(request: Request, error: Exception) -> Response:

@@ -15,6 +15,7 @@ from anyio import CapacityLimiter
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from engine.errors import EngineError
+from server.http.admission import check_admission
 from server.http.encoding import dumps
 from server.http.errors import CONNECTION_LIMIT, ApiError, from_engine_error, invalid_value
 from server.http.parsing import LARGE_BODY_BYTES, loads, validated
@@ -75,6 +76,7 @@ class WebSocketSession:
         """Send the events of one response, or an error event."""
         body: ResponseRequest | None = None
         try:
+            check_admission(self._socket)
             body = await _read_request(text, self._socket.app.state.large_bodies)
             task = await self._service.create(body, latest=self._latest)
         except (ApiError, EngineError) as error:

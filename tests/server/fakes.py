@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.chat_format.detection import AddedVocabulary, detect_chat_format
-from engine.errors import ContextTooLong, Draining, EngineError, GrammarTooCostly, InvalidRequest, Loading
+from engine.errors import ContextTooLong, Draining, EngineError, GrammarTooCostly, InvalidRequest, Loading, Overloaded
 from engine.text.fill_in_middle import FillInMiddle
 from engine.text.variables import undeclared_variables
 from engine.types.events import Delta, Event, Failed, Finished, Logprob, Started, Timings, TokenLogprob, Usage
@@ -199,6 +199,7 @@ class FakeEngine:
     failure: EngineError | None = None
     info_value: ModelInfo = INFO
     numbers: Stats = field(default_factory=Stats)
+    admissions: list[str] = field(default_factory=list)
     requests: list[Request] = field(default_factory=list)
     running: set[str] = field(default_factory=set)
     left: threading.Event = field(default_factory=threading.Event)
@@ -244,6 +245,11 @@ class FakeEngine:
     async def snapshot(self, owner: str, salt: bytes) -> EngineSnapshot:
         self.inspected.append((owner, salt))
         return self.state
+
+    def check_admission(self, owner: str) -> None:
+        self.admissions.append(owner)
+        if isinstance(self.refusal, Overloaded):
+            raise self.refusal
 
     @asynccontextmanager
     async def open(self, request: Request) -> AsyncIterator[PlayedStream]:
