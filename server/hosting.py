@@ -45,14 +45,17 @@ class Hosting:
     async def prepare_when_idle(self) -> None:
         """When the server is idle, build the tokenizer tables that the first grammar needs, part by part.
 
-        llguidance holds the interpreter lock for a whole part, up to 0.6 s with 262,000 tokens (measured). A check
-        before each part keeps streams from pausing that long.
+        Parts hold the interpreter lock, llguidance's up to 0.6 s with 262,000 tokens (measured). A check before each
+        part keeps streams from pausing longer.
         """
-        quiet, missing = 0, True
+        quiet, steps, missing = 0, 0, True
         while missing:
-            await asyncio.sleep(IDLE_CHECK_SECONDS)
+            if quiet < IDLE_CHECKS:
+                await asyncio.sleep(IDLE_CHECK_SECONDS)
             numbers = self.engine.stats()
-            quiet = 0 if numbers.running or numbers.waiting else quiet + 1
+            # Between two checks a request may have come and gone.
+            is_idle = not (numbers.running or numbers.waiting) and numbers.steps_total == steps
+            quiet, steps = quiet + 1 if is_idle else 0, numbers.steps_total
             if quiet >= IDLE_CHECKS:
                 missing = await asyncio.to_thread(self._prepare_grammars)
 

@@ -27,6 +27,8 @@ _PROBED_TOKENS = 16
 _MAX_SANDBOX_RESULTS = 1024
 _LOCK_TIMEOUT_SECONDS = 10.0
 _MAX_REASON_LENGTH = 500
+# Tokens that are read at once: 0.1 s of Python code, which a step of the engine may have to wait for (measured).
+_PART_TOKENS = 2**14
 
 # Strings, regular expressions and comments of Lark and of JSON inside it, in which brackets do not nest. Unclosed ones
 # reach to the end of the line, so that matching is linear.
@@ -45,6 +47,7 @@ class GrammarCompiler:
     def __init__(self, tokenizer: Tokenizer, *, vocabulary_size: int, end_tokens: Iterable[int]) -> None:
         self._tokenizer, self._vocabulary_size, self._end_tokens = tokenizer, vocabulary_size, sorted(end_tokens)
         # Parts of the vocabulary in the order of construction.
+        self._token_bytes: list[bytes] = []
         self._tokens: GrammarVocabulary | None = None
         self._vocabulary: LLTokenizer | None = None
         self._has_slices = False
@@ -115,7 +118,7 @@ class GrammarCompiler:
         """
         with self._compiling:
             try:
-                self._build_part()
+                self._build_part(in_background=True)
             except InvalidRequest:
                 return False
             return not self._has_slices
@@ -130,10 +133,13 @@ class GrammarCompiler:
             self._build_part()
         return self._vocabulary
 
-    def _build_part(self) -> None:
-        """Build the next part of the vocabulary, if one is missing. Raises InvalidRequest."""
+    def _build_part(self, *, in_background: bool = False) -> None:
+        """Build the next part of the vocabulary, if one is missing. Raises InvalidRequest.
+
+        in_background  whether no grammar waits for it
+        """
         if self._tokens is None:
-            self._tokens = self._read_tokens()
+            self._tokens = self._read_tokens(in_background=in_background)
         elif self._vocabulary is None:
             self._vocabulary = self._build_unsliced(self._tokens)
         elif not self._has_slices:
@@ -142,15 +148,22 @@ class GrammarCompiler:
                 # Their masks are computed without slices.
                 self._cache.clear()
 
-    def _read_tokens(self) -> GrammarVocabulary:
-        """Read the tokens, and start the sandbox, which builds a vocabulary in parallel."""
+    def _read_tokens(self, *, in_background: bool) -> GrammarVocabulary | None:
+        """Read the next tokens; after the last ones start the sandbox, which builds a vocabulary in parallel."""
         if not self._end_tokens:
             raise InvalidRequest("grammar", "this model has no EOS token, which a grammar needs")
-        tokens, markers = self._tokenizer.token_bytes(self._vocabulary_size)
-        encode = self._tokenizer.encode_inside_text
-        vocabulary = GrammarVocabulary(tokens, markers, end_tokens=self._end_tokens, encode=encode)
+        start, size = len(self._token_bytes), max(self._vocabulary_size, self._tokenizer.size)
+        self._token_bytes += self._tokenizer.token_bytes(start, min(start + _PART_TOKENS, size))
+        if len(self._token_bytes) < size:
+            return None
+        vocabulary = GrammarVocabulary(
+            self._token_bytes,
+            self._tokenizer.markers(),
+            end_tokens=self._end_tokens,
+            encode=self._tokenizer.encode_inside_text,
+        )
         self._sandbox = GrammarSandbox(vocabulary)
-        self._sandbox.start()
+        self._sandbox.start(in_background=in_background)
         return vocabulary
 
     def _build_unsliced(self, tokens: GrammarVocabulary) -> LLTokenizer:

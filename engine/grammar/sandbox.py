@@ -17,6 +17,8 @@ import sys
 import time
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 
@@ -49,6 +51,8 @@ _MEMORY_BYTES = 256 * 2**20
 # Tokens of a random text that are matched.
 _SAMPLED_TOKENS = 16
 _NICE_INCREMENT = 5
+# Wait of a grammar for a subprocess in the background: a busy machine may leave it without a processor.
+_BACKGROUND_SECONDS = 1.0
 
 _DEVNULL = subprocess.DEVNULL
 COMPILE_LIMIT_EXCEEDED = "it takes too long or too much memory to compile"
@@ -92,7 +96,7 @@ class GrammarSandbox:
         numbers = json.dumps([lengths, vocabulary.special_token_ids, vocabulary.end_tokens])
         self._vocabulary = numbers.encode(), b"".join(vocabulary.tokens)
         self._pipe: Connection | None = None
-        self._ready = False
+        self._ready = self._in_background = False
         self._end: Callable[[], object] = lambda: None
 
     def check(self, source: str) -> str:
@@ -110,15 +114,22 @@ class GrammarSandbox:
         self._end()
         self._pipe, self._ready = None, False
 
-    def start(self) -> Connection:
-        """Start the subprocess if it does not run, without a wait for its vocabulary."""
+    def start(self, *, in_background: bool = False) -> Connection:
+        """Start the subprocess if it does not run, without a wait for its vocabulary.
+
+        in_background  whether the vocabulary is built in time that no other process needs
+        """
         if self._pipe is None:
-            self._pipe = self._start()
+            self._pipe, self._in_background = self._start(in_background), in_background
         return self._pipe
 
     def _wait_ready(self) -> Connection:
         pipe = self.start()
         if not self._ready:
+            if self._in_background and not pipe.poll(_BACKGROUND_SECONDS):
+                # Its priority cannot be raised.
+                self.close()
+                pipe = self.start()
             self._answer(pipe)
             self._ready = True
         return pipe
@@ -131,10 +142,11 @@ class GrammarSandbox:
             raise TimeoutError(f"the grammar sandbox does not answer within {_ANSWER_TIMEOUT_SECONDS:g} s")
         return pipe.recv_bytes().decode()
 
-    def _start(self) -> Connection:
+    def _start(self, in_background: bool) -> Connection:
         here, there = Pipe()
         # Isolated: modules of this folder would shadow the standard library.
-        command = [sys.executable, "-I", __file__, str(there.fileno()), str(_MAX_COMPILE_SECONDS)]
+        numbers = (there.fileno(), _MAX_COMPILE_SECONDS, int(in_background))
+        command = [sys.executable, "-I", __file__, *map(str, numbers)]
         # No messages of a crash, and no signals from the terminal.
         process = subprocess.Popen(
             command, pass_fds=[there.fileno()], stdin=_DEVNULL, stderr=_DEVNULL, start_new_session=True
@@ -152,14 +164,15 @@ def _terminate(process: subprocess.Popen[bytes], pipe: Connection) -> None:
     process.wait()
 
 
-def _serve(pipe: Connection, max_seconds: float) -> None:
+def _serve(pipe: Connection, max_seconds: float, *, in_background: bool) -> None:
     """The main loop of the subprocess, until the pipe is closed or a check takes `max_seconds` of processor time."""
     os.nice(_NICE_INCREMENT)
     lengths, markers, end_tokens = json.loads(pipe.recv_bytes())
     text = io.BytesIO(pipe.recv_bytes())
     tokens = [text.read(length) for length in lengths]
     vocabulary = GrammarVocabulary(tokens, markers, end_tokens=end_tokens, encode=_encode_nothing)
-    sliced = with_slices(vocabulary.to_llguidance())
+    with ThreadPoolExecutor(1, initializer=_yield_processor if in_background else None) as thread:
+        sliced = thread.submit(lambda: with_slices(vocabulary.to_llguidance())).result()
     pipe.send_bytes(b"")
     _limit_memory()
     while True:
@@ -172,6 +185,14 @@ def _serve(pipe: Connection, max_seconds: float) -> None:
         fault = _check_grammar(sliced, source)
         signal.setitimer(signal.ITIMER_PROF, 0)
         pipe.send_bytes(fault.encode())
+
+
+def _yield_processor() -> None:
+    """Run the calling thread in time that no other thread of the machine needs (Linux only)."""
+    if sys.platform == "linux":
+        # A container may forbid it.
+        with suppress(OSError):
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
 
 def _encode_nothing(text: str) -> list[int]:
@@ -218,4 +239,4 @@ def _random_token(mask: bytes, generator: random.Random) -> int | None:
 
 
 if __name__ == "__main__":
-    _serve(Connection(int(sys.argv[1])), float(sys.argv[2]))
+    _serve(Connection(int(sys.argv[1])), float(sys.argv[2]), in_background=sys.argv[3] == "1")

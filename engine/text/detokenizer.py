@@ -101,20 +101,20 @@ class TokenBytes:
         raw = self.raw_bytes(token)
         return self.token_text(token).encode() if raw is None else raw
 
-    def all_token_bytes(self, pieces: Mapping[int, str], size: int) -> list[bytes]:
-        """The bytes of all tokens of a vocabulary, by id, for `size` ids or more; empty for ids without a token."""
-        all_bytes = [b""] * max(size, 1 + max(pieces, default=0))
+    def all_token_bytes(self, pieces: Mapping[int, str], start: int, stop: int) -> list[bytes]:
+        """The bytes of the tokens [start, stop), by id, with these pieces; empty for ids without a token."""
+        all_bytes = [b""] * (stop - start)
         text_tokens = []
         for token, piece in pieces.items():
             raw = self._piece_bytes(token, piece)
             if raw is None:
                 text_tokens.append(token)
             else:
-                all_bytes[token] = raw
-        for start in range(0, len(text_tokens), _BATCH_TOKENS):
-            tokens = text_tokens[start : start + _BATCH_TOKENS]
+                all_bytes[token - start] = raw
+        for first in range(0, len(text_tokens), _BATCH_TOKENS):
+            tokens = text_tokens[first : first + _BATCH_TOKENS]
             for token, text in zip(tokens, self._token_texts(tokens), strict=True):
-                all_bytes[token] = text.encode()
+                all_bytes[token - start] = text.encode()
         return all_bytes
 
     def _token_texts(self, tokens: Sequence[int]) -> list[str]:

@@ -11,7 +11,7 @@ import functools
 import itertools
 import json
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from engine.chat_format.detection import AddedVocabulary, detect_chat_format
@@ -93,21 +93,35 @@ class Tokenizer:
 
     def pieces(self) -> dict[int, str]:
         """All tokens of the vocabulary by id, as it spells them."""
-        if not getattr(self._tokenizer, "is_fast", False):
-            return {number: piece for piece, number in self._tokenizer.get_vocab().items()}
-        # One call for the whole vocabulary would hold the interpreter lock for 0.3 s with 262,000 tokens (measured).
-        spell = self._tokenizer.backend_tokenizer.id_to_token
-        return {number: piece for number in range(self._tokens) if (piece := spell(number)) is not None}
+        return self._pieces_between(0, self.size)
 
-    def token_bytes(self, size: int) -> tuple[list[bytes], list[int]]:
-        """The bytes of all tokens inside a text, `size` or more, and the ids of markers, which are never part of text.
+    @property
+    def size(self) -> int:
+        """The largest id of a token, and 1."""
+        return self._tokens
 
-        Markers are special tokens, and added tokens in angle brackets. For any thread.
-        """
+    def token_bytes(self, start: int, stop: int) -> list[bytes]:
+        """The bytes of the tokens [start, stop) inside a text, by id; empty for ids without a token. For any thread."""
+        return self._engine_token_bytes.all_token_bytes(self._pieces_between(start, stop), start, stop)
+
+    def markers(self) -> list[int]:
+        """The ids that are never part of a text: special tokens, and added tokens in angle brackets."""
         added = self._tokenizer.get_added_vocab()
         markers = {token for piece, token in added.items() if piece.startswith("<") and piece.endswith(">")}
-        all_bytes = self._engine_token_bytes.all_token_bytes(self.pieces(), size)
-        return all_bytes, sorted(markers | self._engine_token_bytes.special_tokens)
+        return sorted(markers | self._engine_token_bytes.special_tokens)
+
+    def _pieces_between(self, start: int, stop: int) -> dict[int, str]:
+        # One call for the whole vocabulary would hold the interpreter lock for 0.3 s with 262,000 tokens (measured).
+        ids = range(start, min(stop, self._tokens))
+        return {number: piece for number in ids if (piece := self._piece(number)) is not None}
+
+    @functools.cached_property
+    def _piece(self) -> Callable[[int], str | None]:
+        """The spelling of a token."""
+        if getattr(self._tokenizer, "is_fast", False):
+            spell: Callable[[int], str | None] = self._tokenizer.backend_tokenizer.id_to_token
+            return spell
+        return {number: piece for piece, number in self._tokenizer.get_vocab().items()}.get
 
     def encode_inside_text(self, text: str) -> list[int]:
         """The tokens of a text inside another text; none if its start merges with the separator. For any thread.

@@ -231,6 +231,23 @@ def test_grammar_tables_are_built_when_idle(monkeypatch: pytest.MonkeyPatch) -> 
     assert output[0].startswith("Cellar")
 
 
+def test_a_request_between_two_checks_postpones_grammar_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its steps are counted, though no check sees it run."""
+    monkeypatch.setattr("server.hosting.IDLE_CHECK_SECONDS", 0)
+    steps = iter([0, 0, *range(1, 30), *[30] * 1000])
+    engine, seen = FakeEngine(), list[tuple[int, int]]()
+
+    def stats() -> Stats:
+        seen.append((engine.grammars.missing_parts, number := next(steps)))
+        return Stats(steps_total=number)
+
+    monkeypatch.setattr(engine, "stats", stats)
+
+    assert 0 == run_until(engine, [], lambda: engine.grammars.missing_parts == 0)
+    assert [(missing, number) for missing, number in seen if number < 30 and missing < 3] == []
+    assert (2, 30) in seen
+
+
 @pytest.mark.parametrize("error", [OSError("no process"), InvalidRequest("grammar", "no end")])
 def test_a_failed_preparation_is_logged(
     error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

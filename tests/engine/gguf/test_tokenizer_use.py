@@ -76,7 +76,7 @@ def test_texts_survive_a_stream_token_by_token(kind: str) -> None:
 def test_tokens_of_grammars_have_their_bytes(kind: str) -> None:
     """The concatenated bytes of the tokens of a text are its bytes."""
     tokenizer = served(kind)
-    all_bytes, markers = tokenizer.token_bytes(size(kind))
+    all_bytes, markers = tokenizer.token_bytes(0, size(kind)), tokenizer.markers()
     for text in plain_texts(9):
         tokens = tokenizer.encode_inside_text(text)
 

@@ -426,6 +426,18 @@ def test_forced_text_is_tokenised_canonically(kind: str) -> None:
     assert served(kind).encode_inside_text("世a") in ([], matcher.forced_tokens(9))
 
 
+def test_prepare_reads_a_large_vocabulary_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A grammar that comes between two parts reads the others."""
+    monkeypatch.setattr("engine.grammar.compiler._PART_TOKENS", SIZE // 3)
+    tokenizer = served("byte fallback, Gemma")
+    early = GrammarCompiler(tokenizer, vocabulary_size=SIZE, end_tokens=[1])
+
+    assert early.prepare()
+    assert tokenizer.token_bytes(0, SIZE // 3) == early._token_bytes
+    assert early.compile(Grammar('start: "a"'))
+    assert tokenizer.token_bytes(0, SIZE) == early._token_bytes[:SIZE]
+
+
 def test_prepare_starts_the_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
     """Later compilations do not read the tokenizer; a model without an end token builds nothing."""
     grammars = GrammarCompiler(served("byte fallback, Gemma"), vocabulary_size=SIZE, end_tokens=[1])

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -26,7 +29,12 @@ def tried(tmp_path: Path) -> Iterator[GrammarSandbox]:
     save_tokenizer(tmp_path)
     tokenizer = Tokenizer(AutoTokenizer.from_pretrained(tmp_path), vocabulary_size=VOCABULARY, context=64)
     made = GrammarSandbox(
-        GrammarVocabulary(*tokenizer.token_bytes(VOCABULARY), end_tokens=[END], encode=tokenizer.encode_inside_text)
+        GrammarVocabulary(
+            tokenizer.token_bytes(0, VOCABULARY),
+            tokenizer.markers(),
+            end_tokens=[END],
+            encode=tokenizer.encode_inside_text,
+        )
     )
     yield made
     made.close()
@@ -110,3 +118,32 @@ def test_a_grammar_without_an_answer_of_the_sandbox_may_be_sent_again(
     monkeypatch.undo()
 
     assert known.compile(Grammar('start: "a"'))
+
+
+def test_a_grammar_does_not_wait_for_a_subprocess_in_the_background(
+    tried: GrammarSandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A busy machine may leave it without a processor: another one, of the usual priority, takes its place."""
+    monkeypatch.setattr(trial, "_BACKGROUND_SECONDS", 0.0)
+    background = tried.start(in_background=True)
+
+    assert "" == tried.check(multiple_of(7))
+    assert background.closed
+    assert tried.start() is tried.start()
+
+
+def test_a_subprocess_that_is_ready_stays(tried: GrammarSandbox) -> None:
+    """Built in the background, where no request was in the way."""
+    background = tried.start(in_background=True)
+
+    assert background.poll(60)
+    assert "" == tried.check(multiple_of(7))
+    assert background is tried.start()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the policy of Linux")
+def test_a_vocabulary_is_built_in_spare_time() -> None:
+    """By a thread of its own, whose priority no other thread shares."""
+    with ThreadPoolExecutor(1, initializer=trial._yield_processor) as thread:
+        assert os.SCHED_IDLE == thread.submit(os.sched_getscheduler, 0).result()
+    assert os.SCHED_IDLE != os.sched_getscheduler(0)

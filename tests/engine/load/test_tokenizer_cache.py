@@ -193,7 +193,8 @@ def test_entry_holds_the_summary_of_the_vocabulary(
 def bytes_of(tokenizer: Any) -> tuple[list[bytes], list[int]]:
     """The bytes of all tokens, and the special tokens, by the engine."""
     size = len(tokenizer)
-    return served.Tokenizer(tokenizer, vocabulary_size=size, context=64).token_bytes(size)
+    own = served.Tokenizer(tokenizer, vocabulary_size=size, context=64)
+    return own.token_bytes(0, size), own.markers()
 
 
 @pytest.mark.parametrize("damage", ["cut", "changed", "empty", "harmful"])
