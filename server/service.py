@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 
 MAX_GRAMMAR_THREADS = 4
+# Characters of a client's own name of the model.
+MAX_NAME_LENGTH = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,7 @@ class Service:
         if name == self.settings.embedding_name:
             message = f"The model '{name}' is the embedding model and does not support this endpoint; use '{names[0]}'."
             raise ApiError(MODEL_NOT_FOUND, message, param="model")
-        if name not in names and not self.settings.serves_any_name:
+        if name not in names and not (self.settings.serves_any_name and _may_be_name(name)):
             served = ", ".join(f"'{each}'" for each in names)
             message = f"The model '{name[:128]}' does not exist here. This server serves {served}."
             raise ApiError(MODEL_NOT_FOUND, message, param="model")
@@ -167,6 +169,10 @@ class Service:
         if not self.engine.alive:
             raise EngineDead(failed.reason)
         raise SequenceFailed(failed.reason)
+
+
+def _may_be_name(name: str) -> bool:
+    return 0 < len(name) <= MAX_NAME_LENGTH and name.isprintable()
 
 
 def _scoped_id(owner: str, id: str) -> str:

@@ -26,7 +26,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from huggingface_hub.utils import filter_repo_objects
+from huggingface_hub.utils import filter_repo_objects, validate_repo_id
 
 from engine.errors import ModelMissing
 from engine.load.reporting_bar import ReportingBar
@@ -66,9 +66,7 @@ def download(model: str, revision: str | None = None) -> Path:
 
     revision  a branch, a tag or a commit; None: main
     """
-    name, _, quantisation = model.partition(":")
-    if name.count("/") != 1:
-        raise ModelMissing(model, NAME_FORMAT)
+    name, quantisation = split_name(model)
     with _refusals(model, revision):
         repository = _repository(name, revision or "main")
         files = _gguf_files(repository.files)
@@ -83,7 +81,7 @@ def download_headers(model: str) -> Path:
     """The folder of a model of the hub with its files except the weights. Raises ModelMissing, also for GGUF files:
     their headers come with the weights.
     """
-    name, _, quantisation = model.partition(":")
+    name, quantisation = split_name(model)
     with _refusals(model, None):
         repository = _repository(name, "main")
         if quantisation or not any(file.endswith(".safetensors") for file in repository.files):
@@ -92,6 +90,21 @@ def download_headers(model: str) -> Path:
             )
         patterns = [each for each in _DOWNLOADED_FILES if each != "*.safetensors"]
         return _download(repository, patterns, _IGNORED_FILES)
+
+
+def split_name(model: str) -> tuple[str, str]:
+    """The repository of a model of the hub, and its quantisation or file (empty: none is named). Raises ModelMissing
+    for a name that no model can have.
+    """
+    name, _, quantisation = model.partition(":")
+    try:
+        validate_repo_id(name)
+    except HFValidationError as error:
+        raise ModelMissing(model, NAME_FORMAT) from error
+    # The library accepts names without an organisation, or with a line break at the end.
+    if name.count("/") != 1 or not model.isprintable() or ".." in quantisation.split("/"):
+        raise ModelMissing(model, NAME_FORMAT)
+    return name, quantisation
 
 
 def _repository(name: str, revision: str) -> _Repository:
@@ -216,8 +229,6 @@ def _refusals(model: str, revision: str | None) -> Iterator[None]:
     """Translate the hub's errors into ModelMissing."""
     try:
         yield
-    except HFValidationError as error:
-        raise ModelMissing(model, NAME_FORMAT) from error
     except GatedRepoError as error:
         raise ModelMissing(model, "the repository is gated: set HF_TOKEN") from error
     except RevisionNotFoundError as error:

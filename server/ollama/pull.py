@@ -10,6 +10,8 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
 
+from engine.errors import ModelMissing
+from engine.load.hub import split_name
 from server.http.errors import MODEL_NOT_FOUND, QUEUE_FULL, ApiError
 from server.ollama.presets import LATEST_TAG
 from server.schemas.ollama import OllamaStatus
@@ -68,12 +70,14 @@ def hub_name(model: str) -> str:
     for prefix in HUB_PREFIXES:
         model = model.removeprefix(prefix)
     model = model.removesuffix(LATEST_TAG)
-    if model.count("/") != 1:
+    try:
+        split_name(model)
+    except ModelMissing as error:
         message = (
             f"'{model[:128]}' is no model of the hub: models are pulled as organisation/model, or for a GGUF file "
             "organisation/model:Q4_K_M. Ollama's own library is not used."
         )
-        raise ApiError(MODEL_NOT_FOUND, message, param="model")
+        raise ApiError(MODEL_NOT_FOUND, message, param="model") from error
     return model
 
 

@@ -20,6 +20,9 @@ from server.schemas.content import Object, Strict
 
 _Any = Annotated[Any, Field()]
 ModelName = Annotated[str, StringConstraints(min_length=1, max_length=512)]
+# A name to create, in Ollama's format.
+_PART = "[A-Za-z0-9_]([A-Za-z0-9_.-]{0,78}[A-Za-z0-9_-])?"
+NewModelName = Annotated[str, StringConstraints(pattern=rf"^{_PART}(/{_PART}){{0,2}}(:{_PART})?$")]
 # A duration such as "5m", or seconds.
 KeepAlive = Label | float | int
 
@@ -196,7 +199,7 @@ class CopyRequest(Strict):
     """POST /api/copy."""
 
     source: ModelName
-    destination: ModelName
+    destination: NewModelName
 
 
 class CreateRequest(ModelReference):
@@ -205,6 +208,8 @@ class CreateRequest(ModelReference):
     The last fields name files and formats of another model, which only a restart could serve; they are refused.
     """
 
+    model: NewModelName | None = None
+    name: NewModelName | None = None
     from_: Annotated[ModelName | None, Field(alias="from")] = None
     system: str | None = None
     template: str | None = None
