@@ -20,7 +20,7 @@ from starlette.responses import Response
 from engine import errors as engine_errors
 from engine.types.events import Finished
 from server.http.encoding import JsonResponse
-from server.store.database import StoreError
+from server.store.database import StoreError, StoreFullError
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +66,7 @@ GENERATION_FAILED = ErrorKind(500, "server_error", "generation_failed")
 MODEL_LOADING = ErrorKind(503, "unavailable_error", "model_loading")
 SERVER_DRAINING = ErrorKind(503, "unavailable_error", "server_draining")
 ENGINE_DEAD = ErrorKind(503, "unavailable_error", "engine_dead")
+DISK_FULL = ErrorKind(507, "unavailable_error", "disk_full")
 STORE_UNAVAILABLE = ErrorKind(503, "unavailable_error", "store_unavailable")
 
 # Paths with another error format.
@@ -101,7 +102,7 @@ CLIENT_CLOSED = 499
 
 # openai-python does not retry at all for a Retry-After above 120 s.
 MAX_RETRY_SECONDS = 60
-# Retry-After while the store's disk is full or its database is out of reach.
+# Retry-After while the store's database is out of reach.
 STORE_RETRY_SECONDS = 10
 
 logger = logging.getLogger("cellar.http")
@@ -254,7 +255,11 @@ async def _on_engine(request: Request, error: Exception) -> Response:
 
 
 async def _on_store(request: Request, error: Exception) -> Response:
-    logger.error("the store of responses failed: %s", error)
-    message = "The store of responses is full, broken or unreachable."
-    headers = {"Retry-After": str(STORE_RETRY_SECONDS)}
-    return error_response(ApiError(STORE_UNAVAILABLE, message, headers=headers), request.scope["path"])
+    logger.error("the store failed: %s", error)
+    if isinstance(error, StoreFullError):
+        message = "The disk of the store is full: nothing was stored. Deleting responses or files makes space."
+        refused = ApiError(DISK_FULL, message, headers={"x-should-retry": "false"})
+    else:
+        message = "The store of responses and files is broken or unreachable."
+        refused = ApiError(STORE_UNAVAILABLE, message, headers={"Retry-After": str(STORE_RETRY_SECONDS)})
+    return error_response(refused, request.scope["path"])

@@ -136,8 +136,8 @@ class BatchStore:
         return int(count)
 
     async def cancel(self, id: str, owner: str) -> StoredBatch | None:
-        """Request the end of a batch; None: there is none that runs."""
-        rows = await self._worker.query(CANCEL, [int(self.clock()), id, owner])
+        """Request the end of a batch, so that its files can be deleted; None: there is none that runs."""
+        rows = await self._worker.query(CANCEL, [int(self.clock()), id, owner], frees=True)
         return _batch(rows[0]) if rows else None
 
     async def claim(self) -> list[StoredBatch]:
@@ -164,7 +164,7 @@ class BatchStore:
                     database.run("DELETE FROM batch_results WHERE batch = ?", [id])
             return saved
 
-        return await self._worker.run(write)
+        return await self._worker.run(write, frees=final)
 
     async def add_result(self, id: str, line: int, content: bytes, *, failed: bool) -> None:
         """Keep the result of a line, unless it has one."""

@@ -5,17 +5,25 @@ Statements use the common subset of both, with `?` for values and BLOB for bytes
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import sqlite3
 import stat
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
 MEMORY = ":memory:"
 BUSY_SECONDS = 10.0
+# On a full disk SQLite deletes with this space: for its log (0.3 MiB for a file of 200 MiB), and to write the log to
+# the database, usually 4 MiB, so that later writes overwrite it.
+RESERVE_BYTES = 8 * 2**20
+# A full disk: SQLite's codes (the second one: it cannot open), PostgreSQL's SQLSTATE, the system's error numbers.
+SQLITE_FULL = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_SHMSIZE)
+POSTGRES_FULL = "53100"
+SYSTEM_FULL = (errno.ENOSPC, errno.EDQUOT)
 # The key of the advisory lock in PostgreSQL.
 SCHEMA_LOCK = 0x63656C6C6172
 
@@ -25,6 +33,10 @@ Row = tuple[Any, ...]
 
 class StoreError(Exception):
     """The database is unreachable, full or broken."""
+
+
+class StoreFullError(StoreError):
+    """The disk of the database is full."""
 
 
 class Database(Protocol):
@@ -39,6 +51,12 @@ class Database(Protocol):
     def schema_lock(self) -> AbstractContextManager[None]:
         """Exclude other processes while the block creates the schema."""
 
+    def reserve(self) -> None:
+        """Keep space on the disk for deletions, if there is some."""
+
+    def reclaim(self, *, reserve: bool) -> bool:
+        """On a full disk: release what may be needed to write, and the reserve if asked; False: there is nothing."""
+
     def close(self) -> None:
         """Close the connection."""
 
@@ -47,6 +65,7 @@ class SqliteDatabase:
     """A file that several processes may share, or memory that ends with the connection."""
 
     def __init__(self, location: str) -> None:
+        self._location = location
         with _as_store_error(sqlite3.Error, OSError):
             if location != MEMORY:
                 _make_private(Path(location))
@@ -71,6 +90,30 @@ class SqliteDatabase:
     def schema_lock(self) -> AbstractContextManager[None]:
         """Nothing: each statement locks the file, and none is needed where the schema exists."""
         return nullcontext()
+
+    def reserve(self) -> None:
+        """Keep a file of RESERVE_BYTES beside the database."""
+        path = _reserve_path(self._location)
+        if self._location == MEMORY or path.exists():
+            return
+        with suppress(OSError):
+            descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+            try:
+                with open(descriptor, "wb") as file:
+                    # A file system cannot compress random bytes.
+                    file.write(os.urandom(RESERVE_BYTES))
+            except OSError:
+                path.unlink()
+
+    def reclaim(self, *, reserve: bool) -> bool:
+        """Write the log to the database, so that it is overwritten from its start; delete the reserve if asked."""
+        if reserve:
+            release_reserve(self._location)
+        # Debian's SQLite overwrites deleted pages with zeros: as many bytes of the log.
+        for pragma in ("secure_delete = FAST", "wal_checkpoint(PASSIVE)"):
+            with suppress(StoreError):
+                self.run(f"PRAGMA {pragma}")
+        return True
 
     def close(self) -> None:
         """Close the connection."""
@@ -111,6 +154,13 @@ class PostgresDatabase:
         finally:
             self.run("SELECT pg_advisory_unlock(?)", [SCHEMA_LOCK])
 
+    def reserve(self) -> None:
+        """Nothing: the disk is the server's."""
+
+    def reclaim(self, *, reserve: bool) -> bool:
+        """Nothing: the disk is the server's."""
+        return False
+
     def close(self) -> None:
         """Close the connection."""
         if self._current is not None:
@@ -128,9 +178,19 @@ def connect(location: str) -> Database:
     return PostgresDatabase(location) if is_url(location) else SqliteDatabase(location)
 
 
+def release_reserve(location: str) -> None:
+    """Delete the reserve of the database."""
+    with suppress(OSError):
+        _reserve_path(location).unlink()
+
+
 def is_url(location: str) -> bool:
     """Whether the location is a PostgreSQL URL, not a file."""
     return location.startswith(("postgresql://", "postgres://"))
+
+
+def _reserve_path(location: str) -> Path:
+    return Path(f"{location}-reserve")
 
 
 def _make_private(path: Path) -> None:
@@ -144,4 +204,12 @@ def _as_store_error(*errors: type[Exception]) -> Iterator[None]:
     try:
         yield
     except errors as error:
-        raise StoreError(str(error)) from error
+        raise (StoreFullError if _is_full(error) else StoreError)(str(error)) from error
+
+
+def _is_full(error: Exception) -> bool:
+    return (
+        getattr(error, "sqlite_errorcode", None) in SQLITE_FULL
+        or getattr(error, "sqlstate", None) == POSTGRES_FULL
+        or getattr(error, "errno", None) in SYSTEM_FULL
+    )

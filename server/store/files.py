@@ -165,7 +165,7 @@ class FileStore:
     async def delete(self, id: str, owner: str) -> bool:
         """Delete a file; False: there is none."""
         statement = f"DELETE FROM files WHERE id = ? AND {VISIBLE} RETURNING id"
-        return bool(await self._worker.query(statement, [id, owner, self.clock()]))
+        return bool(await self._worker.query(statement, [id, owner, self.clock()], frees=True))
 
     def close(self) -> None:
         """Finish pending work and close the database."""
@@ -193,7 +193,7 @@ class FileStore:
 
     async def _remove(self, id: str) -> None:
         try:
-            await self._worker.query("DELETE FROM files WHERE id = ?", [id])
+            await self._worker.query("DELETE FROM files WHERE id = ?", [id], frees=True)
         except StoreError:
             # It stays incomplete, and is deleted after UPLOAD_SECONDS.
             return

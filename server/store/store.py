@@ -170,7 +170,7 @@ class ResponseStore:
     async def delete(self, id: str, owner: str = "") -> bool:
         """Delete a record; False: there was none."""
         statement = f"DELETE FROM responses WHERE {VISIBLE} RETURNING id"
-        return bool(await self._worker.query(statement, [id, owner]))
+        return bool(await self._worker.query(statement, [id, owner], frees=True))
 
     async def renew_leases(self, ids: Sequence[str]) -> set[str]:
         """Renew leases; returns the ids of records that still exist and are not final."""

@@ -144,6 +144,27 @@ def test_a_background_response_needs_a_working_store(disk: Disk) -> None:
     assert set() == running
 
 
+def test_a_full_disk_has_its_own_status(disk: Disk) -> None:
+    """507, which is not retried; what is stored can be deleted, which makes space."""
+
+    # More than a page.
+    metadata = {f"{start}": LONG[start : start + 500] for start in range(0, 8000, 500)}
+
+    async def story() -> tuple[Answer, Answer, Answer]:
+        app = app_on(disk, generating(LONG))
+        first = await post(app)
+        disk.fill()
+        full = await post(app, background=True, metadata=metadata)
+        deleted = await call(app, "DELETE", f"{PATH}/{first.json['id']}")
+        return full, deleted, await post(app, background=True, metadata=metadata)
+
+    full, deleted, again = asyncio.run(story())
+
+    assert (507, "disk_full") == (full.status, full.json["error"]["code"])
+    assert "false" == full.headers["x-should-retry"]
+    assert [200, 200] == [deleted.status, again.status]
+
+
 def test_a_background_response_not_stored_has_failed(disk: Disk) -> None:
     """Its start was stored, its end was not: reading it returns a failed response at once."""
 
