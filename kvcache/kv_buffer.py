@@ -45,6 +45,10 @@ class KVBuffer(Protocol):
         """One layer's rows [heads, len(cells), width], still behind `transform`; read only."""
         ...
 
+    def round(self, rows: Tensor) -> Tensor:
+        """Rows [..., width] as they are read back from cells, without a transform, in their own type."""
+        ...
+
     def transform(self, rows: Tensor) -> Tensor:
         """The orthonormal transform of stored rows, which is its own inverse.
 
@@ -100,6 +104,10 @@ class FloatKVBuffer:
         """Rows; a view if the cells are one run and `dtype` is the type of the buffer."""
         return _gather(self.rows[layer], cells).to(dtype)
 
+    def round(self, rows: Tensor) -> Tensor:
+        """See KVBuffer."""
+        return rows.to(self.rows.dtype).to(rows.dtype)
+
     def transform(self, rows: Tensor) -> Tensor:
         """The identity."""
         return rows
@@ -128,19 +136,33 @@ class Int8KVBuffer:
 
     def write(self, layer: int, cells: CellIndex, rows: Tensor) -> None:
         """Quantise rows; a part with a value that is not finite reads back as NaN."""
+        if self.parts:
+            codes, scales = self._quantise(rows)
+            _scatter(self.codes[layer], cells, codes)
+            _scatter(self.scales[layer], cells, scales)
+
+    def read(self, layer: int, cells: CellIndex, dtype: torch.dtype) -> Tensor:
+        """Dequantised rows."""
+        return self._dequantise(_gather(self.codes[layer], cells), _gather(self.scales[layer], cells), dtype)
+
+    def round(self, rows: Tensor) -> Tensor:
+        """See KVBuffer."""
+        if not self.parts:
+            return rows
+        return self.transform(self._dequantise(*self._quantise(rows), rows.dtype)).to(rows.dtype)
+
+    def _quantise(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """The codes, which are whole numbers, and the scales of rows."""
         transformed = self.transform(rows).to(torch.promote_types(rows.dtype, torch.float32))
         parts = torch.split(transformed, self.parts, -1)
         scales = [(part.abs().amax(-1, keepdim=True) / 127).float() for part in parts]
         # Zeros read back as zeros with any scale, but 0 / 0 has no code.
         scales = [scale.clamp_min(torch.finfo(torch.float32).tiny) for scale in scales]
         codes = [(part / scale).round_() for part, scale in zip(parts, scales, strict=True)]
-        if codes:
-            _scatter(self.codes[layer], cells, torch.cat(codes, -1))
-            _scatter(self.scales[layer], cells, torch.cat(scales, -1))
+        return torch.cat(codes, -1).to(torch.int8), torch.cat(scales, -1)
 
-    def read(self, layer: int, cells: CellIndex, dtype: torch.dtype) -> Tensor:
-        """Dequantised rows."""
-        rows, scales = _gather(self.codes[layer], cells).to(dtype), _gather(self.scales[layer], cells)
+    def _dequantise(self, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+        rows = codes.to(dtype)
         for part, scale in zip(torch.split(rows, self.parts, -1), torch.split(scales, 1, -1), strict=True):
             part.mul_(scale)
         return rows

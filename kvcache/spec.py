@@ -65,6 +65,7 @@ class LayerSpec:
 
     rotation      None: cached keys cannot be moved to other positions and are recomputed
     latent_width  with latent attention (MLA) the leading key columns that are the values as well; else 0
+    index_width   trailing value columns that are keys of an index of positions (sparse attention); else 0
     """
 
     heads: int
@@ -73,6 +74,7 @@ class LayerSpec:
     attention_range: AttentionRange = AttentionRange()
     rotation: Rotation | None = Rotation()
     latent_width: int = 0
+    index_width: int = 0
 
     def limited_to(self, length: int) -> LayerSpec:
         """The same layer for positions below `length`."""
@@ -90,6 +92,7 @@ class GroupSpec:
     layers: tuple[int, ...]
     rotations: tuple[Rotation | None, ...]
     latent_width: int = 0
+    index_width: int = 0
 
     @property
     def key_parts(self) -> tuple[int, ...]:
@@ -100,8 +103,8 @@ class GroupSpec:
 
     @property
     def value_parts(self) -> tuple[int, ...]:
-        """Width of the value as its only part; empty if the group stores no values."""
-        return (self.value_width,) if self.value_width else ()
+        """As `key_parts`: the value, and the key of an index; empty if the group stores neither."""
+        return tuple(width for width in (self.value_width - self.index_width, self.index_width) if width)
 
     def pool_cells(self, cells: int, *, slots: int, max_batch_tokens: int) -> int:
         """Pool size of the group for a cache of `cells` tokens.
@@ -155,13 +158,19 @@ class Span:
 
 def group_layers(layers: Sequence[LayerSpec]) -> tuple[GroupSpec, ...]:
     """Group the layers that can share a cell table, in the order of each group's first layer."""
-    members: dict[tuple[int, int, int, AttentionRange, int], list[int]] = {}
+    members: dict[LayerSpec, list[int]] = {}
     for index, layer in enumerate(layers):
-        geometry = (layer.heads, layer.key_width, layer.value_width, layer.attention_range, layer.latent_width)
-        members.setdefault(geometry, []).append(index)
+        members.setdefault(replace(layer, rotation=None), []).append(index)
     return tuple(
         GroupSpec(
-            heads, key_width, value_width, attention_range, tuple(own), tuple(layers[at].rotation for at in own), latent
+            heads=geometry.heads,
+            key_width=geometry.key_width,
+            value_width=geometry.value_width,
+            attention_range=geometry.attention_range,
+            layers=tuple(own),
+            rotations=tuple(layers[at].rotation for at in own),
+            latent_width=geometry.latent_width,
+            index_width=geometry.index_width,
         )
-        for (heads, key_width, value_width, attention_range, latent), own in members.items()
+        for geometry, own in members.items()
     )

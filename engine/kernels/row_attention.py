@@ -66,7 +66,8 @@ def _mix(
 ) -> Tensor:
     """Queries [heads, rows, width] over keys and values [key_heads, rows, positions, width]."""
     q = query.reshape(keys.shape[0], -1, *query.shape[1:])
-    scores = torch.einsum("kgrw,krpw->kgrp", q, keys) * scale
+    # Matrix products, which can be made row-invariant (engine/model/invariant.py).
+    scores = (q.transpose(1, 2) @ keys.mT).transpose(1, 2) * scale
     precision = torch.promote_types(scores.dtype, torch.float32)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
@@ -78,4 +79,4 @@ def _mix(
         weights = scores.softmax(-1, dtype=precision)
     # Cells of other sequences may have numbers that are not finite.
     seen = values.masked_fill(~visible[..., None], 0.0)
-    return torch.einsum("kgrp,krpw->kgrw", weights.to(values.dtype), seen).flatten(0, 1).transpose(0, 1)
+    return (weights.to(values.dtype).transpose(1, 2) @ seen).transpose(1, 2).flatten(0, 1).transpose(0, 1)

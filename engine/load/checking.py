@@ -18,7 +18,7 @@ from engine.kernels.reference import AttentionFunction
 from engine.load.checkpoint import Checkpoint, is_small
 from engine.load.outcomes import Outcome, OutcomeFile
 from engine.load.selection import RunnerSelection, select
-from engine.load.selftest import ModelTraits, find_runner, is_batch_invariant, restore_runner
+from engine.load.selftest import ModelTraits, batch_dependence, find_runner, restore_runner
 from engine.model.device_runner import DeviceRunner
 from engine.model.encoder import Encoder
 from engine.model.margins import Margin, Margins
@@ -178,13 +178,16 @@ class ModelChecks:
         runner.make_invariant(self._row_invariant())
         if passed is not None and passed.batch_invariant and passed.native == native:
             return True
-        if is_batch_invariant(runner, self._model, self._traits):
+        reason = batch_dependence(runner, self._model, self._traits)
+        if reason is None:
             return True
         name = self._config.model or BUNDLED_NAME
         if is_required:
-            raise ModelUnsupported(name, "its logits change with the batch; leave out --batch-invariant")
+            raise ModelUnsupported(name, f"{reason}; leave out --batch-invariant")
         log.warning(
-            "%s is not batch invariant when quantised: batches, chunks and prefix hits may change a completion", name
+            "%s is not batch invariant when quantised: batches, chunks and prefix hits may change a completion (%s)",
+            name,
+            reason,
         )
         return False
 

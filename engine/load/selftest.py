@@ -28,7 +28,7 @@ from engine.model.device_runner import DeviceRunner
 from engine.model.encoder import Encoder
 from engine.model.encoder_mask import EncoderMask
 from engine.model.graph_runner import GraphRunner, recorder_for
-from engine.model.invariant import StableTopK
+from engine.model.invariant import StableTopK, UnreplacedOperations
 from engine.model.layers import CachedLayer, find_cached_layers
 from engine.model.margins import within
 from engine.model.model_runner import LocalRunner, ModelRunner
@@ -49,7 +49,7 @@ _RANGE_FIELDS = ("sliding_window", "attention_chunk_size", "index_topk", "window
 _MIN_PROMPT, _MAX_PROMPT = 9, 1024
 # Most weights times prompt tokens: the whole check then takes 2 s on one core (measured).
 _MAX_WEIGHT_TOKENS = 5 * 10**10
-# Tokens of the prompts of `is_batch_invariant`: more than a tile of rows in a matrix product.
+# Tokens of the prompts of `batch_dependence`: more than a tile of rows in a matrix product.
 _INVARIANCE_PROMPT = 24
 
 
@@ -151,17 +151,24 @@ def logit_difference(
     return float((expected - actual).abs().max() / expected.abs().max().clamp_min(1.0))
 
 
-def is_batch_invariant(runner: ModelRunner, model: Any, traits: ModelTraits) -> bool:
-    """Whether two prompts, in chunks and in one batch, have bit for bit the logits that each has alone in one chunk."""
+def batch_dependence(runner: ModelRunner, model: Any, traits: ModelTraits) -> str | None:
+    """Why the bits of a sequence may depend on its batch or its chunks; None: they do not.
+
+    Compares two prompts, in chunks and in one batch, with each alone in one chunk. That shows little in some shapes, so
+    an operation of torch that ran outside of the replacements is a reason too.
+    """
     sequences = [_test_sequence(model, traits, number, _INVARIANCE_PROMPT) for number in (1, 2)]
     first, second = (len(sequence.prompt) for sequence in sequences)
     steps = ((0, 7),), ((0, 1), (1, second - 8)), ((0, first - 9), (1, 7)), ((0, 1), (1, 1))
-    batched = _CheckBatches(model, traits, sequences).all_logits(runner, steps)
+    with UnreplacedOperations() as operations:
+        batched = _CheckBatches(model, traits, sequences).all_logits(runner, steps)
+    if operations.names:
+        return f"torch computes {', '.join(sorted(operations.names))} otherwise in another batch"
     alone = [
         _CheckBatches(model, traits, [sequence]).all_logits(runner, (((0, len(sequence.prompt)),),))[0]
         for sequence in sequences
     ]
-    return all(map(torch.equal, alone, batched))
+    return None if all(map(torch.equal, alone, batched)) else "its logits change with the batch"
 
 
 class LogitsDiffer(Exception):

@@ -13,12 +13,14 @@ Other elementwise functions are row-invariant already (measured). `StableTopK` r
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+import transformers.integrations.moe  # noqa: F401  (registers an operation)
 from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.kernels.products import RowInvariantProduct
 
@@ -32,6 +34,18 @@ _SUM_SCALE = 2.0**32
 _FEW_TERMS = 32
 
 
+# Operations of torch, by their names in aten, whose rounding depends on the number of rows, on strides or on offsets.
+_ROUNDED_BY_BATCH = frozenset(
+    (
+        *("linear", "matmul", "mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot", "inner"),
+        *("tensordot", "einsum", "bilinear", "chain_matmul", "linalg_multi_dot", "_grouped_mm", "grouped_mm_fallback"),
+        *("scaled_dot_product_attention", "softmax", "log_softmax", "logsumexp"),
+        *("conv1d", "conv2d", "conv3d", "convolution", "_convolution"),
+        *("sum", "nansum", "mean", "norm", "linalg_norm", "linalg_vector_norm", "var", "std", "var_mean", "rms_norm"),
+        *("silu", "gelu", "elu", "mish", "softplus", "sigmoid"),
+    )
+)
+
 _REDUCTIONS: tuple[Callable[..., Any], ...] = (
     *(torch.sum, torch.mean, torch.norm, torch.linalg.vector_norm, functional.rms_norm, functional.normalize),
     *(Tensor.sum, Tensor.mean, Tensor.norm),
@@ -39,7 +53,12 @@ _REDUCTIONS: tuple[Callable[..., Any], ...] = (
 
 
 class RowInvariant(TorchFunctionMode):
-    """A reusable context for forwards in float32 or fewer bits."""
+    """A reusable context for forwards in float32 or fewer bits.
+
+    is_replacing  whether a replacement runs, in the one thread that computes
+    """
+
+    is_replacing: ClassVar[bool] = False
 
     def __init__(self, product: RowInvariantProduct) -> None:
         super().__init__()
@@ -58,7 +77,9 @@ class RowInvariant(TorchFunctionMode):
             Tensor.bmm: products.matmul,
             Tensor.addmm: products.addmm,
             Tensor.baddbmm: products.baddbmm,
-            functional.grouped_mm: products.grouped_mm,
+            # functional.grouped_mm is a Python function that calls it, and no function mode receives that call.
+            torch._grouped_mm: products.grouped_mm,
+            torch.ops.transformers.grouped_mm_fallback: products.grouped_mm,
             torch.softmax: _softmax,
             Tensor.softmax: _softmax,
             functional.softmax: _functional_softmax,
@@ -83,7 +104,38 @@ class RowInvariant(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Calls the row-invariant replacement of `func`, or `func`."""
-        return self._functions.get(func, func)(*args, **(kwargs or {}))
+        replacement = self._functions.get(func)
+        if replacement is None:
+            return func(*args, **(kwargs or {}))
+        RowInvariant.is_replacing = True
+        try:
+            return replacement(*args, **(kwargs or {}))
+        finally:
+            RowInvariant.is_replacing = False
+
+
+class UnreplacedOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Inside the block, records operations that may round a row by the rows beside it and ran outside of replacements.
+
+    Recurrences run token by token inside `DisableTorchFunction`: their calls have one shape and need no replacement.
+
+    names  of the recorded operations of torch
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Calls `func`, and records it."""
+        result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        is_invariant = RowInvariant.is_replacing or torch._C._is_torch_function_all_disabled()
+        if name in _ROUNDED_BY_BATCH and not is_invariant and isinstance(result, Tensor) and result.is_floating_point():
+            self.names.add(name)
+        return result
 
 
 class _InvariantProducts:
@@ -127,9 +179,18 @@ class _InvariantProducts:
         """torch.baddbmm."""
         return self.addmm(input, batch1, batch2, beta=beta, alpha=alpha)
 
-    def grouped_mm(self, mat_a: Tensor, mat_b: Tensor, *, offs: Tensor) -> Tensor:
+    def grouped_mm(
+        self,
+        mat_a: Tensor,
+        mat_b: Tensor,
+        offs: Tensor,
+        bias: Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> Tensor:
         """functional.grouped_mm of rows in groups."""
-        return self._product.grouped(mat_a, mat_b, offs)
+        product = self._product.grouped(mat_a, mat_b, offs)
+        product = product if bias is None else product + bias
+        return product if out_dtype is None else product.to(out_dtype)
 
     def attend(
         self,

@@ -1,8 +1,9 @@
 """Runs one sequence at a time over the shared cache, for models with attention or masks that cannot be packed.
 
 Each span is a forward of its own: a cache of transformers is filled with the cells of the slot, the unmodified model
-runs with its own attention, masks and positions, and the new keys and values are stored. This supports every model with
-keys and values in a cache of transformers. It is slower, as cells are copied and sequences share no matrix product, and
+runs with its own attention, masks and positions, and the new keys and values are stored. It attends to them as they are
+read back from the cells, so chunks change no bit. This supports every model with keys and values in a cache of
+transformers. It is slower, as cells are copied and sequences share no matrix product, and
 keys are never rotated: a context shift recomputes them.
 """
 
@@ -11,11 +12,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from transformers.cache_utils import DynamicCache, DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer
 
 from engine.kernels.products import RowInvariantProduct
@@ -33,24 +34,62 @@ from kvcache.spec import LayerSpec, Span
 
 HFCache: TypeAlias = Any  # a cache of transformers
 
-# Classes of cache layers: masks exclude keys beyond a window, so a layer that would drop them may keep them.
-_FULL_LENGTH_LAYERS = {
-    DynamicLayer: DynamicLayer,
-    DynamicSlidingWindowLayer: DynamicLayer,
-    DynamicIndexedLayer: DynamicIndexedLayer,
-}
+
+_SUPPORTED_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, DynamicIndexedLayer)
 
 
 class UnsupportedCache(Exception):
     """The model caches something other than keys and values by layer, or caches it elsewhere."""
 
 
-@dataclass(frozen=True, slots=True)
-class _LayerFormat:
-    """One layer of transformers' cache: its class, and the columns of its values; keys of an indexer follow them."""
+class _CellLayer(DynamicIndexedLayer):  # type: ignore[misc]
+    """A layer of transformers' cache over cells: all its keys and values are as they are read back from cells.
 
-    kind: type[DynamicLayer]
-    value_width: int
+    Masks exclude keys beyond a window, so it keeps those that a layer with a window would drop.
+    """
+
+    def __init__(self, spec: LayerSpec, cells: tuple[LayerKV, LayerKV], dtype: torch.dtype) -> None:
+        """`dtype` is that of numbers read from cells."""
+        super().__init__()
+        self._key_cells, self._value_cells = cells
+        self._value_width, self._index_width = spec.value_width - spec.index_width, spec.index_width
+        self._cell_dtype = dtype
+
+    def load(self, cells: slice | Tensor, length: int) -> None:
+        """Append the first `length` of some cells."""
+        keys, values = (self._read(stored, cells)[None, :, :length] for stored in (self._key_cells, self._value_cells))
+        super().update(keys, values[..., : self._value_width])
+        if self._index_width:
+            super().update_indexer(values[:, 0, :, self._value_width :])
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **settings: Any) -> tuple[Tensor, Tensor]:
+        """See DynamicLayer."""
+        self._new_keys, self._new_values = (states.to(self._cell_dtype) for states in (key_states, value_states))
+        keys = self._key_cells.buffer.round(self._new_keys)
+        values = self._round_values(functional.pad(self._new_values, (0, self._index_width)))
+        values = values[..., : self._value_width]
+        attended: tuple[Tensor, Tensor] = super().update(
+            keys.to(key_states.dtype), values.to(value_states.dtype), *args, **settings
+        )
+        return attended
+
+    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
+        """See DynamicIndexedLayer."""
+        self._new_index = indexer_key_states.to(self._cell_dtype)
+        keys = self._round_values(functional.pad(self._new_index, (self._value_width, 0)))
+        attended: Tensor = super().update_indexer(keys[..., self._value_width :].to(indexer_key_states.dtype))
+        return attended
+
+    def new_rows(self) -> tuple[Tensor, Tensor]:
+        """The new rows of cells, not rounded: keys and values [heads, positions, width]."""
+        keys, values = self._new_keys[0], self._new_values[0]
+        return keys, torch.cat((values, self._new_index), -1) if self._index_width else values
+
+    def _read(self, stored: LayerKV, cells: slice | Tensor) -> Tensor:
+        return stored.transform(stored.read(cells, self._cell_dtype))
+
+    def _round_values(self, rows: Tensor) -> Tensor:
+        return self._value_cells.buffer.round(rows)
 
 
 class SequentialRunner(LocalRunner):
@@ -73,8 +112,7 @@ class SequentialRunner(LocalRunner):
         cache = DynamicCache(config=model.config)
         self._run(cache, Span(0, 0, 2), [0, 1], self._tensor([1]))
         stored = {at: layer for at, layer in enumerate(cache.layers) if layer.is_initialized}
-        self._formats = {at: _layer_format(layer) for at, layer in stored.items()}
-        self.layers = tuple(CachedLayer(at, _spec(*_read(layer, 0))) for at, layer in stored.items())
+        self.layers = tuple(CachedLayer(at, _spec(layer)) for at, layer in stored.items())
         self.long_factor_layers = self.layers
         if not self.layers:
             raise UnsupportedCache("its cache is empty")
@@ -120,32 +158,19 @@ class SequentialRunner(LocalRunner):
             caches.append(cache)
             row = stop
         for index, layer in enumerate(self.layers):
-            added = [
-                _read(cache.layers[layer.index], span.start) for cache, span in zip(caches, forward.spans, strict=True)
-            ]
-            keys, values = (torch.cat(parts, 1) for parts in zip(*added, strict=True))
-            forward.store_kv(index, keys, values)
+            keys, values = zip(*(cache.layers[layer.index].new_rows() for cache in caches), strict=True)
+            forward.store_kv(index, torch.cat(keys, 1), torch.cat(values, 1))
         return torch.cat(logits), torch.cat(states) if states else logits[0][:0]
 
     def _fill_cache(self, forward: Forward, number: int) -> HFCache:
         """A cache of transformers with the contents of the slot before the span `number`."""
-        cache = DynamicCache()
-        kinds = [
-            self._formats[at].kind if at in self._formats else DynamicLayer for at in range(max(self._formats) + 1)
-        ]
-        cache.layers = [kind() for kind in kinds]
-        before = forward.spans[number].start
-        if before == 0:
-            return cache
+        cache, before = DynamicCache(), forward.spans[number].start
+        cache.layers = [DynamicLayer() for _ in range(1 + max(layer.index for layer in self.layers))]
         for index, cached in enumerate(self.layers):
-            cells = forward.segments(index)[number].cells
-            keys, values = (
-                _read_cells(stored, cells, self.model.dtype)[None, :, :before] for stored in forward.layer_kv(index)
-            )
-            layer, width = cache.layers[cached.index], self._formats[cached.index].value_width
-            layer.update(keys, values[..., :width])
-            if isinstance(layer, DynamicIndexedLayer):
-                layer.update_indexer(values[:, 0, :, width:])
+            layer = _CellLayer(cached.spec, forward.layer_kv(index), self.model.dtype)
+            if before > 0:
+                layer.load(forward.segments(index)[number].cells, before)
+            cache.layers[cached.index] = layer
         return cache
 
     def _run(self, cache: HFCache, span: Span, tokens: Sequence[int], logit_rows: Tensor) -> Tensor:
@@ -167,28 +192,11 @@ class SequentialRunner(LocalRunner):
         return torch.tensor(numbers, dtype=torch.long, device=self._device)
 
 
-def _layer_format(layer: Any) -> _LayerFormat:
-    kind = _FULL_LENGTH_LAYERS.get(type(layer))
-    if getattr(layer, "indexer_keys", None) is None and kind is not None:
-        kind = DynamicLayer
-    if kind is None or layer.keys.dim() != 4 or layer.keys.shape[2] != 2:
+def _spec(layer: Any) -> LayerSpec:
+    """A layer of transformers' cache, without a known rotation of its keys. Raises UnsupportedCache."""
+    if type(layer) not in _SUPPORTED_LAYERS or layer.keys.dim() != 4 or layer.keys.shape[2] != 2:
         raise UnsupportedCache(f"its cache has layers of the kind {type(layer).__name__}")
-    return _LayerFormat(kind, layer.values.shape[-1])
-
-
-def _read(layer: Any, start: int) -> tuple[Tensor, Tensor]:
-    """Keys and values [heads, positions, width] of a layer from a position on, in the layout of cells."""
-    keys, values = layer.keys[0, :, start:], layer.values[0, :, start:]
-    if getattr(layer, "indexer_keys", None) is not None:
-        values = torch.cat((values, layer.indexer_keys[:, start:]), -1)
-    return keys, values
-
-
-def _read_cells(stored: LayerKV, cells: slice | Tensor, dtype: torch.dtype) -> Tensor:
-    """The stored numbers of cells, in the dtype of the model."""
-    return stored.transform(stored.read(cells, dtype))
-
-
-def _spec(keys: Tensor, values: Tensor) -> LayerSpec:
-    """A layer without a known rotation of its keys."""
-    return LayerSpec(keys.shape[0], keys.shape[-1], values.shape[-1], rotation=None)
+    keys, values, index = layer.keys, layer.values, getattr(layer, "indexer_keys", None)
+    index_width = 0 if index is None else index.shape[-1]
+    width = values.shape[-1] + index_width
+    return LayerSpec(keys.shape[1], keys.shape[-1], width, rotation=None, index_width=index_width)

@@ -85,7 +85,7 @@ def start(
         monkeypatch.setattr(module, name, lambda *given, **more: (ran.append(name), own(*given, **more))[1])
 
     noted(checking, "find_runner")
-    noted(checking, "is_batch_invariant")
+    noted(checking, "batch_dependence")
 
     def start(family: str = "gemma3", **settings: Any) -> tuple[LoadedModel, list[str]]:
         ran.clear()
@@ -103,7 +103,7 @@ def outcome_files(tmp_path: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize(
-    ("quantize", "checks"), [("none", ["find_runner"]), ("int8", ["find_runner", "is_batch_invariant"])]
+    ("quantize", "checks"), [("none", ["find_runner"]), ("int8", ["find_runner", "batch_dependence"])]
 )
 def test_second_start_reuses_the_outcome(start: Start, tmp_path: Path, quantize: str, checks: list[str]) -> None:
     built("step")
@@ -139,7 +139,7 @@ def test_outcome_with_unknown_layer_names_is_ignored(start: Start, tmp_path: Pat
     content["quantised"]["groups"][0][0] = "nowhere"
     file.write_text(json.dumps(content))
 
-    assert ["find_runner", "is_batch_invariant"] == start(quantize="int8")[1]
+    assert ["find_runner", "batch_dependence"] == start(quantize="int8")[1]
 
 
 def test_outcome_of_a_slower_runner_is_not_stored(

@@ -17,8 +17,8 @@ from engine.kernels import reference
 from engine.kernels.cpu.products import NativeProduct
 from engine.kernels.products import POSITIONS, RowInvariantProduct, TiledProduct
 from engine.kernels.rounding import Bits
-from engine.load.selftest import is_batch_invariant
-from engine.model.invariant import RowInvariant, StableTopK
+from engine.load.selftest import batch_dependence
+from engine.model.invariant import RowInvariant, StableTopK, UnreplacedOperations
 from engine.native.runner import NativeRunner
 from kvcache.forward import Segment
 from kvcache.kv_buffer import FloatKVBuffer, LayerKV
@@ -184,7 +184,7 @@ def test_quantised_family_is_batch_invariant(name: str) -> None:
     expected = EXCEPTIONS.get(name, dict.fromkeys(CHECKS, True))
 
     assert expected == holds(model)
-    assert all(expected.values()) == is_batch_invariant(model.runner, model.model, model.traits)
+    assert all(expected.values()) == (batch_dependence(model.runner, model.model, model.traits) is None)
 
 
 def test_models_page_has_every_family() -> None:
@@ -244,6 +244,33 @@ def test_addmm_and_baddbmm_agree_with_torch(product: RowInvariantProduct) -> Non
 
     torch.testing.assert_close(actual[0], bias + left @ right, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(actual[1], 0.5 * scores + 2 * many @ others, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("grouped_mm", [functional.grouped_mm, torch.ops.transformers.grouped_mm_fallback])
+def test_products_of_experts_are_replaced(product: RowInvariantProduct, grouped_mm: Callable[..., Tensor]) -> None:
+    """At the width of a real model: the algorithms of torch differ for long rows only."""
+    rows, weights = random(12, 2048).bfloat16(), random(2, 2048, 16).bfloat16()
+    ends = torch.tensor([5, 12], dtype=torch.int32)
+    with torch.inference_mode(), UnreplacedOperations() as operations, RowInvariant(product):
+        whole = grouped_mm(rows, weights, offs=ends)
+        alone = grouped_mm(rows[4:6], weights, offs=torch.tensor([1, 2], dtype=torch.int32))
+
+    assert not operations.names
+    assert torch.equal(whole[4:6], alone)
+    torch.testing.assert_close(whole[:5], rows[:5] @ weights[0], rtol=2e-2, atol=1.0)
+
+
+def test_operations_outside_of_replacements_are_recorded() -> None:
+    """Those of recurrences, which run token by token, are not."""
+    rows = random(4, 8)
+    with torch.inference_mode(), UnreplacedOperations() as operations, RowInvariant(TiledProduct()):
+        functional.silu(functional.linear(rows, rows).softmax(-1)).sum(-1)
+        with torch._C.DisableTorchFunction():
+            torch.matmul(rows, rows.T)
+        assert not operations.names
+        torch.einsum("ij,kj->ik", rows, rows)
+
+    assert operations.names == {"einsum"}
 
 
 @pytest.mark.parametrize("inner", [100, 300, 700])

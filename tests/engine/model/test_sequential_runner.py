@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, LinearAttentionLayer
 
+from engine.kernels.products import TiledProduct
 from engine.model import hooks
 from engine.model.layers import CalibrationBackend, find_cached_layers
 from engine.model.runner import PackedRunner
@@ -63,6 +65,37 @@ def test_logit_rows_are_in_batch_order(name: str) -> None:
     family.model.set_attn_implementation("eager")
     first, second = alone(family.model, prompts[0]), alone(family.model, prompts[1])
     assert torch.allclose(torch.stack((first[6], first[11], second[4])), rows, atol=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    quick(
+        [("bloom", torch.int8), ("deepseek_v32", torch.int8), ("opt", torch.bfloat16)],
+        itertools.product(("bloom", "deepseek_v32", "opt", "falcon", "axk2"), (torch.int8, torch.bfloat16)),
+    ),
+)
+def test_chunks_attend_to_the_rounded_keys_of_cells(name: str, dtype: torch.dtype) -> None:
+    """Bit for bit, in cells of another format than the model."""
+    family = build(name)
+    assert isinstance(family.runner, SequentialRunner)
+    family.runner.make_invariant(TiledProduct())
+    expected = rows_in_chunks(family.runner, family.prompt[:20], 20, dtype)
+
+    assert not torch.equal(expected, rows_in_chunks(family.runner, family.prompt[:20], 20, torch.float32))
+    for size in (1, 7):
+        assert torch.equal(expected, rows_in_chunks(family.runner, family.prompt[:20], size, dtype))
+
+
+def rows_in_chunks(runner: SequentialRunner, tokens: tuple[int, ...], size: int, dtype: torch.dtype) -> Tensor:
+    """The logits [tokens, vocabulary] of a prompt in chunks, with cells of a dtype."""
+    specs = [plan.spec for plan in runner.layers]
+    memory, rows = Cache(specs, slots=1, capacity=20, cells=20, dtype=dtype), []
+    for start in range(0, len(tokens), size):
+        part = tokens[start : start + size]
+        with memory.forward([Span(0, start, len(part))]) as forward:
+            rows.append(runner.run(forward, part, list(range(len(part)))))
+    return torch.cat(rows)
 
 
 @pytest.mark.filterwarnings("ignore")
