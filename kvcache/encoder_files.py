@@ -32,9 +32,10 @@ class EncoderFiles:
         self._budget = config.disk_bytes // _BUDGET_DIVISOR
         self._disk = None if config.folder is None else DiskFolder(config.folder, f"{config.identity} encoder")
         self._files: OrderedDict[bytes, tuple[str, int]] = OrderedDict()
+        self._bytes = 0
         self._unwritten: OrderedDict[bytes, EncoderEntry] = OrderedDict()
         for found in sorted(self._disk.scan() if self._disk else (), key=lambda found: found.last_used):
-            self._files[found.header.salt] = (found.name, found.bytes)
+            self._add(found.header.salt, found.name, found.bytes)
         self._enforce_budget()
 
     def read(self, digest: bytes) -> EncoderEntry | None:
@@ -68,7 +69,7 @@ class EncoderFiles:
         if len(data) > self._budget:
             return bool(self._unwritten)
         try:
-            self._files[digest] = (self._disk.write(data), len(data))
+            self._add(digest, self._disk.write(data), len(data))
         except OSError as error:
             self._report(f"an entry of the encoder cache cannot be written: {error}")
             return False
@@ -76,12 +77,20 @@ class EncoderFiles:
         return bool(self._unwritten)
 
     def _enforce_budget(self) -> None:
-        while sum(size for _, size in self._files.values()) > self._budget:
+        while self._bytes > self._budget:
             self._delete(next(iter(self._files)))
+
+    def _add(self, digest: bytes, name: str, size: int) -> None:
+        """Add the file of an entry as the most recently used one; an earlier file of the entry goes."""
+        if digest in self._files and self._files[digest][0] != name:
+            self._delete(digest)
+        self._bytes += size if digest not in self._files else 0
+        self._files[digest] = (name, size)
 
     def _delete(self, digest: bytes) -> None:
         assert self._disk is not None, "without a folder there are no files"
-        name, _ = self._files.pop(digest)
+        name, size = self._files.pop(digest)
+        self._bytes -= size
         self._disk.delete(name)
 
 

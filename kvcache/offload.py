@@ -17,6 +17,7 @@ import numpy as np
 
 from kvcache.component import CacheComponents, SavedTensors
 from kvcache.disk import DiskFolder, FileHeader, FoundFile, InvalidFile
+from kvcache.file_order import FileOrder
 from kvcache.host_copies import HostCopies
 from kvcache.node import EntrySlice, Node, OffloadEntry
 
@@ -69,22 +70,28 @@ class OffloadTier:
         self._disk = None if config.folder is None else DiskFolder(config.folder, config.identity)
         write_buffer = 0 if self._disk is None else min(WRITE_BUFFER_BYTES, config.disk_bytes)
         self.memory_budget = max(config.memory_bytes, write_buffer)
+        self._token_bytes = token_bytes
         self.max_entry_tokens = max(MAX_ENTRY_BYTES // max(token_bytes, 1), 1)
         self._copies = HostCopies()
         self._memory: OrderedDict[OffloadEntry, None] = OrderedDict()
-        self._files: set[OffloadEntry] = set()
+        self._files = FileOrder()
         # Nodes with content in no file yet, by last use.
         self._unwritten: OrderedDict[Node, None] = OrderedDict()
         self._clock = 0
         # Time of the last write that found no older file to delete: it cannot succeed before another use.
         self._disk_full_at = -1
         self.written_tokens = 0
-        self.memory_bytes = self.disk_bytes = 0
+        self.memory_bytes = 0
 
     @property
     def enabled(self) -> bool:
         """Whether evicted content is saved."""
         return self.memory_budget > 0
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of all files."""
+        return self._files.bytes
 
     def scan(self) -> Iterator[tuple[FoundFile, OffloadEntry]]:
         """The files of earlier processes, prefixes first; the caller gives each entry nodes or removes it."""
@@ -97,7 +104,6 @@ class OffloadTier:
             entry = OffloadEntry(found.header.start, found.header.tokens[found.header.start :])
             entry.file, entry.file_bytes = found.name, found.bytes
             self._files.add(entry)
-            self.disk_bytes += found.bytes
             yield found, entry
 
     def enforce_budgets(self) -> None:
@@ -116,6 +122,7 @@ class OffloadTier:
             if part.entry in self._memory:
                 self._memory.move_to_end(part.entry)
             if part.entry.file is not None and self._disk is not None:
+                self._files.move(part.entry)
                 self._disk.touch(part.entry.file)
         if node in self._unwritten:
             self._unwritten.move_to_end(node)
@@ -180,10 +187,15 @@ class OffloadTier:
             self._delete_file(entry)
 
     def flush(self, budget_bytes: int) -> int:
-        """Write entries to files, most recently used first, until `budget_bytes` are written; the bytes written."""
-        written, size = 0, 1
-        while size and written < budget_bytes and (node := self._next_unwritten()) is not None:
+        """Write entries to files, most recently used first, at most `budget_bytes` or one entry; the bytes written."""
+        written = 0
+        while (node := self._next_unwritten()) is not None:
+            most = min(len(node.tokens), self.max_entry_tokens) * self._token_bytes
+            if written and written + most > budget_bytes:
+                break
             size = self._write_entry(node)
+            if not size:
+                break
             written += size
         return written
 
@@ -216,7 +228,6 @@ class OffloadTier:
             return 0
         entry.last_used = node.last_used
         self._files.add(entry)
-        self.disk_bytes += entry.file_bytes
         self.written_tokens += len(entry.tokens)
         if fresh:
             entry.content = None
@@ -229,21 +240,23 @@ class OffloadTier:
 
     def _free_disk(self, size: int, last_used: int) -> bool:
         """Delete files used before `last_used` until `size` bytes fit; False, deleting none, if that is not enough."""
-        missing = self.disk_bytes + size - self._config.disk_bytes
-        older = sum(entry.file_bytes for entry in self._files if entry.last_used < last_used)
-        if missing > older:
+        missing = excess = self.disk_bytes + size - self._config.disk_bytes
+        if missing <= 0:
+            return True
+        for entry in self._files:
+            if missing <= 0 or entry.last_used >= last_used:
+                break
+            missing -= entry.file_bytes
+        if missing > 0:
             return False
-        self._delete_oldest(missing)
+        self._delete_oldest(excess)
         return True
 
     def _delete_oldest(self, size: int) -> None:
-        """Delete at least `size` bytes of files, least recently used first; within one edge, the last first."""
-        goal = self.disk_bytes - size
-        for entry in sorted(self._files, key=lambda entry: (entry.last_used, -entry.start)):
-            if self.disk_bytes <= goal:
-                return
-            if entry in self._files:
-                self._delete_file(entry)
+        """Delete at least `size` bytes of files, least recently used first."""
+        goal = max(self.disk_bytes - size, 0)
+        while self.disk_bytes > goal:
+            self._delete_file(self._files.oldest)
 
     def _save(self, node: Node, start: int) -> OffloadEntry:
         """A new entry with a resident node's content from `start` on, at most `max_entry_tokens`."""
@@ -266,7 +279,6 @@ class OffloadTier:
         assert entry.file is not None, "the entry has no file"
         self._disk.delete(entry.file)
         self._files.remove(entry)
-        self.disk_bytes -= entry.file_bytes
         entry.file, entry.file_bytes = None, 0
         if entry.content is None:
             self._on_lost(entry)

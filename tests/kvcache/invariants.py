@@ -113,7 +113,9 @@ def check_offload(cache: Cache, config: OffloadConfig) -> None:
                 assert part.entry in here._files or part.entry in here._memory
                 found.add(part.entry)
                 at += len(tokens)
-    assert found == here._files | set(here._memory)
+    files = list(here._files)
+    assert found == {*files, *here._memory}
+    assert files == sorted(files, key=lambda entry: (entry.last_used, -entry.start))
 
 
 def _check_cells(group: AttentionGroup, cells: CellArray, numbers: np.ndarray, start: int) -> None:

@@ -250,7 +250,7 @@ class RandomCache:
         files = self.cache._tree.offload._files
         before = set(files)
         self.cache.flush_to_disk(self.draw.choice((1, 1, 2000, 10**9)))
-        for node in [node for entry in files - before for node in entry.nodes]:
+        for node in [node for entry in set(files) - before for node in entry.nodes]:
             assert all(
                 above.offloaded_tokens == len(above.tokens) and above.written_slices == above.entry_slices
                 for above in node.path()[:-1]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +13,8 @@ from kvcache import prefix
 from kvcache.cache import Cache
 from kvcache.component import SavedTensors
 from kvcache.disk import DiskFolder, FileHeader
+from kvcache.file_order import FileOrder
+from kvcache.node import OffloadEntry
 from kvcache.offload import OffloadConfig
 from tests.kvcache.digests import FULL, WINDOW, compute_and_insert, flush_all, make, reused_length
 from tests.kvcache.test_offload import TEXT, in_memory, on_disk, small
@@ -59,6 +61,49 @@ def test_a_full_disk_is_retried_after_another_use_only(tmp_path: Path, monkeypat
     assert not cache.flush_to_disk(10**9)
 
     assert [0, 0] == encoded
+
+
+def test_a_write_looks_at_no_more_files_than_it_deletes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the number of files, with a full folder and with free space in it."""
+    seen: list[OffloadEntry] = []
+    every = FileOrder.__iter__
+
+    def counted(self: FileOrder) -> Iterator[OffloadEntry]:
+        for entry in every(self):
+            seen.append(entry)
+            yield entry
+
+    cache = make(FULL, offload=on_disk(tmp_path))
+    monkeypatch.setattr(FileOrder, "__iter__", counted)
+    for first in range(40):
+        compute_and_insert(cache, (first, *TEXT[:20]))
+        flush_all(cache, 1000)
+    assert not seen
+    budget = cache.offloaded_bytes[1]
+    full = make(FULL, offload=on_disk(tmp_path, budget))
+    for first in range(40, 60):
+        compute_and_insert(full, (first, *TEXT[:20]))
+        flush_all(full, 1000)
+
+    assert 0 < len(seen) <= 5 * 20
+    assert full.offloaded_bytes[1] <= budget
+    reopened = make(FULL, offload=on_disk(tmp_path))
+    kept = [first for first in range(60) if reused_length(reopened, (first, *TEXT[:20]))]
+    assert kept[-38:] == list(range(60 - 38, 60))
+
+
+def test_a_flush_ends_before_an_entry_that_may_exceed_its_budget(tmp_path: Path) -> None:
+    """One entry is always written."""
+    cache = make(FULL, offload=on_disk(tmp_path))
+    for first in range(10):
+        compute_and_insert(cache, (first, *TEXT[:20]))
+    cache._tree.offload._token_bytes = 10**6
+    entries = [cache.flush_to_disk(budget) for budget in (1, 10**6, 2 * 10**6)]
+    written = cache.flush_to_disk(10**9)
+
+    assert 0 < max(entries) < written
+    assert sum(entries) + written == cache.offloaded_bytes[1]
+    assert not cache.flush_to_disk(10**9)
 
 
 def test_checkpoints_survive_the_process(tmp_path: Path) -> None:
