@@ -50,6 +50,8 @@ _OLLAMA_PREFIX, _CURL_TYPES = "/api/", frozenset({"", "application/x-www-form-ur
 # Paths with forms of files. Pages of other origins may send forms without a preflight request, too.
 UPLOAD_PATHS, _FORM = frozenset({"/v1/files"}), "multipart/form-data"
 METHODS = ("GET", "HEAD", "POST", "DELETE")
+# Characters of a method in a log line; a request line may have 16 KiB of it.
+MAX_LOGGED_METHOD = 16
 # Response headers that pages may read only if the server exposes them.
 EXPOSED_HEADERS = ("x-request-id", "retry-after", "x-should-retry")
 
@@ -175,7 +177,8 @@ class _ResponseLog:
         scope.setdefault("state", {})["request_id"] = self.id
         client = scope.get("client") or ("",)
         trace = {name: headers[name] for name in TRACE_HEADERS if name in headers}
-        self._record = AccessRecord(self.id, scope.get("method", "WEBSOCKET"), client[0], trace)
+        method = scope.get("method", "WEBSOCKET")[:MAX_LOGGED_METHOD]
+        self._record = AccessRecord(self.id, method, client[0], trace)
         begin(self._record)
 
     async def send(self, message: Message) -> None:

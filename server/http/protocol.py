@@ -20,6 +20,7 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from uvicorn.server import ServerState
+from websockets.frames import CloseCode
 
 from server.configuration.settings import ClientLimits
 from server.http.direct_writer import CONNECTION
@@ -237,6 +238,14 @@ class StrictWebSocket(WebSocketsSansIOProtocol):
         self._write_deadline.stop()
         super().connection_lost(exc)
 
+    def send_receive_event_to_app(self) -> None:
+        """Pass a message to the app; a text that is not UTF-8 closes the connection, without uvicorn's traceback."""
+        if self.curr_msg_data_type == "text" and not _is_utf8(b"".join(self.frames)):
+            self.conn.send_close(CloseCode.INVALID_DATA)
+            self.handle_parser_exception()
+        else:
+            super().send_receive_event_to_app()
+
     def pause_writing(self) -> None:
         """The send buffer is full: start the deadline."""
         super().pause_writing()
@@ -246,6 +255,14 @@ class StrictWebSocket(WebSocketsSansIOProtocol):
         """The send buffer has space again: stop the deadline."""
         self._write_deadline.stop()
         super().resume_writing()
+
+
+def _is_utf8(data: bytes) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 class _Deadline:

@@ -62,7 +62,7 @@ class ReplicaMiddleware:
             if attempt.started:
                 await attempt.end_with_error()
                 return
-            logger.warning("attempt %d of %s was not answered by a replica", number, scope["path"])
+            logger.warning("attempt %d of %s was not answered by a replica", number, scope["path"][:128])
             await asyncio.sleep(RETRY_SECONDS * number)
         await error_response(_lost("No replica could answer the request."), scope["path"])(scope, receive, send)
 

@@ -40,6 +40,16 @@ def test_tokens_and_rate_of_a_generation(caplog: pytest.LogCaptureFixture) -> No
         assert "secret" not in line
 
 
+def test_a_long_method_is_cut_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    app = create_app(FakeEngine(), settings())  # type: ignore[arg-type]
+    with caplog.at_level(logging.DEBUG):
+        answer = ask(app, "M" * 9000, "/" + "p" * 9000, headers={"user-agent": "a" * 9000, "host": "h" * 9000})
+
+    assert answer.status == 421
+    assert caplog.messages
+    assert max(map(len, caplog.messages)) < 200
+
+
 def test_choices_are_added(caplog: pytest.LogCaptureFixture) -> None:
     """Their prompt is one."""
     one = vars(record(caplog, CHAT, BODY))

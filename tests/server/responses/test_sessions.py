@@ -362,3 +362,18 @@ def test_a_connection_is_one_line_in_the_log(served: tuple[FakeEngine, int], cap
         raw(served[1], get("/health", "Connection: close"))
 
     assert [True] == ["WEBSOCKET /v1/responses 101" in line for line in caplog.messages if "WEBSOCKET" in line]
+
+
+@pytest.mark.parametrize("fragments", [[b"\xff{}"], [b"{", b"\xc3", b"}"]], ids=["one frame", "fragments"])
+def test_a_text_outside_utf8_closes_with_1007(
+    fragments: list[bytes], served: tuple[FakeEngine, int], caplog: pytest.LogCaptureFixture
+) -> None:
+    """No traceback in the log: any client could fill it."""
+    with connected(served[1]) as socket:
+        socket.send(fragments if len(fragments) > 1 else fragments[0], text=True)
+        with pytest.raises(ConnectionClosed) as closed:
+            drain(socket)
+
+    assert closed.value.rcvd is not None
+    assert closed.value.rcvd.code == 1007
+    assert [record for record in caplog.records if record.exc_info] == []
