@@ -2,6 +2,7 @@
 
 It is `$XDG_CACHE_HOME/kvcellar`, else `~/.cache/kvcellar`, with a subfolder for each kind of file (kernels, weights,
 checks, tokenizers, imports).
+Its files are executed or trusted, so a folder that other users can write to is neither read nor written.
 The modification time of a file is the time of its last use. Advisory locks (flock) mark files in use and folders being
 written; the system releases them when the process ends. Without file locks (on some file systems) nothing is removed.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -20,11 +22,30 @@ from pathlib import Path
 # Size limit in bytes of all files: the quantised weights of a few models with 8 billion parameters.
 MAX_BYTES = 32 * 2**30
 _SCRATCH = ".writing-"
+_WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 def cache_folder(kind: str) -> Path:
-    """The folder for one kind of file, which may not exist yet. Raises OSError if the user has no home folder."""
-    return _root() / kind
+    """The folder for one kind of file, which may not exist yet. Raises OSError if the user has no home folder, or other
+    users can write to the folder.
+    """
+    root = _root()
+    with suppress(FileNotFoundError):
+        # A umask of 002 let the group write here. Folders that others put here are not owned by this user.
+        if root.stat().st_mode & _WRITABLE_BY_OTHERS and root.stat().st_uid == os.geteuid():
+            root.chmod(root.stat().st_mode & 0o7777 & ~_WRITABLE_BY_OTHERS)
+    for folder in (root, root / kind):
+        with suppress(FileNotFoundError):
+            _check_private(folder)
+    return root / kind
+
+
+def make_private(folder: Path) -> None:
+    """Create a folder with its parents for this user alone. Raises OSError if other users can write to it."""
+    for parent in reversed([each for each in folder.parents if not each.exists()]):
+        parent.mkdir(mode=0o700, exist_ok=True)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    _check_private(folder)
 
 
 def mark_used(file: Path) -> None:
@@ -56,7 +77,7 @@ def scratch_folder(folder: Path) -> Iterator[Path]:
 @contextmanager
 def replacing(file: Path) -> Iterator[Path]:
     """A path to write to; at the end, its file atomically replaces `file`, also in a folder that did not exist."""
-    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_private(file.parent)
     with scratch_folder(file.parent) as folder:
         scratch = folder / file.name
         yield scratch
@@ -82,6 +103,13 @@ def _root() -> Path:
         return (named if named.is_absolute() else Path.home() / ".cache") / "kvcellar"
     except RuntimeError as error:
         raise FileNotFoundError("no home folder to keep it in") from error
+
+
+def _check_private(folder: Path) -> None:
+    """Raise OSError if a folder is missing, or other users can write to it."""
+    status = folder.stat()
+    if status.st_uid != os.geteuid() or status.st_mode & _WRITABLE_BY_OTHERS:
+        raise PermissionError(f"other users can write to {folder}")
 
 
 def _files(root: Path) -> Iterator[tuple[Path, os.stat_result]]:

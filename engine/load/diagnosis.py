@@ -133,7 +133,7 @@ def _memory(machine: Machine) -> Finding:
 def _cache(machine: Machine) -> Finding:
     if machine.cache_error is not None:
         text = f"{machine.cache_error}: kernels, checks and quantised weights are made at every start"
-        return Finding("cache", "problem", text, "set XDG_CACHE_HOME to a writable folder")
+        return Finding("cache", "problem", text, "set XDG_CACHE_HOME to a folder that this user alone can write to")
     # Disks and files are counted in powers of 1000.
     text = f"{machine.cache}, {machine.cache_free_bytes / 10**9:.1f} GB free"
     if machine.cache_free_bytes < _LITTLE_DISK_BYTES:

@@ -119,6 +119,8 @@ def _cache() -> tuple[str, int, str | None]:
     """The cache folder, its free bytes, and why it cannot be written."""
     try:
         folder = cache_folder("")
+        for kind in folder.iterdir() if folder.is_dir() else ():
+            cache_folder(kind.name)
     except OSError as error:
         return "", 0, str(error)
     present = next(path for path in (folder, *folder.parents) if path.exists())

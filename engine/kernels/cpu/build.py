@@ -21,14 +21,13 @@ import os
 import platform
 import shlex
 import shutil
-import stat
 import subprocess
 import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
-from engine.kernels.cache_folder import cache_folder, mark_used, scratch_folder, trim
+from engine.kernels.cache_folder import cache_folder, make_private, mark_used, scratch_folder, trim
 from engine.kernels.cpu.processor import supported_variants, variants_of
 from engine.types.progress import report_progress
 
@@ -255,14 +254,11 @@ def _user_cache() -> Path:
 
 
 def _private_folder(cache: Path) -> Path:
-    """The cache folder, created if missing. Its files are executed, so other users must not be able to write to it."""
+    """The cache folder, created if missing. Raises LibraryUnavailable if other users can write to it."""
     try:
-        cache.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = cache.stat()
+        make_private(cache)
     except OSError as error:
         raise LibraryUnavailable(f"no folder for the library: {error}") from error
-    if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise LibraryUnavailable(f"other users can write to {cache}")
     return cache
 
 

@@ -14,6 +14,7 @@ from engine.kernels import cache_folder
 from engine.kernels.cpu import build
 from engine.kernels.packing import PackedMatrix
 from engine.kernels.rounding import pack_floats
+from engine.load import import_structure, machine, outcomes, tokenizer_cache
 from engine.quantize import store
 
 
@@ -45,6 +46,81 @@ def test_folder_follows_xdg(named: str, expected: str, tmp_path: Path, monkeypat
 def test_kernels_and_weights_share_the_root(root: Path) -> None:
     assert root / "kernels" == build._user_cache()
     assert root / "weights" == store.WeightStore("model", 8).file.parent
+
+
+KINDS = ("kernels", "weights", "checks", "tokenizers", "imports")
+
+
+def others_may_write(folder: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """Permissions for all users or the group, or another owner."""
+    if how == "owner":
+        owner = os.geteuid()
+        monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    else:
+        folder.chmod(0o777 if how == "all" else 0o770)
+
+
+@pytest.mark.parametrize("how", ["all", "group", "owner"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_folders_that_other_users_can_write_to_are_refused(
+    kind: str, how: str, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = cache_folder.cache_folder(kind)
+    with cache_folder.replacing(folder / "file") as scratch:
+        scratch.write_text("content")
+    assert find_machine_cache_error() is None
+    others_may_write(folder, monkeypatch, how)
+
+    with pytest.raises(PermissionError, match="other users can write"):
+        cache_folder.cache_folder(kind)
+    with pytest.raises(PermissionError, match="other users can write"), cache_folder.replacing(folder / "file"):
+        pass
+    assert "other users can write" in (find_machine_cache_error() or "")
+
+
+def find_machine_cache_error() -> str | None:
+    """What `cellar doctor` says of the cache."""
+    return machine._cache()[2]
+
+
+def test_planted_files_are_not_read(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each reader of a cached file works without one."""
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "module.py").write_text("")
+    outcome, weights = outcomes.OutcomeFile("model"), store.WeightStore("model", 8)
+    monkeypatch.setattr(store, "MIN_BYTES", 0)
+    weights.write(layers())
+    files = [outcome.file, outcome.decoder_file, import_structure._entry(str(model), "x", None)]
+    files.append(tokenizer_cache._entry(model, None, None, 0))
+    assert weights.read({"layer": (64, 64)}) is not None
+    assert {"checks", "imports", "tokenizers"} == {file.parent.name for file in files if file is not None}
+
+    for kind in KINDS:
+        (root / kind).mkdir(exist_ok=True)
+        (root / kind).chmod(0o777)
+
+    assert (None, None) == (weights.read({"layer": (64, 64)}), outcome.read())
+    assert (None, None) == (outcome.decoder_file, import_structure._entry(str(model), "x", None))
+    assert tokenizer_cache._entry(model, None, None, 0) is None
+    with pytest.raises(build.LibraryUnavailable, match="other users can write"):
+        build._user_cache()
+
+
+def test_a_umask_for_groups_does_not_open_the_cache(root: Path) -> None:
+    """Also a root that an earlier version made so."""
+    before = os.umask(0o002)
+    try:
+        file = cache_folder.cache_folder("x") / "file"
+        with cache_folder.replacing(file) as scratch:
+            scratch.write_text("content")
+    finally:
+        os.umask(before)
+    assert (0o700, 0o700) == (root.stat().st_mode & 0o777, file.parent.stat().st_mode & 0o777)
+    root.chmod(0o775)
+
+    assert file.parent == cache_folder.cache_folder("x")
+    assert 0o755 == root.stat().st_mode & 0o777
 
 
 def test_nothing_is_cached_without_a_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
