@@ -30,7 +30,7 @@ class EmbeddingTokenizer:
         self._tokenizer, self._lowercase = tokenizer, layout.lowercase
         self._lock = threading.Lock()
         self._prompts, self._default_prompt = dict(layout.prompts), layout.default_prompt
-        self._max_token_bytes = max(len(token.encode()) for token in tokenizer.get_vocab())
+        self._max_token_bytes = max(len(token.encode(errors="surrogatepass")) for token in tokenizer.get_vocab())
         self.max_length, self.vocabulary = max_length, vocabulary
         self._prompt_lengths = {text: self._prompt_length(text) for text in self._prompts.values()}
 

@@ -57,7 +57,11 @@ class TokenBytes:
         self._is_fast = _decodes_in_rust(tokenizer)
         self._byte_level = self._is_fast and _is_byte_level(tokenizer.backend_tokenizer)
         self._raw_bytes: dict[int, bytes | None] = {}
+        bytes_of_character = () if self._is_fast else _latin_bytes(tokenizer)
+        self._has_latin_bytes = bool(bytes_of_character) and self.decode(bytes_of_character) == "\x80"
         self._errors = "surrogateescape" if vocabulary.has_byte_tokens else "replace"
+        if self._has_latin_bytes and not self.decode(bytes_of_character[:1]):
+            self._errors = "ignore"
         self.special_tokens = _special_tokens(tokenizer)
         self.anchor = None if self._byte_level else self._find_anchor(vocabulary.letters)
         self._anchor_prefix = self._anchor_suffix = ""
@@ -91,7 +95,7 @@ class TokenBytes:
         """The text of a token inside a text; U+FFFD for part of a character."""
         raw = self.raw_bytes(token)
         if raw is not None:
-            return self.decode_incomplete(raw)
+            return (self.decode_incomplete(raw) or _REPLACEMENT) if raw else ""
         if self.anchor is None:
             return self.decode([token])
         return self._strip_anchors(self.decode([self.anchor, token, self.anchor]), token)
@@ -127,7 +131,7 @@ class TokenBytes:
         return [self._strip_anchors(text, token) for text, token in zip(anchored, tokens, strict=True)]
 
     def decode_incomplete(self, raw: bytes) -> str:
-        """The text of bytes, with U+FFFD for invalid and incomplete characters."""
+        """The text of bytes; invalid and incomplete characters are U+FFFD, or left out by tokenizers that do so."""
         return raw.decode(errors=self._errors).translate(_ESCAPES_TO_REPLACEMENT)
 
     def new_utf8_decoder(self) -> codecs.IncrementalDecoder:
@@ -145,6 +149,9 @@ class TokenBytes:
         return self._piece_bytes(token, piece) if isinstance(piece, str) else None
 
     def _piece_bytes(self, token: int, piece: str) -> bytes | None:
+        if self._has_latin_bytes:
+            # ByT5, Perceiver: the piece of a byte is the character of this number.
+            return piece.encode("latin-1") if len(piece) == 1 and piece < "\u0100" else None
         if self._byte_level:
             return piece.encode() if (raw := _byte_level_bytes(piece)) is None else raw
         if piece.isascii():
@@ -276,6 +283,12 @@ def _special_tokens(tokenizer: Any) -> frozenset[int]:
 def _is_byte_level(backend: Any) -> bool:
     """Whether the letters of each token encode its bytes (GPT-2), independently of other tokens."""
     return backend.decoder is not None and json.loads(backend.decoder.__getstate__()).get("type") == "ByteLevel"
+
+
+def _latin_bytes(tokenizer: Any) -> tuple[int, ...]:
+    """The tokens of the two bytes of U+0080, if the pieces of bytes are the characters of their numbers; else none."""
+    vocabulary = tokenizer.get_vocab()
+    return (vocabulary["\xc2"], vocabulary["\x80"]) if {"\xc2", "\x80"} <= vocabulary.keys() else ()
 
 
 def _is_text(raw: bytes) -> bool:

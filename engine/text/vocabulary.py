@@ -31,7 +31,7 @@ def summarize(vocabulary: Mapping[str, int]) -> VocabularySummary:
     letters = sorted(vocabulary[piece] for piece in candidates if _is_letter(piece))
     return VocabularySummary(
         size=1 + max(vocabulary.values(), default=0),
-        max_token_bytes=max(map(len, map(str.encode, vocabulary))),
+        max_token_bytes=max(len(piece.encode(errors="surrogatepass")) for piece in vocabulary),
         has_byte_tokens="<0xFF>" in vocabulary,
         letters=tuple(letters[:_MAX_LETTERS]),
     )

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from random import Random
+from typing import Any
 
 import pytest
+from transformers import ByT5Tokenizer, PerceiverTokenizer
 
 from engine.load.load import LoadedModel
 from engine.output.text import TextStream
@@ -159,3 +161,23 @@ def test_logprob_offsets_are_character_positions(kind: str) -> None:
 
         assert tokens == [entry.chosen.token for entry in entries]
         assert lengths == [entry.text_offset for entry in entries]
+
+
+@pytest.mark.parametrize("kind", [ByT5Tokenizer, PerceiverTokenizer])
+def test_pieces_that_are_bytes(kind: Callable[[], Any]) -> None:
+    """The piece of a byte is the character of its number; ByT5 drops invalid bytes, Perceiver replaces them."""
+    plain = kind()
+    size, random = len(plain.get_vocab()), Random(0)
+    tokenizer = Tokenizer(plain, vocabulary_size=size, context=64)
+    text = "a\u00e9\u20ac \u0080\u00ad"
+    tokens = plain.encode(text, add_special_tokens=False)
+    described = [tokenizer.describe_token(token, 0.0) for token in tokens]
+    random_tokens = [[random.randrange(size) for _ in range(20)] for _ in range(200)]
+
+    assert [bytes([byte]) for byte in text.encode()] == [token.bytes for token in described]
+    assert ["a", "\ufffd", "\ufffd"] == [token.text for token in described[:3]]
+    assert text.encode() == b"".join(tokenizer.token_bytes(0, size)[token] for token in tokens)
+    for stream in random_tokens:
+        detokenizer = tokenizer.detokenizer([], special=True)
+        streamed_text = "".join(map(detokenizer.push, stream)) + detokenizer.flush()
+        assert plain.decode(stream, skip_special_tokens=False) == streamed_text

@@ -14,3 +14,8 @@ def test_summary_of_a_vocabulary() -> None:
 
 def test_summary_without_byte_tokens() -> None:
     assert VocabularySummary(1, 2, has_byte_tokens=False, letters=()) == summarize({"ä": 0})
+
+
+def test_surrogates_are_pieces_of_some_vocabularies() -> None:
+    """Canine has a token for each code point."""
+    assert 3 == summarize({"a": 0, "\ud800": 1}).max_token_bytes
