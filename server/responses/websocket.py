@@ -7,8 +7,9 @@ is queued until the first one ends; a disconnect cancels the current one.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterator
-from contextlib import aclosing, suppress
+from contextlib import aclosing, contextmanager, suppress
 
 import anyio.to_thread
 from anyio import CapacityLimiter
@@ -17,7 +18,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from engine.errors import EngineError
 from server.http.admission import check_admission
 from server.http.encoding import dumps
-from server.http.errors import CONNECTION_LIMIT, ApiError, from_engine_error, invalid_value
+from server.http.errors import CONNECTION_LIMIT, TOO_MANY_WEBSOCKETS, ApiError, from_engine_error, invalid_value
 from server.http.parsing import LARGE_BODY_BYTES, loads, validated
 from server.responses.messages import LatestResponse
 from server.responses.response_service import ResponseService
@@ -28,10 +29,36 @@ PATH = "/v1/responses"
 CREATE = "response.create"
 # OpenAI's limit; clients reconnect.
 SESSION_SECONDS = 3600.0
+# Without a request or an answer; pongs do not count.
+IDLE_SECONDS = 600.0
+# The share of all connections that WebSockets of one owner may be, and of one address.
+OWNER_SHARE = 1 / 4
 # Queued requests of one connection.
 MAX_QUEUED = 4
 # Close codes of RFC 6455.
 POLICY_VIOLATION, TRY_AGAIN_LATER = 1008, 1013
+
+
+class WebSocketLimit:
+    """Limits the open WebSockets of each client, so that connections remain for others and for probes."""
+
+    def __init__(self, connections: int) -> None:
+        self._limit = max(int(connections * OWNER_SHARE), 1)
+        self._open: Counter[tuple[str, str]] = Counter()
+
+    @contextmanager
+    def hold(self, owner: str, address: str) -> Iterator[None]:
+        """Count a WebSocket of an owner and an address as open in the block; ApiError above the limit of either."""
+        clients = (("owner", owner), ("address", address))
+        if any(self._open[client] >= self._limit for client in clients):
+            message = f"A client may have {self._limit} open WebSockets. Close one of them."
+            raise ApiError(TOO_MANY_WEBSOCKETS, message)
+        self._open.update(clients)
+        try:
+            yield
+        finally:
+            self._open.subtract(clients)
+            self._open = +self._open
 
 
 class WebSocketSession:
@@ -70,7 +97,13 @@ class WebSocketSession:
     async def _process(self, queue: asyncio.Queue[str]) -> None:
         with suppress(WebSocketDisconnect):
             while True:
-                await self._answer(await queue.get())
+                try:
+                    async with asyncio.timeout(IDLE_SECONDS):
+                        text = await queue.get()
+                except TimeoutError:
+                    await self._close(TRY_AGAIN_LATER)
+                    return
+                await self._answer(text)
 
     async def _answer(self, text: str) -> None:
         """Send the events of one response, or an error event."""

@@ -12,13 +12,14 @@ from starlette.types import Receive, Scope, Send
 from server.configuration.settings import ClientLimits
 from server.generation.answer import cancel_on_disconnect
 from server.http.auth import first_owner, owner
+from server.http.descriptors import connection_limit
 from server.http.encoding import JsonResponse
 from server.http.lenient import warnings
 from server.http.paging import page
 from server.http.sse import send_event_stream
 from server.responses.response_service import ResponseService
 from server.responses.task import ResponseTask
-from server.responses.websocket import WebSocketSession
+from server.responses.websocket import WebSocketLimit, WebSocketSession
 from server.routes.openapi import ERROR_RESPONSES, event_stream_responses
 from server.schemas.response_items import (
     Compaction,
@@ -45,9 +46,13 @@ def add(app: FastAPI, service: Service) -> ResponseService:
     _add_create_routes(app, responses, service.settings.limits)
     _add_read_routes(app, responses, service.settings.limits)
 
+    websockets = WebSocketLimit(connection_limit(service.settings.limits.connections))
+
     @app.websocket(PATH)
     async def converse(socket: WebSocket) -> None:
-        await WebSocketSession(socket, responses.for_owner(owner(socket))).serve()
+        address = "" if socket.client is None else socket.client.host
+        with websockets.hold(owner(socket), address):
+            await WebSocketSession(socket, responses.for_owner(owner(socket))).serve()
 
     return responses
 

@@ -15,6 +15,7 @@ from websockets.sync.client import ClientConnection, connect
 
 from engine.types.events import Delta, Event, Failed, Started
 from engine.types.request import Request
+from server.http.errors import ApiError
 from server.responses import websocket
 from tests.server.fakes import WORDS, FakeEngine, FakeTokenizer, Gate, finished, serve_in_thread, settings
 from tests.server.wire import exchange as raw
@@ -377,3 +378,38 @@ def test_a_text_outside_utf8_closes_with_1007(
     assert closed.value.rcvd is not None
     assert closed.value.rcvd.code == 1007
     assert [record for record in caplog.records if record.exc_info] == []
+
+
+def test_websockets_of_one_client_leave_connections_for_others() -> None:
+    """Above a quarter of the connections the handshake is refused; probes and open ones are served."""
+    with serve_in_thread(FakeEngine(), settings(limits={"connections": 8})) as port:  # noqa: SIM117
+        with connected(port) as first, connected(port):
+            with pytest.raises(InvalidStatus) as refused, connected(port):
+                pass
+            assert refused.value.response.status_code == 429
+            assert b"too_many_websockets" in refused.value.response.body
+            assert status(raw(port, get("/health", "Connection: close"))) == 200
+            assert turn(first, input="hi")[-1]["type"] == "response.completed"
+
+
+def test_a_closed_websocket_makes_room() -> None:
+    """The limit is that of an owner and that of an address."""
+    limit = websocket.WebSocketLimit(4)
+    for owner, address in (("a", "1"), ("a", "2"), ("b", "1")):
+        with limit.hold("a", "1"), pytest.raises(ApiError), limit.hold(owner, address):
+            raise AssertionError("it is above the limit")
+    with limit.hold("a", "1"), limit.hold("b", "2"):
+        pass
+
+
+def test_an_idle_websocket_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(websocket, "IDLE_SECONDS", 0.1)
+    with (
+        serve_in_thread(FakeEngine()) as port,
+        connected(port) as socket,
+        pytest.raises(ConnectionClosed) as closed,
+    ):
+        drain(socket)
+
+    assert closed.value.rcvd is not None
+    assert closed.value.rcvd.code == websocket.TRY_AGAIN_LATER
