@@ -67,8 +67,8 @@ GENERATION_FAILED = ErrorKind(500, "server_error", "generation_failed")
 MODEL_LOADING = ErrorKind(503, "unavailable_error", "model_loading")
 SERVER_DRAINING = ErrorKind(503, "unavailable_error", "server_draining")
 ENGINE_DEAD = ErrorKind(503, "unavailable_error", "engine_dead")
-DISK_FULL = ErrorKind(507, "unavailable_error", "disk_full")
 STORE_UNAVAILABLE = ErrorKind(503, "unavailable_error", "store_unavailable")
+DISK_FULL = ErrorKind(507, "unavailable_error", "disk_full")
 
 # Paths with another error format.
 ANTHROPIC_PREFIX = "/v1/messages"

@@ -73,7 +73,7 @@ def test_a_prompt_for_a_larger_context_names_the_option(tokens: int, longest: in
 
 def test_no_deterministic_failure_is_a_5xx() -> None:
     """Clients retry every 5xx, so only temporary or unexpected errors have one."""
-    passing = {"model_loading", "server_draining", "engine_dead", "store_unavailable"}
+    passing = {"model_loading", "server_draining", "engine_dead", "store_unavailable", "disk_full"}
 
     assert {"internal_error", "generation_failed", *passing} == {kind.code for kind in KINDS if kind.status >= 500}
 
@@ -100,7 +100,7 @@ def test_only_one_file_has_status_codes() -> None:
 
 
 def test_error_kinds_are_sorted_by_status() -> None:
-    """The table reads from 400 to 503."""
+    """The table reads from 400 to 507."""
     statuses = [kind.status for kind in KINDS]
 
     assert sorted(statuses) == statuses
