@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from engine.config import ConfigError, EngineConfig
+from engine.errors import ModelUnsupported
 from engine.load import selftest
 from engine.model.graph_runner import CallRecorder, GraphRunner
 from tests.conftest import skip_without_gpu
+from tests.engine import models
 from tests.engine.mixes import mix, prompts
 from tests.engine.models import core, load_model
 from tests.engine.play import Answer, Job, ask, play
@@ -51,6 +55,60 @@ def test_bits_of_a_text_do_not_depend_on_the_batch(
 
     assert loaded.info.batch_invariant
     assert isinstance(loaded.runner, GraphRunner) == (device != "cpu")
+
+
+# The hidden size and the experts of Qwen3-30B-A3B: in bfloat16 torch's products show no other algorithm below.
+WIDE: dict[str, Any] = {"hidden_size": 2048, "moe_intermediate_size": 768, "initializer_range": 0.02}
+MORE: dict[str, tuple[str, dict[str, Any]]] = {
+    **{
+        f"{family}_wide": (models.FAMILIES[family][0], models.FAMILIES[family][1] | WIDE)
+        for family in ("qwen3_moe", "deepseek_v2", "deepseek_v3")
+    },
+    "bloom": ("BloomConfig", {"n_layer": 2, "n_head": 4}),
+    "opt": ("OPTConfig", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
+}
+# One for each mechanism: no refusal is accepted.
+SUPPORTED = [
+    ("qwen3_moe_wide", "bfloat16", "none", "auto"),
+    ("deepseek_v3", "bfloat16", "none", "int8"),
+    ("bloom", "float32", "none", "int8"),
+    ("llama", "float32", "int8", "int8"),
+    ("opt", "bfloat16", "none", "float16"),
+]
+CASES = list(
+    itertools.product(
+        sorted({*models.FAMILIES, *MORE}),
+        ("float32", "bfloat16", "float16"),
+        ("none", "int8", "int4"),
+        ("auto", "int8", "bfloat16", "float16"),
+    )
+)
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "quantize", "kv_dtype"),
+    quick(SUPPORTED, CASES),
+)
+def test_capabilities_hold(
+    family: str, dtype: str, quantize: str, kv_dtype: str, folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bits of a text alone are those in chunks among others, unless the load refuses the option."""
+    for name, entry in MORE.items():
+        monkeypatch.setitem(models.FAMILIES, name, entry)
+    settings = {"quantize": quantize, "kv_dtype": kv_dtype, "batch_invariant": True}
+    try:
+        loaded = load_model(folder(family), dtype, **settings)
+    except ModelUnsupported as error:
+        if (family, dtype, quantize, kv_dtype) in SUPPORTED:
+            raise
+        pytest.skip(str(error))
+    jobs = [Job(ask(f"{at}", range(3 + at, 14 + 5 * at), 5, logprobs=1, ignore_eos=True)) for at in range(8)]
+    together = play(core(loaded, chunk=7), jobs)
+
+    assert loaded.info.batch_invariant
+    for job in jobs:
+        alone = play(core(loaded, slots=1), [job])
+        assert scores(alone[job.request.id]) == scores(together[job.request.id])
 
 
 @pytest.mark.slow
