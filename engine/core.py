@@ -104,6 +104,12 @@ class Core:
         if sequence is not None:
             self._leave(sequence)
 
+    def set_unread(self, request_id: str, is_unread: bool) -> None:
+        """Record whether the client leaves the output of a request unread; unknown and finished ids are ignored."""
+        sequence = self._sequences.get(request_id)
+        if sequence is not None:
+            self._scheduler.set_unread(sequence, is_unread)
+
     def step(self) -> list[tuple[str, Event]]:
         """Compute one batch; its events with the ids of their requests, in order."""
         began = self._clock()
@@ -144,6 +150,7 @@ class Core:
             generated_tokens_total=totals["generated"],
             context_shifts_total=totals["shifts"],
             preemptions_total=self._scheduler.preemptions,
+            time_slices_total=self._scheduler.time_slices,
             prefix_hits_total=totals["reused"],
             failed_total=totals["failed"],
             evicted_tokens_total=counts.evicted,

@@ -27,7 +27,7 @@ from engine.grammar.compiler import GrammarCompiler
 from engine.load.device import resolve_device
 from engine.load.load import LoadedModel
 from engine.load.recording import record_steps
-from engine.loop import Cancel, Command, Embed, EngineLoop, Inspect, Stop, Submit
+from engine.loop import Cancel, Command, Embed, EngineLoop, Inspect, SetUnread, Stop, Submit
 from engine.output.stop_regex import check_stop_regex
 from engine.output.stream import RequestStream
 from engine.parallel.loading import loaded_model
@@ -238,7 +238,8 @@ class Engine:
 
     @asynccontextmanager
     async def _open_stream(self, id: str, owner: str, command: Submit | Embed) -> AsyncIterator[RequestStream]:
-        stream = self._streams[id] = RequestStream(id)
+        stream = RequestStream(id, on_unread=lambda is_unread: self._inbox.put(SetUnread(id, is_unread)))
+        self._streams[id] = stream
         began = time.monotonic()
         self._inbox.put(command)
         try:

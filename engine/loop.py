@@ -46,6 +46,14 @@ class Cancel:
 
 
 @dataclass(frozen=True, slots=True)
+class SetUnread:
+    """Record whether the client leaves the output of a request unread."""
+
+    request_id: str
+    is_unread: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Inspect:
     """Pass a snapshot to `deliver`: sequences of `owner`, and cached prefixes under `salt`."""
 
@@ -59,7 +67,7 @@ class Stop:
     """End the loop."""
 
 
-Command = Submit | Embed | Cancel | Inspect | Stop
+Command = Submit | Embed | Cancel | SetUnread | Inspect | Stop
 
 
 class EngineLoop:
@@ -122,6 +130,8 @@ class EngineLoop:
                 self._core.cancel(request_id)
                 if self._embedding is not None:
                     self._embedding.cancel(request_id)
+            case SetUnread(request_id, is_unread):
+                self._core.set_unread(request_id, is_unread)
             case Inspect(owner, salt, deliver):
                 deliver(self._core.snapshot(owner, salt))
 

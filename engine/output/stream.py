@@ -12,18 +12,23 @@ from collections.abc import Callable
 
 from engine.types.events import Delta, Event, Failed, Finished
 
+# Queued events from which on the output counts as unread.
+UNREAD_EVENTS = 32
+
 
 class RequestStream:
     """Yields Started, then deltas, then exactly one Finished or Failed. Owned by the event loop's thread.
 
     finished   the last event was delivered
+    on_unread  called with True when events are left unread, with False when they are read again
     fast_path  called with a delta that arrives while the reader waits; False queues the delta. Must not raise
     """
 
-    def __init__(self, request_id: str) -> None:
+    def __init__(self, request_id: str, on_unread: Callable[[bool], None] = lambda _: None) -> None:
         self.id = request_id
         self.finished = False
         self.fast_path: Callable[[Delta], bool] | None = None
+        self._on_unread, self._is_unread = on_unread, False
         self._events: deque[Event] = deque()
         self._wakeup: asyncio.Future[None] | None = None
 
@@ -40,6 +45,13 @@ class RequestStream:
     def _queue(self, event: Event) -> None:
         self.finished = isinstance(event, Finished | Failed)
         self._events.append(event)
+        if len(self._events) == UNREAD_EVENTS and not self._is_unread:
+            self._set_unread(True)
+
+    def _set_unread(self, is_unread: bool) -> None:
+        self._is_unread = is_unread
+        if not self.finished:
+            self._on_unread(is_unread)
 
     def __aiter__(self) -> RequestStream:
         return self
@@ -48,6 +60,8 @@ class RequestStream:
         while not self._events:
             if self.finished:
                 raise StopAsyncIteration
+            if self._is_unread:
+                self._set_unread(False)
             self._wakeup = asyncio.get_running_loop().create_future()
             await self._wakeup
         event = self._events.popleft()

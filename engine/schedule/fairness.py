@@ -1,8 +1,10 @@
 """Fair sharing of slots between owners, and between the requests of an owner.
 
 Max-min fairness over slots: the owner with the fewest slots comes first, then its request with the fewest. Ties are
-decided by deficit round robin over computed tokens (Shreedhar and Varghese, SIGCOMM 1995). A request of 64 sequences
-gets all slots while no other request waits, and is preempted for later ones. Sequences of a request keep their order.
+decided by deficit round robin over computed tokens (Shreedhar and Varghese, SIGCOMM 1995); every second slot goes to a
+flow that had none before. A request of 64 sequences gets all slots while no other request waits, and is preempted for
+later ones. Equal requests take turns: a sequence that has used up its time slice is preempted for one that waits.
+Sequences of a request keep their order.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Hashable, Iterable
 from collections.abc import Sequence as Rows
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from engine.schedule.sequence import Sequence
@@ -17,6 +20,10 @@ from engine.schedule.sequence import Sequence
 # Credit in tokens that a flow in debt gets in each round, and the maximum debt: they bound the rounds that it waits.
 QUANTUM = 512
 MAX_DEBT = 8 * QUANTUM
+# Computed steps after which a sequence is preempted for an equal one.
+TIME_SLICE_STEPS = 32
+# Further steps for each token that would be evicted and computed again: recomputation stays a small part.
+_STEPS_PER_EVICTED_TOKEN = 4
 
 Flow = TypeVar("Flow", bound=Hashable)
 
@@ -28,6 +35,9 @@ class DeficitRoundRobin(Generic[Flow]):
         # In the order of the round, first flow first.
         self._credit: OrderedDict[Flow, int] = OrderedDict()
         self._members: Counter[Flow] = Counter()
+        # Flows that got a slot before, and whether the next slot is for one that got none.
+        self._served: set[Flow] = set()
+        self._prefers_new = True
 
     def add(self, flow: Flow) -> None:
         """Add a sequence to a flow; a new flow is the last of the round."""
@@ -39,6 +49,7 @@ class DeficitRoundRobin(Generic[Flow]):
         self._members[flow] -= 1
         if not self._members[flow]:
             del self._members[flow], self._credit[flow]
+            self._served.discard(flow)
 
     def charge(self, flow: Flow, tokens: int) -> None:
         """Subtract computed tokens from the credit; no effect on a flow whose last sequence failed in this step."""
@@ -46,9 +57,13 @@ class DeficitRoundRobin(Generic[Flow]):
             self._credit[flow] = max(self._credit[flow] - tokens, -MAX_DEBT)
 
     def choose(self, flows: Collection[Flow]) -> Flow:
-        """The first of these flows with credit; each flow in debt before it gets a quantum and moves to the end."""
+        """The first of these flows with credit; each flow in debt before it gets a quantum and moves to the end.
+
+        Flows that had no slot before and others are preferred alternately.
+        """
+        preferred = {flow for flow in flows if (flow not in self._served) == self._prefers_new} or flows
         while True:
-            for flow in [flow for flow in self._credit if flow in flows]:
+            for flow in [flow for flow in self._credit if flow in preferred]:
                 if self._credit[flow] > 0:
                     return flow
                 self._credit[flow] += QUANTUM
@@ -57,6 +72,8 @@ class DeficitRoundRobin(Generic[Flow]):
     def move_last(self, flow: Flow) -> None:
         """Move a flow that got a slot to the end of the round."""
         self._credit.move_to_end(flow)
+        self._prefers_new = flow in self._served
+        self._served.add(flow)
 
     def move_first(self, flow: Flow) -> None:
         """Move a flow that lost a slot to a lack of cells to the start of the round, with credit."""
@@ -70,6 +87,8 @@ class Fairness:
     def __init__(self) -> None:
         self._owners: DeficitRoundRobin[str] = DeficitRoundRobin()
         self._requests: DeficitRoundRobin[tuple[str, str]] = DeficitRoundRobin()
+        # Steps that each running sequence computed since it got its slot.
+        self._steps: dict[Sequence, int] = {}
 
     def add(self, sequence: Sequence) -> None:
         """Add a submitted sequence."""
@@ -81,15 +100,26 @@ class Fairness:
         self._owners.remove(sequence.owner)
         self._requests.remove(sequence.group)
 
-    def charge(self, sequence: Sequence, tokens: int) -> None:
-        """Charge computed tokens to the owner and the request of a sequence."""
+    def charge(self, sequence: Sequence, tokens: int) -> bool:
+        """Charge the computed tokens of a step to the owner and the request of a sequence.
+
+        Whether its time slice has ended.
+        """
         self._owners.charge(sequence.owner, tokens)
         self._requests.charge(sequence.group, tokens)
+        if sequence in self._steps:
+            self._steps[sequence] += 1
+        return self._steps.get(sequence, 0) >= TIME_SLICE_STEPS
 
     def slot_assigned(self, sequence: Sequence) -> None:
         """Record that a sequence got a slot."""
         self._owners.move_last(sequence.owner)
         self._requests.move_last(sequence.group)
+        self._steps[sequence] = 0
+
+    def slot_released(self, sequence: Sequence) -> None:
+        """Record that a sequence has no slot any more."""
+        self._steps.pop(sequence, None)
 
     def slot_lost(self, sequence: Sequence) -> None:
         """Record that a sequence lost its slot to a lack of cells."""
@@ -97,37 +127,89 @@ class Fairness:
 
     def next_admission(self, waiting: Iterable[Sequence], running: Iterable[Sequence]) -> Sequence | None:
         """The ready waiting sequence of the first rank that gets the next free slot, if any."""
-        ready, (owners, requests) = _admissible(waiting), _count_slots(running)
+        ready, shares = _admissible(waiting), _Shares(running)
+        ready = [one for one in ready if not one.is_unread] or ready
         if not ready:
             return None
-        owner = self._owners.choose(_with_fewest_slots({one.owner for one in ready}, owners))
-        return self._first_of_owner(owner, ready, requests)
+        owner = self._owners.choose(_with_fewest_slots({one.owner for one in ready}, shares.owners))
+        return self._first_of_owner(owner, ready, shares)
 
-    def find_preemption(self, waiting: Iterable[Sequence], running: Rows[Sequence]) -> tuple[Sequence, Sequence] | None:
-        """A waiting sequence and the running one to preempt for it; None: preemption would make no share fairer.
+    def find_preemption(self, waiting: Iterable[Sequence], running: Rows[Sequence], cells: int) -> Preemption | None:
+        """The preemption that makes the shares of slots fairer, now or over time; None: there is none.
 
         The victim belongs to an owner with at least two slots more than the owner of the waiting sequence, or else to a
-        request of the same owner with at least two more. A better rank is never preempted.
+        request of the same owner with at least two more. With one slot more it is preempted at the end of its time
+        slice, or at once if its output is not read. Time slices are longer if the sequences that got a slot before need
+        more than `cells`. A better rank is never preempted.
         """
-        ready, (owners, requests) = _admissible(waiting), _count_slots(running)
-        for owner in sorted({one.owner: None for one in ready}, key=lambda owner: owners[owner]):
-            sequence = self._first_of_owner(owner, ready, requests)
+        waiting = tuple(waiting)
+        started_tokens = sum(len(one.tokens) for one in (*running, *waiting) if one.has_started)
+        ready, shares = [one for one in _admissible(waiting) if not one.is_unread], _Shares(running)
+        owners = {one.owner for one in ready}
+        while owners:
+            owner = self._owners.choose(_with_fewest_slots(owners, shares.owners))
+            owners.remove(owner)
+            sequence = self._first_of_owner(owner, ready, shares)
             served = [one for one in running if one.rank >= sequence.rank]
-            others = [one for one in served if owners[one.owner] > owners[owner] + 1]
-            same = [one for one in served if one.owner == owner]
-            own = [one for one in same if requests[one.group] > requests[sequence.group] + 1]
-            if others or own:
-                return sequence, _latest_of_largest(others or own, owners, requests)
+            excess = {one: shares.excess(one, sequence) for one in served}
+            others = [one for one in served if one.owner != owner and excess[one] > 1]
+            same = [one for one in served if one.owner == owner and excess[one] > 1]
+            if others or same:
+                return Preemption(sequence, shares.latest_of_largest(others or same))
+            added = 0 if sequence.has_started else len(sequence.tokens)
+            is_evicted = started_tokens + added > cells
+            equal = [
+                one for one in served if excess[one] == 1 and (one.is_unread or self._slice_ended(one, is_evicted))
+            ]
+            if equal:
+                victim = max(equal, key=lambda one: (one.rank, one.is_unread, self._steps[one]))
+                return Preemption(sequence, victim, is_time_slice=True)
         return None
 
-    def _first_of_owner(self, owner: str, ready: Rows[Sequence], requests: Counter[tuple[str, str]]) -> Sequence:
+    def _slice_ended(self, sequence: Sequence, is_evicted: bool) -> bool:
+        """Whether the slot of a running sequence goes to an equal one; `is_evicted`: its cells would be evicted."""
+        evicted = len(sequence.tokens) if is_evicted else 0
+        return self._steps[sequence] >= TIME_SLICE_STEPS + _STEPS_PER_EVICTED_TOKEN * evicted
+
+    def _first_of_owner(self, owner: str, ready: Rows[Sequence], shares: _Shares) -> Sequence:
         """The first waiting sequence of an owner."""
-        group = self._requests.choose(_with_fewest_slots({one.group for one in ready if one.owner == owner}, requests))
+        groups = {one.group for one in ready if one.owner == owner}
+        group = self._requests.choose(_with_fewest_slots(groups, shares.requests))
         return next(one for one in ready if one.group == group)
 
     def preemption_victim(self, running: Rows[Sequence]) -> Sequence:
         """The running sequence to preempt when cells run out."""
-        return _latest_of_largest(running, *_count_slots(running))
+        return _Shares(running).latest_of_largest(running)
+
+
+@dataclass(frozen=True, slots=True)
+class Preemption:
+    """A waiting sequence, the running one to preempt for it, and whether the shares are equal: a time slice ended."""
+
+    sequence: Sequence
+    victim: Sequence
+    is_time_slice: bool = False
+
+
+class _Shares:
+    """Slots by owner, and by request."""
+
+    def __init__(self, running: Iterable[Sequence]) -> None:
+        self.owners: Counter[str] = Counter()
+        self.requests: Counter[tuple[str, str]] = Counter()
+        for sequence in running:
+            self.owners[sequence.owner] += 1
+            self.requests[sequence.group] += 1
+
+    def excess(self, running: Sequence, waiting: Sequence) -> int:
+        """Slots that the owner of a running sequence has more than the waiting one's; of one owner, its request."""
+        if running.owner != waiting.owner:
+            return self.owners[running.owner] - self.owners[waiting.owner]
+        return self.requests[running.group] - self.requests[waiting.group]
+
+    def latest_of_largest(self, running: Rows[Sequence]) -> Sequence:
+        """The youngest sequence of the last rank, of the owner and the request with the most slots."""
+        return max(reversed(running), key=lambda one: (one.rank, self.owners[one.owner], self.requests[one.group]))
 
 
 def _admissible(waiting: Iterable[Sequence]) -> list[Sequence]:
@@ -143,21 +225,6 @@ def _admissible(waiting: Iterable[Sequence]) -> list[Sequence]:
     return ready
 
 
-def _count_slots(running: Iterable[Sequence]) -> tuple[Counter[str], Counter[tuple[str, str]]]:
-    """Slots by owner, and by request."""
-    owners: Counter[str] = Counter()
-    requests: Counter[tuple[str, str]] = Counter()
-    for sequence in running:
-        owners[sequence.owner] += 1
-        requests[sequence.group] += 1
-    return owners, requests
-
-
 def _with_fewest_slots(flows: Collection[Flow], slots: Counter[Flow]) -> set[Flow]:
     fewest = min(slots[flow] for flow in flows)
     return {flow for flow in flows if slots[flow] == fewest}
-
-
-def _latest_of_largest(running: Rows[Sequence], owners: Counter[str], requests: Counter[tuple[str, str]]) -> Sequence:
-    """The youngest sequence of the last rank, of the owner and the request with the most slots."""
-    return max(reversed(running), key=lambda one: (one.rank, owners[one.owner], requests[one.group]))

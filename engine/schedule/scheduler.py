@@ -131,6 +131,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.preemptions = 0
+        self.time_slices = 0
 
     @property
     def busy(self) -> bool:
@@ -177,12 +178,18 @@ class Scheduler:
             scheduled = self._schedule_running()
         return scheduled
 
+    def set_unread(self, sequence: Sequence, is_unread: bool) -> None:
+        """Record whether the output of a sequence is not read: then its slot goes to others first."""
+        sequence.is_unread = is_unread
+        self._shares_are_fair = False
+
     def record_step(self, scheduled: Iterable[ScheduledSequence]) -> None:
         """Charge a computed step to the owners of its sequences, and insert its prompt tokens into the prefix cache."""
         for each in scheduled:
             sequence, span = each.sequence, each.span
             self._prefilled_tokens += span.length if span.length > 1 else 0
-            self._fairness.charge(sequence, each.charged_tokens)
+            if self._fairness.charge(sequence, each.charged_tokens):
+                self._shares_are_fair = False
             if sequence.slot is not None and span.start < len(sequence.request.prompt):
                 self._insert_span(sequence, span)
 
@@ -200,14 +207,17 @@ class Scheduler:
             sequence = self._fairness.next_admission(self.waiting, self.running) if self._slots.free_count else None
             if sequence is not None and self._assign(sequence):
                 continue
-            preemption = self._fairness.find_preemption(self.waiting, self.running)
+            preemption = self._fairness.find_preemption(self.waiting, self.running, self._cache.cells)
             if preemption is None:
                 # A sequence that becomes ready may change that.
                 self._shares_are_fair = all(one.is_ready for one in self.waiting)
                 return
-            sequence, victim = preemption
-            self._requeue(victim)
-            self._assign(sequence)
+            self._requeue(preemption.victim)
+            if preemption.is_time_slice:
+                self.time_slices += 1
+            else:
+                self.preemptions += 1
+            self._assign(preemption.sequence)
 
     def _assign(self, sequence: Sequence) -> bool:
         """Give the sequence a slot unless its tokens would need a preemption; whether it got one."""
@@ -242,6 +252,7 @@ class Scheduler:
         sequence.slot = None
         self._leaders.pop(sequence, None)
         self._shares_are_fair = False
+        self._fairness.slot_released(sequence)
         del self._admitted_at[sequence]
 
     def _all_fit(self) -> bool:
@@ -393,6 +404,7 @@ class Scheduler:
         assert len(self.running) > 1, "one sequence alone always fits: its capacity is at most the pool"
         victim = self._fairness.preemption_victim(self.running)
         self._requeue(victim)
+        self.preemptions += 1
         self._fairness.slot_lost(victim)
 
     def _requeue(self, sequence: Sequence) -> None:
@@ -400,7 +412,6 @@ class Scheduler:
         self._slots.insert_prefix(_slot(sequence), sequence.context)
         self._release_slot(sequence)
         self.waiting.insert(bisect_left([other.rank for other in self.waiting], sequence.rank), sequence)
-        self.preemptions += 1
         # Its followers stop waiting: it may be admitted after them, and become their follower.
         self._update_followers()
 

@@ -168,6 +168,7 @@ class Stats:
     generated_tokens_total: int = 0
     context_shifts_total: int = 0
     preemptions_total: int = 0
+    time_slices_total: int = 0
     prefix_hits_total: int = 0
     failed_total: int = 0
     evicted_tokens_total: int = 0

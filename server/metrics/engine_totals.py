@@ -62,6 +62,7 @@ def _counters(stats: Stats) -> Iterator[Metric]:
     yield _counter("step_rows", "Batch tokens of forward passes.", stats.batch_tokens_total)
     yield _counter("context_shifts", "Context shifts.", stats.context_shifts_total)
     yield _counter("preemptions", "Sequences preempted to the queue.", stats.preemptions_total)
+    yield _counter("time_slices", "Sequences queued again at the end of a time slice.", stats.time_slices_total)
     yield _counter("prefix_hits", "Requests with a cached prefix.", stats.prefix_hits_total)
     yield _counter("kv_cache_evicted_tokens", "Tokens evicted from the prefix cache.", stats.evicted_tokens_total)
     yield _counter(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from engine.output.stream import RequestStream
+from engine.output.stream import UNREAD_EVENTS, RequestStream
 from engine.types.events import Delta, Event, Failed, Finished, Started, Timings, Usage
 
 END = Finished("stop", None, Usage(1, 2, 0), Timings(0.0, 0.0, 0.0))
@@ -31,6 +31,28 @@ def late(events: Sequence[Event]) -> list[Event]:
 
 def test_a_slow_reader_gets_deltas_merged() -> None:
     assert [EVENTS[0], Delta("ab", (1, 2, 3, 4)), END] == late(EVENTS)
+
+
+def test_output_that_is_left_unread_is_reported_once() -> None:
+    """And that it is read again; the end of the stream is not."""
+
+    async def story() -> list[bool]:
+        reported: list[bool] = []
+        stream = RequestStream("one", on_unread=reported.append)
+        reader = asyncio.create_task(read(stream))
+        stream.deliver(Started(1, 0, 5))
+        for _ in range(3 * UNREAD_EVENTS):
+            stream.deliver(Delta("a", (1,)))
+        assert [True] == reported
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert [True, False] == reported
+        for event in [*[Delta("a", (1,))] * (2 * UNREAD_EVENTS), END]:
+            stream.deliver(event)
+        await reader
+        return reported
+
+    assert [True, False, True] == asyncio.run(story())
 
 
 def test_a_fast_reader_gets_every_event() -> None:

@@ -10,8 +10,9 @@ import pytest
 
 from engine.core import Core
 from engine.load.load import LoadedModel
-from engine.schedule.fairness import MAX_DEBT, QUANTUM, DeficitRoundRobin
-from engine.types.events import Finished, Started
+from engine.schedule import fairness
+from engine.schedule.fairness import MAX_DEBT, QUANTUM, TIME_SLICE_STEPS, DeficitRoundRobin
+from engine.types.events import Delta, Finished, Started
 from engine.types.request import Request, Tier
 from tests.engine.mixes import prompts
 from tests.engine.models import Reference, core
@@ -175,6 +176,97 @@ def test_preemption_does_not_change_the_text(loaded: Models, reference: Referenc
         yielded += engine.stats().preemptions_total
 
     assert 6 < yielded
+
+
+@pytest.mark.parametrize("owners", [1, 9])
+def test_equal_requests_take_turns(loaded: Models, owners: int) -> None:
+    """Of one owner, or of more owners than slots; no token is computed twice."""
+    engine = core(loaded("llama"), slots=4, cells=1200)
+    requests = [ask(f"r{at}", (at, 5, 7), 110, owner=f"o{at % owners}", ignore_eos=True) for at in range(9)]
+    submit(engine, requests)
+    computed: Counter[str] = Counter()
+    for _ in range(6 * TIME_SLICE_STEPS):
+        computed.update(of for of, what in engine.step() if isinstance(what, Delta))
+
+    assert set(computed) == {request.id for request in requests}
+    assert max(computed.values()) - min(computed.values()) <= 2 * TIME_SLICE_STEPS
+    assert 0 == engine.stats().preemptions_total
+    while engine.busy:
+        engine.step()
+    assert 9 * (3 + 110 - 1) == engine.stats().batch_tokens_total
+
+
+def test_a_new_request_gets_a_slot_within_a_time_slice(loaded: Models) -> None:
+    """Though more equal requests wait than there are slots."""
+    engine = core(loaded("llama"), slots=4, cells=3000)
+    submit(engine, (ask(f"old{at}", (at, 5, 7), 120, ignore_eos=True) for at in range(24)))
+    steps_until(engine, Started, "old23")
+    waits = []
+    for number in range(12):
+        for _ in range(number * 3 + 2):
+            engine.step()
+        engine.submit(ask(f"new{number}", (number, 9, 7), 1))
+        waits.append(steps_until(engine, Finished, f"new{number}"))
+
+    assert max(waits) <= TIME_SLICE_STEPS + 1
+
+
+def test_new_requests_leave_every_second_slot_to_others(loaded: Models) -> None:
+    """So that preempted requests finish though new ones wait all the time."""
+    engine = core(loaded("llama"), slots=1)
+    engine.submit(ask("old", (1, 5, 7), 100, ignore_eos=True))
+    ended: list[str] = []
+    for number in range(150):
+        engine.submit(ask(f"new{number}", (number, 9, 7), 4, ignore_eos=True))
+        ended += [of for of, what in engine.step() if isinstance(what, Finished)]
+
+    assert "old" in ended
+
+
+def test_slots_of_clients_that_do_not_read_are_for_others(loaded: Models) -> None:
+    """In the next step; they do not preempt others, and get free slots."""
+    engine = core(loaded("llama"), slots=2)
+    submit(engine, (ask(f"frozen{at}", (at, 5, 7), 100, ignore_eos=True) for at in range(8)))
+    for _ in range(3):
+        engine.step()
+    for at in range(8):
+        engine.set_unread(f"frozen{at}", True)
+    submit(engine, (ask(f"read{at}", (at, 9, 7), 60, ignore_eos=True) for at in range(2)))
+    engine.step()
+    for _ in range(58):
+        assert {"read0", "read1"} == {sequence.request.id for sequence in engine._scheduler.running}
+        engine.step()
+    assert 1 == steps_until(engine, Finished, "read1")
+    engine.step()
+    assert 2 == engine.stats().running
+
+
+def test_evicted_sequences_have_longer_time_slices(loaded: Models) -> None:
+    """With cells for two of eight sequences, they are computed to the end."""
+    engine = core(loaded("llama"), slots=2, cells=250)
+    submit(engine, (ask(f"r{at}", tuple(range(at, at + 80)), 40, ignore_eos=True) for at in range(8)))
+    while engine.busy:
+        engine.step()
+
+    assert 8 * (80 + 40 - 1) == engine.stats().batch_tokens_total
+    assert 0 == engine.stats().time_slices_total
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_next", "deepseek_v3"])
+def test_time_slices_do_not_change_the_text(
+    loaded: Models, reference: References, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    """Of attention with windows, recurrent states and latents."""
+    monkeypatch.setattr(fairness, "TIME_SLICE_STEPS", 3)
+    pool = prompts(5)
+    engine = core(loaded(family), slots=2, chunk=8)
+    jobs = [Job(ask(str(at), pool[at + 10], 10, ignore_eos=True), at // 2) for at in range(7)]
+    answers = play(engine, jobs)
+
+    assert 7 < engine.stats().time_slices_total
+    for job in jobs:
+        expected = list(reference(family).greedy(job.request.prompt, 10))
+        assert expected == answers[job.request.id].tokens[: len(expected)]
 
 
 def test_scores_and_log_probabilities_are_charged(loaded: Models) -> None:
