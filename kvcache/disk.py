@@ -126,7 +126,9 @@ class DiskFolder:
         name = hashlib.sha256(data).hexdigest() + _SUFFIX
         temporary = self._folder / f".{name}.{os.getpid()}"
         try:
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            # The mode applies to the last folder of a path only.
+            for folder in (self._folder.parent, self._folder):
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
                 file.write(data)
                 file.flush()

@@ -446,10 +446,10 @@ def is_loopback(host: str) -> bool:
 
 
 def make_disk_cache(folder: str | None) -> None:
-    """Make the folder of the disk cache, if there is to be one; ValueError if that is impossible."""
+    """Make the folder of the disk cache, private to its user, if there is to be one; ValueError if impossible."""
     try:
         if folder is not None:
-            Path(folder).expanduser().mkdir(parents=True, exist_ok=True)
+            Path(folder).expanduser().mkdir(mode=stat.S_IRWXU, parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"--disk-cache {folder}: there can be no such folder: {error.strerror}") from error
 

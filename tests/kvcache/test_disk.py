@@ -229,6 +229,7 @@ def test_unknown_files_in_the_folder_are_left_alone(folder: Path, tmp_path: Path
 
 def test_files_are_private(folder: Path) -> None:
     here = files(folder)[0].parent
+    assert 0o700 == stat.S_IMODE(here.parent.stat().st_mode)
 
     assert {0o600} == {stat.S_IMODE(file.stat().st_mode) for file in files(written_again(folder))}
     assert 0o700 == stat.S_IMODE(here.stat().st_mode)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import stat
 import subprocess
 import sys
 from contextlib import suppress
@@ -18,7 +19,7 @@ from server import cli
 from server.commands.option_sources import SECTIONS
 from server.configuration import peer_names
 from server.configuration.options import options
-from server.configuration.settings import Settings
+from server.configuration.settings import Settings, make_disk_cache
 from server.lifecycle import banner
 from server.terminal.load_screen import LineScreen
 from tests.server.fakes import INFO, MEMORY
@@ -519,3 +520,15 @@ def test_the_completion_is_installed(tmp_path: Path) -> None:
 
     assert tmp_path in (path := Path(done.stdout.strip())).parents
     assert "complete -c cellar" in path.read_text()
+
+
+def test_the_disk_cache_folder_is_private(tmp_path: Path) -> None:
+    """A folder that exists keeps its mode: it may be shared on purpose."""
+    for name in ("new", "existing"):
+        folder = tmp_path / name
+        if name == "existing":
+            folder.mkdir(mode=0o750)
+        make_disk_cache(str(folder))
+
+    assert 0o700 == stat.S_IMODE((tmp_path / "new").stat().st_mode)
+    assert 0o750 == stat.S_IMODE((tmp_path / "existing").stat().st_mode)
