@@ -253,10 +253,15 @@ def test_names_without_a_bos_token_add_none() -> None:
 def test_special_tokens_of_phi_3_absorb_spaces() -> None:
     """By the name of the model, as no key of the file says so."""
     values = exported("llama") | {"general.name": "Phi-3-mini-4k"}
-    added = read_tokenizer(values).added_tokens_decoder
+    tokenizer = read_tokenizer(values)
+    added = tokenizer.added_tokens_decoder
+    expected = tokenizer.encode("<|user|>a", add_special_tokens=False)
 
     assert AddedToken("<|user|>", rstrip=True, normalized=False, special=True) == added[3]
     assert [False, True] == [added[token].rstrip for token in (1, 2)]
+    for space in " \t\u00a0\u2003\u3000":
+        assert expected == tokenizer.encode(f"<|user|>{space}a", add_special_tokens=False)
+    assert expected != tokenizer.encode("<|user|>\u2581a", add_special_tokens=False)
 
 
 def stored(values: dict[str, Any]) -> Metadata:
