@@ -16,6 +16,9 @@ Merge = tuple[str, str]
 # Sum of the squared lengths of all tokens, to which the time for their splits is proportional: real vocabularies have
 # up to 10^8.
 _MAX_SPLIT_COST = 2**30
+# Characters of all derived merges, to which their memory is proportional: tokens that are prefixes of each other have a
+# merge at each character. The merges of real vocabularies have up to 10^7.
+_MAX_MERGE_CHARACTERS = 2**25
 
 
 def parse_merges(lines: Sequence[str], ids: Mapping[str, int], key: str) -> list[Merge]:
@@ -42,16 +45,18 @@ def derive_merges(tokens: Sequence[str], scores: Sequence[float], mergeable: Seq
     mergeable  ids of the tokens that merges may produce
 
     Long tokens precede short ones of the same score: a run of one character then grows from its start, as from the
-    leftmost pair. Raises GgufError for tokens too long to be split.
+    leftmost pair. Raises GgufError for tokens too long to be split, or with too many splits.
     """
     if sum(len(tokens[token]) ** 2 for token in mergeable) > _MAX_SPLIT_COST:
         raise GgufError(f"its vocabulary has a token of {max(map(len, tokens))} characters")
     known = {tokens[token] for token in mergeable}
     parts = known | set("".join(known)) & set(tokens)
     ordered = sorted(mergeable, key=lambda token: (-scores[token], -len(tokens[token])))
-    return [
-        (text[:at], text[at:])
-        for text in map(tokens.__getitem__, ordered)
-        for at in range(len(text) - 1, 0, -1)
-        if text[:at] in parts and text[at:] in parts
-    ]
+    merges, characters = list[Merge](), 0
+    for text in map(tokens.__getitem__, ordered):
+        splits = [at for at in range(len(text) - 1, 0, -1) if text[:at] in parts and text[at:] in parts]
+        characters += len(splits) * len(text)
+        if characters > _MAX_MERGE_CHARACTERS:
+            raise GgufError("its vocabulary has too many tokens that are parts of each other")
+        merges += [(text[:at], text[at:]) for at in splits]
+    return merges
