@@ -404,7 +404,10 @@ def run(settings: Settings) -> int:
 def _run(settings: Settings, screen: LoadScreen) -> int:
     # These imports take seconds: only with valid settings.
     from engine.load.preload import preload_torch
+    from engine.text.template_process import template_process
 
+    # It imports transformers' templates meanwhile.
+    template_process().start()
     preload_torch()
     from server.lifecycle import Lifecycle, listen
 
