@@ -25,8 +25,8 @@ SPEEDS = {
 }
 # Rows of the table of accuracy: by Cellar from float weights, then types of GGUF files.
 QUALITY_WEIGHTS = ("float32", "bfloat16", "int8", "int4", "F32", "BF16", "Q8_0", "Q6_K", "Q4_K_M", "Q4_0")
-# The model of which the table of speeds names the accuracy of a format, and llama.cpp's format beside it.
-TRAINED, PEER_WEIGHTS = "Gemma 3 270M", {"int8": "Q8_0", "int4": "Q4_0"}
+# The model of TRAINED_NOTE.
+TRAINED = "Gemma 3 270M"
 LATENCIES = ("first token p50, ms", "first token p99, ms", "between p50, ms", "between p99, ms")
 # Columns of the table of GGUF files.
 GGUF_FIGURES = SPEEDS | {
@@ -61,9 +61,9 @@ In short:
 SPEED_NOTE = """\
 Tokens per second as Cellar / peer, and in brackets the ratio: the median over pairs of runs that alternate. "decode":
 one stream after a prompt of 512 tokens; "streams": 256 tokens of prompt and 128 of output each, the time of the prompts
-included. llama.cpp has q8_0, q4_0 and bf16 weights where Cellar has int8, int4 and bfloat16. Both servers get two
-threads and are measured over HTTP, without drafts. "perplexity": its increase in both formats with the trained Gemma 3
-270M ([below](#accuracy-of-quantised-weights)); int4 was measured here before it had K formats, in 4.5 bits a weight.
+included. llama.cpp has q8_0 and bf16 weights where Cellar has int8 and bfloat16; for formats of 4 bits see the
+[same GGUF files](#the-same-gguf-file-beside-llamacpp), for what formats cost in accuracy
+[below](#accuracy-of-quantised-weights). Both servers get two threads and are measured over HTTP, without drafts.
 """
 
 GGUF_NOTE = """\
@@ -159,7 +159,7 @@ def speeds(figures: Figures) -> str:
         "Speed beside llama.cpp",
         f"{SPEED_NOTE}\n{images('speed', 'streams')}",
         *(
-            f"{cpu}:\n\n{table(['model', 'weights', 'perplexity', *SPEEDS], speed_rows(figures, cpu, 'llama.cpp'))}"
+            f"{cpu}:\n\n{table(['model', 'weights', *SPEEDS], speed_rows(figures, cpu, 'llama.cpp'))}"
             for cpu in figures.machines("peers")
         ),
     )
@@ -172,7 +172,7 @@ def speed_rows(figures: Figures, cpu: str, peer: str) -> list[list[str]]:
         of = {"model": model, "weights": weights, "peer": peer}
         cells = [figures.row("peers", cpu, **of, cell=cell, figure=figure) for cell, figure in SPEEDS.values()]
         if any(cells):
-            rows.append([model, weights, accuracy(figures, weights), *map(beside, cells)])
+            rows.append([model, weights, *map(beside, cells)])
     return rows
 
 
@@ -210,7 +210,7 @@ def other_servers(figures: Figures) -> str:
     for cpu in figures.machines("peers"):
         for peer in sorted({row["peer"] for row in figures.rows("peers", cpu)} - {"llama.cpp"}):
             rows += [[peer, cpu, *row] for row in speed_rows(figures, cpu, peer)]
-    headings = ["peer", "processor", "model", "weights", "perplexity", *SPEEDS]
+    headings = ["peer", "processor", "model", "weights", *SPEEDS]
     return section("Speed beside other servers", table(headings, rows)) if rows else ""
 
 
@@ -277,16 +277,6 @@ def quality(figures: Figures) -> str:
         headings = [model if kind == "none" else f"{model}, outliers {kind}" for model, kind in models]
         parts.append(f"{cpu}:\n\n{table(['server', 'weights', *headings], rows)}")
     return section("Accuracy of quantised weights", *parts) if parts[1:] else ""
-
-
-def accuracy(figures: Figures, weights: str) -> str:
-    """The increase of the perplexity of a trained model in a format of Cellar and the one of llama.cpp beside it."""
-    sides = (("Cellar", weights), ("llama.cpp", PEER_WEIGHTS.get(weights, "")))
-    found = [
-        next((row for cpu in figures.machines("quality") for row in figures.rows("quality", cpu, **own)), None)
-        for own in ({"model": TRAINED, "server": server, "weights": name} for server, name in sides)
-    ]
-    return " / ".join(increase(row) if row else "-" for row in found) if any(found) else ""
 
 
 def memory(figures: Figures) -> str:
@@ -359,8 +349,10 @@ def images(*names: str) -> str:
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table in Markdown."""
-    lines = [headings, ["---"] * len(headings), *rows]
+    """A table in Markdown, without columns that are empty in every row."""
+    body = list(rows)
+    shown = [column for column in range(len(headings)) if any(row[column] for row in body)]
+    lines = [[row[column] for column in shown] for row in (headings, ["---"] * len(headings), *body)]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
