@@ -2,7 +2,9 @@
 
 EngineError
 ├── ModelError               the model cannot be served
-│   ├── ModelMissing         no such folder, or the hub does not have it or is out of reach
+│   ├── ModelMissing         no such folder, and the hub does not have it
+│   │   ├── HubUnreachable   the hub does not answer, and its local cache does not have the model
+│   │   └── CacheNotWritable the disk of the hub's local cache is full, or it cannot be written
 │   ├── DeviceUnavailable    the device of the settings is not there
 │   ├── ModelUnsupported     the model loads, but its outputs are wrong
 │   ├── ModelKept            the model cannot be deleted from the hub's cache
@@ -40,6 +42,14 @@ class ModelMissing(ModelError):
     def __init__(self, model: str, reason: str) -> None:
         super().__init__(f"cannot find the model {model!r}: {reason}")
         self.model, self.reason = model, reason
+
+
+class HubUnreachable(ModelMissing):
+    """The hub does not answer, or with an error of its own, and the model is not in its local cache."""
+
+
+class CacheNotWritable(ModelMissing):
+    """The disk of the hub's local cache is full, or the cache cannot be written."""
 
 
 class DeviceUnavailable(ModelError):

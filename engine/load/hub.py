@@ -28,7 +28,7 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import filter_repo_objects, validate_repo_id
 
-from engine.errors import ModelMissing
+from engine.errors import CacheNotWritable, HubUnreachable, ModelMissing
 from engine.load.reporting_bar import ReportingBar
 from engine.types.progress import Progress, progress_listener, progress_to
 
@@ -212,12 +212,12 @@ def _missing_bytes(repository: _Repository, files: Iterable[str]) -> int:
 
 
 def _check_free_space(repository: _Repository, size: int) -> None:
-    """Raise ModelMissing if the disk of the local cache has less than `size` bytes."""
+    """Raise CacheNotWritable if the disk of the local cache has less than `size` bytes."""
     cache = Path(constants.HF_HUB_CACHE)
     free = shutil.disk_usage(next(folder for folder in (cache, *cache.parents) if folder.is_dir())).free
     if size > free:
         reason = f"the download has {size / 1e6:,.1f} MB, and {free / 1e6:,.1f} MB are free at {cache}"
-        raise ModelMissing(repository.name, reason)
+        raise CacheNotWritable(repository.name, reason)
 
 
 def _endpoint() -> str | None:
@@ -226,7 +226,7 @@ def _endpoint() -> str | None:
 
 @contextmanager
 def _refusals(model: str, revision: str | None) -> Iterator[None]:
-    """Translate the hub's errors into ModelMissing."""
+    """Translate the hub's errors into ModelMissing and its subclasses."""
     try:
         yield
     except GatedRepoError as error:
@@ -236,14 +236,16 @@ def _refusals(model: str, revision: str | None) -> Iterator[None]:
     except RepositoryNotFoundError as error:
         raise ModelMissing(model, "the hub has no model of this name") from error
     except HfHubHTTPError as error:
-        raise ModelMissing(model, f"the download failed ({type(error).__name__})") from error
+        raise HubUnreachable(model, f"the download failed ({type(error).__name__})") from error
     except (LocalEntryNotFoundError, HTTPError, ConnectionError) as error:
-        raise ModelMissing(
+        raise HubUnreachable(
             model, "there is no such folder, the hub is unreachable, and the model is not in its local cache"
         ) from error
     except OSError as error:
         # Of the cache: a full disk, a folder that cannot be written.
         place = f": {error.filename}" if error.filename else ""
-        raise ModelMissing(model, f"the download failed: {error.strerror or type(error).__name__}{place}") from error
+        raise CacheNotWritable(
+            model, f"the download failed: {error.strerror or type(error).__name__}{place}"
+        ) from error
     except ValueError as error:
         raise ModelMissing(model, f"the download failed ({type(error).__name__})") from error

@@ -1,6 +1,7 @@
 """Downloads a model of the hub into its cache, as `cellar pull` does, in a process that can be ended at any time.
 
-It writes JSON lines: {"done", "total"} in bytes, at last {"path"} or {"error"}.
+It writes JSON lines: {"done", "total"} in bytes, at last {"path"}, or {"error"} with its "kind":
+"missing", "unreachable" or "disk".
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import sys
 import time
 from types import FrameType
 
-from engine.errors import ModelError
+from engine.errors import CacheNotWritable, HubUnreachable, ModelMissing
 from engine.load.hub import download
 from engine.load.hub_cache import remove_partial_files
 from engine.types.progress import Progress, progress_to
@@ -40,11 +41,21 @@ def main(model: str) -> int:
     try:
         with progress_to(_Report()):
             path = download(model)
-    except ModelError as error:
-        _write(error=str(error))
+    except ModelMissing as error:
+        _write(error=str(error), kind=_kind(error))
         return EXIT_FAILED
     _write(path=str(path))
     return 0
+
+
+def _kind(error: ModelMissing) -> str:
+    match error:
+        case HubUnreachable():
+            return "unreachable"
+        case CacheNotWritable():
+            return "disk"
+        case _:
+            return "missing"
 
 
 def _end(number: int, _: FrameType | None) -> None:

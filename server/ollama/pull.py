@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from engine.errors import ModelMissing
 from engine.load.hub import split_name
-from server.http.errors import MODEL_NOT_FOUND, QUEUE_FULL, ApiError
+from server.http.errors import DISK_FULL, HUB_UNREACHABLE, INTERNAL_ERROR, MODEL_NOT_FOUND, QUEUE_FULL, ApiError
 from server.ollama.presets import LATEST_TAG
 from server.schemas.ollama import OllamaStatus
 
@@ -44,7 +44,7 @@ class Downloads:
             raise ApiError(QUEUE_FULL, message, headers={"Retry-After": str(RETRY_SECONDS)})
 
     async def lines(self, model: str) -> Lines:
-        """Download a model, named as on the hub; yields status lines, the last one "success" or an error.
+        """Download a model, named as on the hub; yields status lines, the last one "success". Raises ApiError.
 
         Closing the generator ends the download.
         """
@@ -88,9 +88,8 @@ async def _statuses(model: str, reports: AsyncIterator[dict[str, object]]) -> Li
         match report:
             case {"done": int(done), "total": int(total)}:
                 yield OllamaStatus(status=f"pulling {digest[7:19]}", digest=digest, total=total, completed=done)
-            case {"error": str(reason)}:
-                yield OllamaStatus(error=reason)
-                return
+            case {"error": str(reason), "kind": str(kind)}:
+                raise _failure(kind, reason)
             case {"path": str()}:
                 yield OllamaStatus(
                     status=f"{model} is in the hub's cache; this server keeps its model, serve it with: "
@@ -98,7 +97,18 @@ async def _statuses(model: str, reports: AsyncIterator[dict[str, object]]) -> Li
                 )
                 yield OllamaStatus(status="success")
                 return
-    yield OllamaStatus(error="The download ended unexpectedly.")
+    raise ApiError(INTERNAL_ERROR, "The download ended unexpectedly.")
+
+
+def _failure(kind: str, reason: str) -> ApiError:
+    """The error of a download process (download.py)."""
+    match kind:
+        case "unreachable":
+            return ApiError(HUB_UNREACHABLE, reason, headers={"Retry-After": str(RETRY_SECONDS)})
+        case "disk":
+            return ApiError(DISK_FULL, reason, headers={"x-should-retry": "false"})
+        case _:
+            return ApiError(MODEL_NOT_FOUND, reason, param="model")
 
 
 @asynccontextmanager

@@ -16,7 +16,6 @@ from server.http.auth import owner
 from server.http.encoding import JsonResponse
 from server.http.errors import (
     FILE_NOT_FOUND,
-    GENERATION_FAILED,
     MODEL_NOT_FOUND,
     UNSUPPORTED_PARAMETER,
     ApiError,
@@ -186,15 +185,13 @@ async def _constant_lines(steps: Sequence[str]) -> Lines:
 
 
 async def _status_response(request: Request, lines: Lines, stream: bool | None) -> Response:
-    """The lines as a stream; or the last one, an error with its status."""
+    """The lines as a stream, which an error ends; or the last one, or the error with its status."""
     if stream is not False:
         return StreamingResponse(_encoded(lines), media_type="application/x-ndjson")
 
     async def work() -> Response:
         async with aclosing(lines):
             [*_, last] = [line async for line in lines]
-        if "error" in last:
-            raise ApiError(GENERATION_FAILED, last["error"])
         return JsonResponse(last)
 
     return await cancel_on_disconnect(request, work())
@@ -202,5 +199,8 @@ async def _status_response(request: Request, lines: Lines, stream: bool | None) 
 
 async def _encoded(lines: Lines) -> Frames:
     async with aclosing(lines):
-        async for line in lines:
-            yield json_line(line)
+        try:
+            async for line in lines:
+                yield json_line(line)
+        except ApiError as error:
+            yield json_line(OllamaStatus(error=error.message))

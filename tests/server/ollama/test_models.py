@@ -263,17 +263,34 @@ def test_a_model_in_use_is_not_deleted(hub: SlowHub) -> None:
 
 
 def test_unknown_models_are_errors(hub: SlowHub) -> None:
-    """A line of the stream, or the response."""
+    """A line of the stream, or the response; a hub without the model is told apart from none."""
     app, _ = served()
     [*_, last] = lines(post(app, "pull", model="someone/other"))
     whole = post(app, "pull", model="someone/other", stream=False)
 
     assert "the hub has no model of this name" in last["error"]
-    assert (500, last["error"]) == (whole.status, whole.json["error"].removeprefix("The generation failed: "))
+    assert (404, last["error"]) == (whole.status, whole.json["error"])
     for name in ("llama3.2", "a/b/c"):
         refused = post(app, "pull", model=name)
         assert (404, True) == (refused.status, "organisation/model" in refused.json["error"])
     assert 400 == post(app, "pull", model=NAME, insecure=True).status
+
+
+def test_a_hub_out_of_reach_is_unavailable(hub: SlowHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    answer = post(served()[0], "pull", model="someone/other", stream=False)
+
+    assert (503, "30") == (answer.status, answer.headers["retry-after"])
+    assert "the hub is unreachable" in answer.json["error"]
+
+
+def test_a_full_cache_is_named(hub: SlowHub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "file" / "hub"))
+    answer = post(served()[0], "pull", model=NAME, stream=False)
+
+    assert 507 == answer.status
+    assert "the download failed" in answer.json["error"]
 
 
 def test_a_served_model_is_not_downloaded(hub: SlowHub) -> None:
