@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from socket import create_connection
@@ -360,7 +361,10 @@ def test_a_connection_is_one_line_in_the_log(served: tuple[FakeEngine, int], cap
     with caplog.at_level(logging.INFO, "cellar.http"):
         with connected(served[1], "/responses") as socket:
             turn(socket, input="hi")
-        raw(served[1], get("/health", "Connection: close"))
+        # The session's tasks end after the closing handshake.
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while "WEBSOCKET" not in caplog.text and time.monotonic() < deadline:
+            time.sleep(0.01)
 
     assert [True] == ["WEBSOCKET /v1/responses 101" in line for line in caplog.messages if "WEBSOCKET" in line]
 
