@@ -17,7 +17,7 @@ PROCESSORS = $$(getconf _NPROCESSORS_ONLN)
 WORKERS = $$(($(PROCESSORS) + 1))
 FAST := not slow and not gpu and not container and not arm64 and not browser and not ray
 
-.PHONY: help serve test test-all test-container test-arm64 test-clients test-browser test-gpu bench-gpu test-ray page mutants check bench train wheel sbom clean
+.PHONY: help serve test test-all test-container test-arm64 test-clients test-browser test-gpu bench-gpu test-ray page mutants check bench wheel sbom clean
 .DEFAULT_GOAL := help
 
 help:  ## show this list
@@ -74,9 +74,6 @@ check: .venv/dev  ## ruff, mypy, import-linter, Dockerfile, compose file, workfl
 
 bench: .venv/test  ## start a server on the bundled model and measure it; figures and plots in out/bench (ARGS="MODEL ...")
 	$(BIN)/cellar bench $(ARGS)
-
-train: .venv/train  ## make the bundled models anew (hours on a CPU; resumable)
-	$(BIN)/python -m models.recipe all
 
 wheel: .venv/serve  ## build two wheels in dist: with the C++ kernels of this platform, and without (KERNELS=folder: cross-built ones)
 	$(if $(filter build/kernels,$(KERNELS)),$(BIN)/python -m engine.kernels.cpu.build $(KERNELS))
@@ -148,7 +145,4 @@ server/page/node_modules: server/page/package-lock.json
 	@touch $@
 .venv/mutants: .venv/test
 	$(PIP) -e ".[mutants]"
-	@touch $@
-.venv/train: .venv/serve
-	$(PIP) -e ".[train]"
 	@touch $@

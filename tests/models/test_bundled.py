@@ -7,11 +7,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from models.recipe.answers import Model, Prompt
-from models.recipe.evaluate import matches
-from models.recipe.plan import DRAFT, MODELS, TARGET
+from benchmarks.held_out import DRAFT, MODELS, TARGET
+from tests.models.answers import Model, Prompt
 
-FOLDERS = (TARGET.folder, DRAFT.folder)
+FOLDERS = (TARGET, DRAFT)
 FILES = {
     "README.md", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
     "tokenizer_config.json",
@@ -64,12 +63,12 @@ TIME = {
 
 @pytest.fixture(scope="module")
 def target() -> Model:
-    return Model(TARGET.folder)
+    return Model(TARGET)
 
 
 @pytest.fixture(scope="module")
 def draft() -> Model:
-    return Model(DRAFT.folder)
+    return Model(DRAFT)
 
 
 @pytest.fixture(scope="module")
@@ -208,7 +207,7 @@ def test_the_draft_agrees_with_the_target(target: Model, draft: Model) -> None:
     questions = ("What is Cellar?", "What does --port do?", "What is context shift?", "Repeat: red green blue", "Hi")
     said_by_target = target.answer([Prompt([{"role": "user", "content": question}]) for question in questions])
 
-    agreed = [match for answer in said_by_target for match in matches(draft, answer)]
+    agreed = [match for answer in said_by_target for match in draft.agreement(answer)]
 
     assert sum(agreed) / len(agreed) >= LEAST_AGREEMENT
 

@@ -16,6 +16,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from benchmarks.held_out import held_out_texts
 from engine.config import EngineConfig, Quantize
 from engine.errors import ModelUnsupported
 from engine.kernels import linear
@@ -26,7 +27,6 @@ from engine.quantize.formats import MAX_AVERAGE_BITS
 from engine.quantize.layers import QuantizedLinear, SharedInputGroup
 from engine.quantize.plan import LayerSurvey, QuantizationPlan
 from engine.quantize.store import WeightStore
-from models.recipe.evaluate import held_out_texts
 from tests.engine.mixes import mix, prompts
 from tests.engine.models import Reference, core, load_model
 from tests.engine.play import Job, play
@@ -422,7 +422,7 @@ def test_perplexity_of_the_quantised_bundled_model(quantize: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
 def test_perplexity_of_the_quantised_bundled_model_over_all_text(quantize: str) -> None:
-    everything = held_out_texts(100_000)
+    everything = held_out_texts()
 
     assert perplexity(bundled(quantize), everything) <= ALLOWED[quantize] * perplexity(bundled("none"), everything)
 

@@ -1,1 +1,0 @@
-"""The bundled model pair and the recipe that makes it."""
