@@ -104,11 +104,10 @@ COMMANDS = """\
 | random weights in a published shape, also as GGUF | `python -m benchmarks.shapes qwen3-0.6b FOLDER --gguf FILE` |
 | drafts of fixed depths and of the chosen one | `python -m benchmarks.speculation` |
 | accuracy of quantised weights | `python -m benchmarks.quality --program llama-server` |
-| resident memory with a full cache | `python -m benchmarks.memory MODEL --quantize int8` |
 | the same GGUF file in Cellar and llama.cpp | `python -m benchmarks.gguf FILE.gguf --program llama-server` |
 | kernels and the native step | `python -m benchmarks.kernels`, `benchmarks.linear`, `benchmarks.step` |
 
-`peers`, `gguf`, `speculation`, `quality` and `memory` write their rows with `--json benchmarks/results/NAME.json`, from
+`peers`, `gguf`, `speculation` and `quality` write their rows with `--json benchmarks/results/NAME.json`, from
 which `python -m benchmarks.page` writes this page and the plots. The newest row of each kind is shown.
 """
 
@@ -149,7 +148,7 @@ class Figures:
 def page(results: Sequence[BenchmarkResult]) -> str:
     """docs/performance.md."""
     figures = Figures(results)
-    sections = (speeds, gguf_files, latencies, other_servers, prefix_cache, speculation, quality, memory)
+    sections = (speeds, gguf_files, latencies, other_servers, prefix_cache, speculation, quality)
     return "\n".join([HEAD, *filter(None, (section(figures) for section in sections)), COMMANDS, sources(figures)])
 
 
@@ -277,20 +276,6 @@ def quality(figures: Figures) -> str:
         headings = [model if kind == "none" else f"{model}, outliers {kind}" for model, kind in models]
         parts.append(f"{cpu}:\n\n{table(['server', 'weights', *headings], rows)}")
     return section("Accuracy of quantised weights", *parts) if parts[1:] else ""
-
-
-def memory(figures: Figures) -> str:
-    """Resident memory with every slot full."""
-    rows = []
-    for cpu in figures.machines("memory"):
-        for row in figures.rows("memory", cpu):
-            sizes = [row[name] for name in ("weights_bytes", "cache_bytes", "idle_bytes", "peak_bytes")]
-            size = f"{row['slots']} slots of {row['context']:,}"
-            ratio = f"{sizes[3] / (sizes[0] + sizes[1]):.2f}"
-            rows.append([row["model"], row["weights"], size, *(f"{value / 2**30:.2f}" for value in sizes), ratio])
-    note = "GiB: planned weights and KV cache, and the resident memory of the server, idle and with every slot full.\n"
-    headings = ["model", "weights", "size", "weights", "KV cache", "idle", "full", "full / planned"]
-    return section("Memory", note, table(headings, rows)) if rows else ""
 
 
 def sources(figures: Figures) -> str:

@@ -16,9 +16,7 @@ Rows by benchmark:
     ray_faults   step, replicas, streams by their ends, seconds; or requests, errors, cached_share
     overload     model, clients, retry, answers, refusals, errors, seconds, tokens_per_processor_second, ratio
     gpu          device, shape, mode, cell, tokens_per_second, step_ms, host_ms, share_of_bandwidth, teraflops
-    gpu_sweep    device, shape, cell, present_us, best_us, tile, block, warps, stages, split, failed
     gpu_kernels  target, shape, kernel, registers, spilled_bytes, shared_bytes
-    memory       model, weights, slots, context, weights_bytes, cache_bytes, idle_bytes, peak_bytes
 """
 
 from __future__ import annotations
@@ -43,14 +41,12 @@ KEYS = {
     "peers": ("model", "weights", "peer", "cell", "figure"),
     "speculation": ("drafter", "batch"),
     "quality": ("model", "outliers", "weights", "server"),
-    "memory": ("model", "weights", "slots", "context"),
     "gguf": ("model", "weights", "cell", "figure"),
     "fleet": ("replicas", "policy", "load"),
 }
 # The same, of results that are not on the page: those of docs/scale.md and of GPUs.
 OTHER_KEYS = {
     "gpu": ("device", "shape", "mode", "cell"),
-    "gpu_sweep": ("device", "shape", "cell"),
     "gpu_kernels": ("target", "shape", "kernel"),
     "routers": ("name",),
     "ray_faults": ("step", "replicas"),

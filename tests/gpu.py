@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import time
@@ -119,18 +118,6 @@ def benchmark(device: str) -> dict[str, Any]:
     return {"rows": str(rows)}
 
 
-def kernel_sweep(device: str) -> dict[str, Any]:
-    """The best sizes of the attention kernel for each shape."""
-    # Triton reads from the environment whether kernels are interpreted, when it is imported.
-    small = ["--lengths", "40", "--sequences", "2", "--choices", "2"] if device == "cpu" else []
-    command = [sys.executable, "-m", "benchmarks.gpu_sweep", "--device", device, *small]
-    environment = os.environ | ({"TRITON_INTERPRET": "1"} if device == "cpu" else {})
-    outcome = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    if outcome.returncode:
-        raise AssertionError(outcome.stderr[-2000:])
-    return {"best": outcome.stdout.splitlines()}
-
-
 def profile(device: str) -> dict[str, Any]:
     """Kernels of a decoding step, with graphs and without."""
     shape = "tiny" if device == "cpu" else "qwen3-0.6b"
@@ -149,7 +136,6 @@ DEVICE_STAGES: dict[str, Callable[[str], dict[str, Any]]] = {
     "compiled model": compiled_model,
     "server": server,
     "benchmark": benchmark,
-    "kernel sweep": kernel_sweep,
     "profile": profile,
 }
 

@@ -95,7 +95,7 @@ def test_absolute_paths_stay_out_of_the_command() -> None:
 
 
 def test_a_measured_result_survives_its_file(tmp_path: Path) -> None:
-    before = measured("memory", [{"model": "tiny"}], note="a note")
+    before = measured("peers", [{"model": "tiny"}], note="a note")
     before.write(tmp_path / "a.json")
 
     (after,) = load(tmp_path)
