@@ -389,7 +389,7 @@ def _exposure(path: str) -> str:
 
 def run(settings: Settings) -> int:
     """Serve until a signal; the exit code."""
-    from engine.load.preload import limit_spinning
+    from engine.load.resources import limit_spinning
 
     limit_spinning()
     # Garbage collections free nothing during imports and take a sixth of their time (4.6 s without, 5.4 s with them).
@@ -403,12 +403,10 @@ def run(settings: Settings) -> int:
 
 def _run(settings: Settings, screen: LoadScreen) -> int:
     # These imports take seconds: only with valid settings.
-    from engine.load.preload import preload_torch
     from engine.text.template_process import template_process
 
     # It imports transformers' templates meanwhile.
     template_process().start()
-    preload_torch()
     from server.lifecycle import Lifecycle, listen
 
     configure_logging(settings.log_level, settings.log_format)
@@ -422,9 +420,6 @@ def _run(settings: Settings, screen: LoadScreen) -> int:
 
 
 def _engine(settings: Settings, screen: LoadScreen) -> Engine:
-    from engine.load.imports import import_transformers
-
-    import_transformers(distributed=settings.tensor_parallel > 1)
     from engine.engine import Engine
 
     gc.freeze()

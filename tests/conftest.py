@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench.launch import cellar
-from engine.load.preload import limit_spinning
+from engine.load.resources import limit_spinning
 
 # Modules and collected tests live to the end: the collector would visit their two million objects again and again.
 gc.disable()

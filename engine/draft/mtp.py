@@ -25,7 +25,6 @@ from engine.draft.slots import DraftSlot, NextTokens, SlotsBySequence, draft_loo
 from engine.errors import ModelUnsupported
 from engine.load.checkpoint import is_gguf, weight_files
 from engine.load.load import LoadedModel
-from engine.load.meta_kernels import import_meta_kernels
 from engine.model import hooks
 from engine.model.layers import CachedLayer, find_cached_layers
 from engine.model.runner import PackedRunner
@@ -328,7 +327,6 @@ def _load_layers(model: Any, dtype: torch.dtype) -> Any:
         text.mtp_mlp_layer_types = text.mlp_layer_types[-1:]
     # transformers' own pattern fits one published size of each architecture.
     model._keys_to_ignore_on_load_unexpected = [_weight_keys(model)]
-    import_meta_kernels()
     layers = MtpModel.from_pretrained(model)
     layers.set_attn_implementation(hooks.ATTENTION_NAME)
     if dtype == torch.float64:

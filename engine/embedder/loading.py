@@ -41,7 +41,6 @@ from engine.load.checkpoint import (
     weight_files,
 )
 from engine.load.memory import available_bytes
-from engine.load.meta_kernels import import_meta_kernels
 from engine.load.weight_bars import reported_weights
 from engine.model.rope import original_length
 from engine.quantize.quantize import bytes_of
@@ -119,7 +118,6 @@ def _load(name: str, folder: Path, config: EngineConfig) -> LoadedEmbedder:
 
 def _read(name: str, layout: Layout, settings: EngineConfig) -> tuple[Any, EmbeddingHead, Any]:
     """The model, its head and its tokenizer."""
-    import_meta_kernels()
     folder = layout.folder
     if not weight_files(folder):
         raise ModelUnsupported(name, missing_weights_reason(folder))

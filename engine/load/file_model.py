@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +13,6 @@ from engine.gguf.container import GgufError
 from engine.gguf.deferred import DeferredWeights, placeholder
 from engine.gguf.matrices import FileMatrices
 from engine.gguf.weights import read_parameters
-from engine.load.construction import construct
 from engine.load.resources import processor_count
 from engine.model.rope import original_length
 from engine.quantize.plan import QuantizationPlanNames, plan_from_names
@@ -23,7 +21,8 @@ from engine.quantize.plan import QuantizationPlanNames, plan_from_names
 def file_skeleton(config: Any) -> Any:
     """The model on the meta device. Raises GgufError for a configuration that transformers refuses."""
     try:
-        return construct(partial(_make_skeleton, config))
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config)
     except (ArithmeticError, ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise GgufError(f"its metadata describes no model that transformers can construct ({reason})") from error
@@ -56,25 +55,18 @@ def file_model(
     except MemoryError as error:
         raise GgufError("its dequantised weights exceed the memory") from error
     parameters |= {name: placeholder(sources[name].shape, dtype) for name in skipped}
-    make = partial(
-        type(skeleton).from_pretrained,
-        None,
-        config=config,
-        state_dict=parameters,
-        dtype=dtype,
-        attn_implementation="eager",
-        output_loading_info=True,
-    )
     with _without_renaming():
-        model, report = construct(make)
+        model, report = type(skeleton).from_pretrained(
+            None,
+            config=config,
+            state_dict=parameters,
+            dtype=dtype,
+            attn_implementation="eager",
+            output_loading_info=True,
+        )
     if deferred:
         matrices.deferred = DeferredWeights(model, deferred, dtype, matrices.reader)
     return model, report
-
-
-def _make_skeleton(config: Any) -> Any:
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
 
 
 @contextmanager

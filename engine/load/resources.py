@@ -1,4 +1,4 @@
-"""Processors and memory that this process may use, by its affinity and its control groups.
+"""Processors and memory that this process may use, by its affinity and its control groups; how its threads wait.
 
 Both versions of control groups (v1 and v2) are read, for the process's own group and its ancestors: the tightest limit
 counts.
@@ -12,6 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 FILESYSTEM_ROOT = Path("/")
+
+# Rounds that a waiting OpenMP thread spins before it sleeps. A step with two threads on busy cores (measured): 451 ms
+# with libgomp's default of 300,000 rounds, 67 ms with 20,000, 13 ms with 2,000, 8 ms with 0 or 200.
+_SPIN_COUNT = "1000"
 
 
 def processor_count(root: Path = FILESYSTEM_ROOT) -> int:
@@ -31,6 +35,15 @@ def memory_limit_bytes(root: Path = FILESYSTEM_ROOT) -> int | None:
     """The tightest limit of a group; None: there is no limit."""
     limits = [limit for group in _groups("memory", root) for limit, _ in _memory_files(group)]
     return min(limits, default=None)
+
+
+def limit_spinning() -> None:
+    """Limit the spinning of waiting OpenMP threads, unless the user has set it. Call before the import of torch.
+
+    On a busy machine a spinning thread takes the processor from the thread that it waits for.
+    """
+    if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
+        os.environ["GOMP_SPINCOUNT"] = _SPIN_COUNT
 
 
 def release_freed_memory() -> None:

@@ -6,7 +6,6 @@ One forward of a few tokens finds the layers that store cells or states, and tho
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,8 +20,6 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from engine.errors import ModelUnsupported
 from engine.load.checkpoint import READ_ERRORS, error_line
-from engine.load.construction import construct
-from engine.load.meta_kernels import import_meta_kernels
 from engine.model import hooks, recurrence, rope
 from engine.model.encoder import has_encoder
 from engine.model.layers import cached_layers_without_rotation, calibrate
@@ -44,11 +41,10 @@ class Skeleton:
 
 def make_skeleton(name: str, config: Any, dtype: torch.dtype) -> Skeleton:
     """Raises ModelUnsupported for a model that needs values to run."""
-    import_meta_kernels()
     try:
         with torch.device("meta"):
-            make = partial(model_class(config).from_config, config, dtype=dtype, attn_implementation="eager")
-            model = construct(make).to("meta").eval().requires_grad_(False)
+            model = model_class(config).from_config(config, dtype=dtype, attn_implementation="eager")
+            model = model.to("meta").eval().requires_grad_(False)
             model.tie_weights()
         install_rope(name, model)
         install_hooks(model)

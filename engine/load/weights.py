@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from engine.load.checkpoint import (
     incomplete_weights_reason,
     weight_files,
 )
-from engine.load.construction import construct
 from engine.load.gguf_model import gguf_model
 from engine.load.mxfp4 import mxfp4_model
 from engine.load.skeleton import model_class
@@ -73,8 +71,7 @@ def _read_weights(name: str, path: Path, config: Any, dtype: torch.dtype, ranks:
     ranks  processes that each read their part of the weights
     """
     _dequantize(name, path, config, dtype)
-    read = partial(
-        model_class(config).from_pretrained,
+    model, report = model_class(config).from_pretrained(
         path,
         config=config,
         dtype=dtype,
@@ -84,7 +81,6 @@ def _read_weights(name: str, path: Path, config: Any, dtype: torch.dtype, ranks:
         output_loading_info=True,
         distributed_config={"tp_size": ranks} if ranks > 1 else None,
     )
-    model, report = construct(read)
     return model, report
 
 

@@ -24,9 +24,6 @@ def run_plan(settings: Settings, *, as_json: bool) -> int:
     console = Console(highlight=False, soft_wrap=True)
     # These imports take seconds, and their memory is part of the plan.
     with console.status("import of torch and transformers"):
-        from engine.load.imports import import_transformers
-
-        import_transformers()
         import server.app  # noqa: F401
         from engine.errors import ModelError
         from engine.load.checkpoint import resolve_headers

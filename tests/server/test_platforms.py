@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from engine.kernels import arena
-from engine.load import preload, resources
+from engine.load import resources
 from engine.load.machine import find_gpus
 from tests.house.source import ROOT
 
@@ -47,14 +47,6 @@ def test_memory_of_weights_without_huge_pages() -> None:
     import torch
 
     assert (3, 5) == arena.Arena(64).allocate(torch.Size((3, 5)), torch.float32).shape
-
-
-@pytest.mark.usefixtures("macos")
-def test_preload_ignores_libraries_of_other_names() -> None:
-    thread = preload.preload_torch()
-    thread.join(10)
-
-    assert not thread.is_alive()
 
 
 def test_windows_gets_one_sentence_at_every_command() -> None:
