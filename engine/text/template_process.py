@@ -7,6 +7,7 @@ only for some. Here that ends the subprocess, and the conversation is refused. A
 from __future__ import annotations
 
 import functools
+import json
 import resource
 import signal
 import subprocess
@@ -79,7 +80,7 @@ class TemplateJob:
         return self._call(template, plain, options)
 
     def _call(self, template: str, messages: list[dict[str, object]] | None, options: Mapping[str, object]) -> str:
-        self._pipe.send((self._is_first, template, messages, dict(options)))
+        self._pipe.send_bytes(json.dumps((self._is_first, template, messages, dict(options))).encode())
         self._is_first = False
         answer = self._answer(self._pipe)
         text = answer[1:].decode(errors="surrogatepass")
@@ -202,7 +203,7 @@ def serve(descriptor: int, max_seconds: float) -> None:
     seconds = max_seconds
     while True:
         try:
-            is_first, template, messages, options = pipe.recv()
+            is_first, template, messages, options = json.loads(pipe.recv_bytes())
         except EOFError:
             return
         # Its signal ends the subprocess.
