@@ -10,7 +10,7 @@ import torch
 from engine.convert.architectures import Inexpressible
 from engine.convert.gguf_file import WeightType
 from engine.load.gguf_model import read_gguf_config, read_gguf_model
-from engine.load.tokenizer_cache import read_tokenizer
+from engine.load.tokenizer_files import read_tokenizer
 
 _DTYPES: dict[WeightType, torch.dtype] = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 
@@ -22,7 +22,7 @@ def write_folder(file: Path, folder: Path, weight_type: WeightType | None, on_ph
     config = read_gguf_config(file)
     dtype = config.dtype if weight_type is None else _DTYPES[weight_type]
     on_phase("tokenizer")
-    tokenizer, _ = read_tokenizer(file)
+    tokenizer = read_tokenizer(file)
     tokenizer.save_pretrained(folder)
     on_phase("weights")
     model, *_ = read_gguf_model(file, config, dtype)

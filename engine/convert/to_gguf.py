@@ -23,7 +23,7 @@ from engine.load.checkpoint import (
     missing_weights_reason,
     weight_files,
 )
-from engine.load.tokenizer_cache import read_tokenizer
+from engine.load.tokenizer_files import read_tokenizer
 
 # The weight type of a checkpoint's dtype.
 _STORED_TYPES: dict[torch.dtype, WeightType] = {torch.bfloat16: "bf16", torch.float16: "f16"}
@@ -66,7 +66,7 @@ def plan_file(
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     metadata = hyper_parameters(config)
     on_phase("tokenizer")
-    tokenizer, _ = read_tokenizer(folder)
+    tokenizer = read_tokenizer(folder)
     metadata |= tokenizer_metadata(tokenizer, config, pre_tokenizer)
     on_phase("weights")
     model = _read_model(folder, config)

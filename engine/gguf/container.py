@@ -80,11 +80,6 @@ class Metadata(Mapping[str, Value]):
         self._content, self._entries = content, entries
 
     @property
-    def size_bytes(self) -> int:
-        """Bytes of the header with all metadata."""
-        return len(self._content)
-
-    @property
     def digest(self) -> str:
         """A digest of all keys and values."""
         return hashlib.sha256(self._content.data).hexdigest()

@@ -164,8 +164,7 @@ class ModelChecks:
             return RunnerSelection(runner, "--drafter mtp reads hidden states of torch modules")
         if config.kernels == "torch" or config.device != "cpu":
             return RunnerSelection(runner, "C++ kernels are not used")
-        file = None if self._file is None else self._file.decoder_file
-        return select(self._model, runner, self._traits, context=context, checked=checked, file=file)
+        return select(self._model, runner, self._traits, context=context, checked=checked)
 
     def _is_batch_invariant(self, runner: LocalRunner, format: str | None, passed: Outcome | None) -> bool:
         """See ModelInfo. Models that quantise rows are made batch invariant too, as they amplify rounding; the result

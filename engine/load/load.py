@@ -43,7 +43,7 @@ from engine.load.layers import LayersToQuantize, QuantizedLayers, quantize_layer
 from engine.load.memory import max_fitting_context, model_sizes, plan_memory, rank_bytes
 from engine.load.resources import release_freed_memory
 from engine.load.skeleton import install_hooks, install_rope, make_skeleton
-from engine.load.tokenizer_cache import read_tokenizer
+from engine.load.tokenizer_files import read_tokenizer
 from engine.load.weight_bars import reported_weights
 from engine.load.weights import read_model
 from engine.model.device_runner import DeviceRunner
@@ -363,8 +363,8 @@ def _start_tokenizer(name: str, checkpoint: Checkpoint, vocabulary: int) -> Futu
 def read_model_tokenizer(name: str, checkpoint: Checkpoint, *, vocabulary: int) -> Tokenizer:
     """The tokenizer without a context limit. Raises ModelUnsupported."""
     try:
-        tokenizer, summary = read_tokenizer(checkpoint.path, metadata=checkpoint.metadata)
-        return Tokenizer(tokenizer, vocabulary_size=vocabulary, context=sys.maxsize, vocabulary=summary)
+        tokenizer = read_tokenizer(checkpoint.path, checkpoint.metadata)
+        return Tokenizer(tokenizer, vocabulary_size=vocabulary, context=sys.maxsize)
     except READ_ERRORS as error:
         raise ModelUnsupported(name, f"its tokenizer cannot be read: {error_line(error)}") from error
     except (TemplateTooCostly, TemplateUnavailable) as error:

@@ -66,14 +66,6 @@ class OutcomeFile:
         """Path of the outcome. Raises OSError if the user has no home folder."""
         return (self._folder or cache_folder("checks")) / self._name
 
-    @property
-    def decoder_file(self) -> Path | None:
-        """Path of the decoder beside the outcome; None if the user has no home folder."""
-        try:
-            return self.file.with_suffix(".decoder")
-        except OSError:
-            return None
-
     def read(self) -> Outcome | None:
         """The outcome; None if there is none that can be read."""
         try:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ import torch
 from engine.kernels.cpu.attention import FORMATS
 from engine.kernels.cpu.build import LibraryUnavailable
 from engine.kernels.packing import PackedMatrix
-from engine.load.decoder_file import DecoderFile, Decoders
 from engine.load.selftest import ModelTraits, logit_difference
 from engine.model import rope
 from engine.model.margins import within
@@ -52,7 +50,6 @@ def select(
     *,
     context: int,
     checked: bool = False,
-    file: Path | None = None,
 ) -> RunnerSelection:
     """Select the runner of a model in CPU memory: the native step if it can replace `runner`.
 
@@ -61,17 +58,10 @@ def select(
     traits   the traits that `runner` was found with
     context  positions of the model
     checked  whether an earlier start compared the logits of both
-    file     of the decoder that an earlier start detected; None: it is detected at every start
     """
     try:
         runner = _require_packed(runner, traits)
-        stored = None if file is None else DecoderFile(file, model)
-        decoders = stored.read() if stored is not None and checked else None
-        if decoders is None:
-            decoders = _decoders(model, runner, vocabulary=traits.vocabulary, context=context)
-            if stored is not None:
-                stored.write(decoders)
-        decoder, long_decoder = decoders
+        decoder, long_decoder = _decoders(model, runner, vocabulary=traits.vocabulary, context=context)
         library = _library()
         move_weights(model)
         make = partial(NativeRunner, runner, decoder, library, long_decoder=long_decoder)
@@ -121,7 +111,9 @@ def _require_packed(runner: LocalRunner, traits: ModelTraits) -> PackedRunner:
     return runner
 
 
-def _decoders(model: Any, runner: PackedRunner, *, vocabulary: int, context: int) -> Decoders:
+def _decoders(
+    model: Any, runner: PackedRunner, *, vocabulary: int, context: int
+) -> tuple[DecoderSpec, DecoderSpec | None]:
     """The decoder, and the decoder with the rotation beyond the original length if the context has such positions.
 
     Raises UnsupportedArchitecture.

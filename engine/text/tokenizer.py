@@ -29,7 +29,7 @@ from engine.text.template_process import (
 )
 from engine.text.tool_call_format import ToolCallFormat, detect_tool_call_format
 from engine.text.variables import template_variables
-from engine.text.vocabulary import VocabularySummary, summarize
+from engine.text.vocabulary import summarize
 from engine.types.events import Logprob
 from engine.types.request import RenderedPrompt
 from engine.watchdog import WatchedLock
@@ -45,7 +45,6 @@ class Tokenizer:
 
     context      tokens of a sequence; text that certainly has more is refused before it is tokenized
     max_context  the longest context that the settings could allow, for that error
-    vocabulary   its summary; None: it is made of the tokenizer's vocabulary
     chat_format  of reasoning and tool calls in the model's output
 
     template_names  variables that the chat templates read
@@ -53,18 +52,10 @@ class Tokenizer:
     Raises TemplateTooCostly, and TemplateUnavailable.
     """
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        *,
-        vocabulary_size: int,
-        context: int,
-        max_context: int = 0,
-        vocabulary: VocabularySummary | None = None,
-    ) -> None:
+    def __init__(self, tokenizer: Any, *, vocabulary_size: int, context: int, max_context: int = 0) -> None:
         self._tokenizer = tokenizer
         self._context, self._max_context = context, max_context
-        vocabulary = vocabulary or summarize(tokenizer.get_vocab())
+        vocabulary = summarize(tokenizer.get_vocab())
         self._max_token_bytes, self._tokens = vocabulary.max_token_bytes, vocabulary.size
         self._token_bytes = self._engine_token_bytes = TokenBytes(tokenizer, vocabulary)
         if not getattr(tokenizer, "is_fast", False):

@@ -15,12 +15,10 @@ BOUNDARIES = {
     "engine/chat_format/lark_writer.py": "an invalid grammar is refused with a message",
     "engine/embedder/loading.py": "an embedding model that cannot run is refused with a message",
     "engine/embedder/scheduler.py": "a failing batch fails its own jobs",
-    "engine/load/decoder_file.py": "a damaged file of a decoder is replaced",
     "engine/load/load.py": "a model that cannot run on packed batches is refused with a message",
     "engine/load/selftest.py": "a model that fails its self-test is refused with a message",
     "engine/quantize/calibration.py": "a model that cannot run on a text alone is quantised without a calibration",
     "engine/load/fusion.py": "a function that cannot be compiled stays as it is",
-    "engine/load/tokenizer_cache.py": "a broken entry of the cache is rebuilt",
     "engine/text/template_process.py": "a template that fails refuses its conversation",
     "engine/draft/mtp.py": "an MTP head that cannot be loaded is refused with a message",
     "server/http/middleware.py": "HTTP boundary, before the first byte of a response",
@@ -34,6 +32,7 @@ EVENT_LOOP = {"engine/engine.py", "engine/output/stream.py"}
 FAMILIES = ("llama", "qwen", "gemma", "mistral", "phi", "olmo", "gpt", "neox", "cohere", "mamba", "deepseek", "granite")
 # Their files name the architecture of a model: it is part of the format.
 FILE_FORMATS = ("engine/convert/", "engine/gguf/")
+UNPICKLERS = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 EMPTY_NAMES = ("util", "helper", "manager", "misc", "common_")
 
 
@@ -75,6 +74,34 @@ def test_no_checkpoint_code_is_trusted() -> None:
     ]
 
     assert [] == trusted
+
+
+def test_nothing_is_unpickled() -> None:
+    """No module that runs code of the bytes that it reads, and no pickled objects in pipes between processes."""
+    imported = [
+        f"{source.label} {name}"
+        for source in sources()
+        for node in source.nodes(ast.Import, ast.ImportFrom)
+        for name in _modules(node)
+        if name.partition(".")[0] in UNPICKLERS
+    ]
+    piped = [
+        place
+        for source in sources()
+        if any("multiprocessing.connection" in _modules(node) for node in source.nodes(ast.Import, ast.ImportFrom))
+        for place in source.places(
+            node for node in source.nodes(ast.Attribute) if node.attr in ("send", "recv", "recv_pyobj")
+        )
+    ]
+
+    assert [] == imported
+    assert [] == piped
+
+
+def _modules(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.ImportFrom):
+        return [node.module or ""]
+    return [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
 
 
 def test_no_condition_names_a_model_family() -> None:

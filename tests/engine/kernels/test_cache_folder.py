@@ -14,7 +14,7 @@ from engine.kernels import cache_folder
 from engine.kernels.cpu import build
 from engine.kernels.packing import PackedMatrix
 from engine.kernels.rounding import pack_floats
-from engine.load import import_structure, machine, outcomes, tokenizer_cache
+from engine.load import machine, outcomes
 from engine.quantize import store
 
 
@@ -48,7 +48,7 @@ def test_kernels_and_weights_share_the_root(root: Path) -> None:
     assert root / "weights" == store.WeightStore("model", 8).file.parent
 
 
-KINDS = ("kernels", "weights", "checks", "tokenizers", "imports")
+KINDS = ("kernels", "weights", "checks")
 
 
 def others_may_write(folder: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
@@ -83,26 +83,19 @@ def find_machine_cache_error() -> str | None:
     return machine._cache()[2]
 
 
-def test_planted_files_are_not_read(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planted_files_are_not_read(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each reader of a cached file works without one."""
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "module.py").write_text("")
     outcome, weights = outcomes.OutcomeFile("model"), store.WeightStore("model", 8)
     monkeypatch.setattr(store, "MIN_BYTES", 0)
     weights.write(layers())
-    files = [outcome.file, outcome.decoder_file, import_structure._entry(str(model), "x", None)]
-    files.append(tokenizer_cache._entry(model, None, None, 0))
     assert weights.read({"layer": (64, 64)}) is not None
-    assert {"checks", "imports", "tokenizers"} == {file.parent.name for file in files if file is not None}
+    assert "checks" == outcome.file.parent.name
 
     for kind in KINDS:
         (root / kind).mkdir(exist_ok=True)
         (root / kind).chmod(0o777)
 
     assert (None, None) == (weights.read({"layer": (64, 64)}), outcome.read())
-    assert (None, None) == (outcome.decoder_file, import_structure._entry(str(model), "x", None))
-    assert tokenizer_cache._entry(model, None, None, 0) is None
     with pytest.raises(build.LibraryUnavailable, match="other users can write"):
         build._user_cache()
 
