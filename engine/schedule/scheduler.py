@@ -294,7 +294,8 @@ class Scheduler:
         slot, context = _slot(sequence), sequence.context
         if context.shifts:
             return
-        for position in sequence.checkpoints(span.start, span.stop):
+        # With the start of the span: a length that was reused, so that no earlier span ended there.
+        for position in sequence.checkpoints(span.start - 1, span.stop):
             self._slots.insert_prefix(slot, context, position, checkpoint=True)
         if span.stop <= len(sequence.request.prompt):
             self._slots.insert_prefix(slot, context, span.stop)

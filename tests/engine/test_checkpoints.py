@@ -45,6 +45,21 @@ def test_the_third_prompt_resumes_at_a_divergence(loaded: Models, family: str) -
     assert [0, 0, 27] == found
 
 
+@pytest.mark.parametrize("family", [*RECURRENT, "qwen3_next"])
+@pytest.mark.parametrize("longer", [1, 2])
+def test_a_prompt_resumes_where_an_answer_ended(loaded: Models, family: str, longer: int) -> None:
+    """The cached length stays a checkpoint when the prompt's own tokens are inserted behind it."""
+    engine = core(loaded(family), slots=2, chunk=256)
+    first = play(engine, [Job(ask("first", PROMPT, 12, ignore_eos=True))])["first"].tokens
+    prompt = (*PROMPT, *first[:-1], *range(1, 1 + longer))
+
+    reused = len(prompt) - longer
+
+    assert reused == cached(engine, prompt, "second")
+    assert len(prompt) - 1 == cached(engine, prompt, "third")
+    assert reused == cached(engine, (*prompt[:reused], 251), "diverges there")
+
+
 @pytest.mark.parametrize("family", RECURRENT)
 def test_long_prompts_have_regular_checkpoints(loaded: Models, family: str) -> None:
     """With an interval of 16, at most 15 tokens are computed twice."""

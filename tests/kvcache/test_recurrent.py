@@ -107,6 +107,24 @@ def test_a_state_that_ends_a_message_stays() -> None:
     assert 3 == cache.reuse_prefix(1, tokens[:5])
 
 
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_a_reused_state_stays_as_a_checkpoint(checkpoint: bool) -> None:
+    """It is 4 tokens after the one before: too close to stay when another slot inserts tokens behind it."""
+    cache = Cache(LAYERS, slots=3, capacity=40, cells=120, state_bytes=10**6, state_spacing=8)
+    tokens = list(range(30))
+    for length in (10, 4):
+        feed(cache, 0, length)
+        cache.insert_prefix(0, tokens[: cache.cached_length(0)])
+    reused = cache.reuse_prefix(1, tokens)
+    feed(cache, 1, 1)
+    if checkpoint:
+        cache.insert_prefix(1, tokens[:reused], checkpoint=True)
+    cache.insert_prefix(1, tokens[: reused + 1])
+
+    assert 14 == reused
+    assert (14 if checkpoint else 10) == cache.reuse_prefix(2, [*tokens[:14], 99])
+
+
 @pytest.mark.parametrize("kept", range(1, 5))
 def test_draft_tokens_stay_as_far_as_accepted(kept: int) -> None:
     cache = make()
