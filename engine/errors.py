@@ -27,6 +27,8 @@ EngineError
 
 from __future__ import annotations
 
+from engine.types.sizes import format_size
+
 
 class EngineError(Exception):
     """The base class of all errors of the engine."""
@@ -88,8 +90,8 @@ class PlanTooLarge(ModelError):
     """Weights and cache exceed the available memory."""
 
     def __init__(self, needed_bytes: int, available_bytes: int, advice: str) -> None:
-        needed, available = needed_bytes / 2**30, available_bytes / 2**30
-        super().__init__(f"the memory plan needs {needed:.1f} GiB of {available:.1f} GiB available: {advice}")
+        needed, available = format_size(needed_bytes), format_size(available_bytes)
+        super().__init__(f"the memory plan needs {needed} of {available} available: {advice}")
         self.needed_bytes, self.available_bytes, self.advice = needed_bytes, available_bytes, advice
 
 
@@ -107,8 +109,8 @@ class EmbedderTooLarge(ModelError):
     """The embedding model exceeds the available memory."""
 
     def __init__(self, model: str, needed_bytes: int, available_bytes: int) -> None:
-        needed, available = needed_bytes / 2**30, available_bytes / 2**30
-        super().__init__(f"the embedding model {model!r} needs {needed:.1f} GiB of {available:.1f} GiB available")
+        needed, available = format_size(needed_bytes), format_size(available_bytes)
+        super().__init__(f"the embedding model {model!r} needs {needed} of {available} available")
         self.model, self.needed_bytes, self.available_bytes = model, needed_bytes, available_bytes
 
 

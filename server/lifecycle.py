@@ -24,6 +24,7 @@ from fastapi import FastAPI
 
 from engine.errors import EngineError, ModelError
 from engine.load.resources import release_freed_memory
+from engine.types.sizes import format_size
 from engine.types.status import MTP_OMITTED, DraftingInfo, EmbeddingModelInfo, MemoryPlan, ModelInfo
 from server.configuration.settings import Settings
 from server.hosting import Hosting
@@ -31,7 +32,7 @@ from server.http.descriptors import ListeningSocket, connection_limit, log_exhau
 from server.http.protocol import strict_protocol, strict_websocket
 from server.http.version import version
 from server.store.store import describe_location
-from server.terminal.sizes import format_count, format_size
+from server.terminal.sizes import format_count
 
 if TYPE_CHECKING:
     from engine.engine import Engine

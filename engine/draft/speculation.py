@@ -1,7 +1,7 @@
 """Speculative decoding: which sequences get draft tokens in a step, from which drafter and how many; counts of them.
 
-Draft tokens are further tokens of the batch (sample/verify.py decides which are emitted). They take free cells only:
-where the cache is full there are none, and no sequence is preempted for them.
+Draft tokens are further tokens of the batch (sample/verify.py decides which are emitted). They take free cells,
+and those of cached prefixes, which are evicted for them; no sequence is preempted for them.
 """
 
 from __future__ import annotations

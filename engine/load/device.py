@@ -8,6 +8,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.errors import DeviceUnavailable
+from engine.types.sizes import format_size
 
 # Prompt tokens of a step on a GPU: fewer leave it idle.
 _GPU_CHUNK = 2048
@@ -74,7 +75,7 @@ def describe_gpus() -> tuple[str, ...]:
         return ()
     properties = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
     return tuple(
-        f"cuda:{number}: {each.name}, {each.total_memory / 2**30:.1f} GiB" for number, each in enumerate(properties)
+        f"cuda:{number}: {each.name}, {format_size(each.total_memory)}" for number, each in enumerate(properties)
     )
 
 

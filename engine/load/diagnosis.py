@@ -8,6 +8,7 @@ from typing import Literal
 
 from engine.load.device import GPU_TORCH_REMEDY
 from engine.load.machine import Kernel, Machine
+from engine.types.sizes import format_size
 
 # The command that installs a C++ compiler, by the id of a distribution.
 _COMPILER_COMMANDS = {
@@ -123,7 +124,7 @@ def _processors(machine: Machine) -> Finding:
 
 
 def _memory(machine: Machine) -> Finding:
-    text = f"{_gibibytes(machine.available_bytes)} free of {_gibibytes(machine.memory_bytes)}"
+    text = f"{format_size(machine.available_bytes)} free of {format_size(machine.memory_bytes)}"
     if machine.available_bytes < _LITTLE_MEMORY_BYTES:
         remedy = "end other programs, raise the container's limit, or use small models: cellar plan MODEL"
         return Finding("memory", "problem", text, remedy)
@@ -154,7 +155,3 @@ def _hub(machine: Machine) -> Finding:
         return Finding("hub", "ok", f"{machine.hub} is reachable")
     text = f"{machine.hub} is unreachable ({machine.hub_error}); local models and downloaded ones work"
     return Finding("hub", "note", text)
-
-
-def _gibibytes(size: int) -> str:
-    return f"{size / 2**30:.1f} GiB"

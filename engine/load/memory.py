@@ -16,6 +16,7 @@ from engine.load.device import device_memory
 from engine.load.resources import free_memory_bytes, memory_limit_bytes
 from engine.model.graph_sizes import BATCH_SIZES, all_sizes
 from engine.types.request import MAX_DRAFT_TOKENS
+from engine.types.sizes import format_size
 from engine.types.status import MemoryPlan
 from kvcache.spec import LayerSpec, group_layers
 from kvcache.state_pool import StatePool
@@ -251,11 +252,11 @@ def _default_cells(config: EngineConfig, context: int, slots: int) -> int:
 def _advice(plan: MemoryPlan, context: int, slots: int) -> str:
     """The settings to lower, and the largest users of memory."""
     weights, tokens, windows, work = (
-        f"{part / 2**30:.1f} GiB"
+        format_size(part)
         for part in (plan.weights_bytes, plan.cells * plan.cell_bytes, plan.window_bytes, plan.workspace_bytes)
     )
     return (
         f"lower --context ({context}) or --slots ({slots}), or choose a smaller --dtype or --kv-dtype, or --quantize; "
-        f"the plan has {weights} of weights, {tokens} for {plan.cells} tokens, {windows} for windows of {slots} slots "
-        f"and {work} of activations"
+        f"the plan has {weights} of weights, {tokens} for {plan.cells} tokens, "
+        f"{windows} for windows ({slots} slots) and {work} of activations"
     )

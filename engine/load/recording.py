@@ -12,6 +12,7 @@ from engine.load.load import LoadedModel
 from engine.load.memory import available_bytes, recorded_tokens
 from engine.model.graph_runner import GraphRunner
 from engine.types.progress import report_progress
+from engine.types.sizes import format_size
 from kvcache.cache import Cache
 
 log = logging.getLogger("cellar.engine")
@@ -37,4 +38,4 @@ def record_steps(
     for count, total in loaded.runner.record_all(cache, tokens, draft_vocabulary):
         report_progress("graphs", count, total)
     used = max(free - available_bytes(config), 0)
-    log.info("graphs: %d recorded in %.1f s, %.2f GiB", count, time.monotonic() - began, used / 2**30)
+    log.info("graphs: %d recorded in %.1f s, %s", count, time.monotonic() - began, format_size(used))

@@ -25,6 +25,7 @@ from engine.load.checkpoint import (
 from engine.load.gguf_model import gguf_model
 from engine.load.mxfp4 import mxfp4_model
 from engine.load.skeleton import model_class
+from engine.types.sizes import format_size
 
 log = logging.getLogger("cellar.engine")
 
@@ -93,9 +94,9 @@ def _dequantize(name: str, folder: Path, config: Any, dtype: torch.dtype) -> Non
     stored["dequantize"] = True
     size = sum(file.stat().st_size for file in weight_files(folder)) * torch.finfo(dtype).bits / bits
     log.warning(
-        "%s has weights in %s: they are read as %s, which takes about %.1f GiB; --quantize makes them smaller",
+        "%s has weights in %s: they are read as %s, which takes about %s; --quantize makes them smaller",
         name,
         kind,
         str(dtype).removeprefix("torch."),
-        size / 2**30,
+        format_size(size),
     )

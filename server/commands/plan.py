@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from server.terminal.sizes import format_count, format_size
+from engine.types.sizes import format_size
+from server.terminal.sizes import format_count
 
 if TYPE_CHECKING:
     from engine.load.model_plan import GroupSize, ModelPlan

@@ -90,7 +90,7 @@ class Settings:
         str,
         Parameter(
             help="Where models run: cpu; cuda or one GPU such as cuda:1; auto: the first GPU if there is one, else "
-            "cpu. CUDA was built and checked without a card (docs/gpu.md)."
+            "cpu. CUDA was tested without a GPU (docs/gpu.md)."
         ),
     ] = "cpu"
     enforce_eager: Annotated[

@@ -94,7 +94,7 @@ class Record:
     final          its status will not change
     cancelled      final by a cancellation
     body, input    of server/responses
-    items          ids of the items in body and input, for `find_by_items`; only set for `put`
+    items          ids of the items in the response's output, for `find_by_items`; only set for `put`
     lease_expired  not final, and its server stopped
     owner          the only one to read it; "": servers without keys
     """

@@ -19,11 +19,3 @@ def format_count(number: int) -> str:
 def format_file_size(number: int) -> str:
     """Of files, such as 1.6 GB."""
     return decimal(number)
-
-
-def format_size(number: int) -> str:
-    """Of memory, such as 1.5 GiB."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if number >= size:
-            return f"{number / size:.1f} {unit}"
-    return f"{number} bytes"
