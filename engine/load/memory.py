@@ -258,5 +258,5 @@ def _advice(plan: MemoryPlan, context: int, slots: int) -> str:
     return (
         f"lower --context ({context}) or --slots ({slots}), or choose a smaller --dtype or --kv-dtype, or --quantize; "
         f"the plan has {weights} of weights, {tokens} for {plan.cells} tokens, "
-        f"{windows} for windows ({slots} slots) and {work} of activations"
+        f"{windows} for sliding windows and {work} of activations"
     )

@@ -65,7 +65,7 @@ def test_plan_beyond_the_memory_is_refused_with_its_parts() -> None:
         plan_memory(config, sizes(FULL, WINDOW, longest=2**20), 2**30)
 
     assert "lower --context (1048576) or --slots (8)" in str(refusal.value)
-    assert "4.0 GiB for 8388608 tokens, 65.0 KiB for windows (8 slots)" in str(refusal.value)
+    assert "4.0 GiB for 8388608 tokens, 4.2 MiB for sliding windows and 2.6 KiB" in str(refusal.value)
     assert refusal.value.needed_bytes > refusal.value.available_bytes == 2**30 + 1000
 
 
