@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import os
-import readline
 import sys
 import termios
-from collections.abc import Iterator, Sequence
-from glob import escape, glob
+from collections.abc import Iterable, Iterator, Sequence
+
+from prompt_toolkit import PromptSession
+from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
+from prompt_toolkit.document import Document
+from prompt_toolkit.filters import Condition
+from prompt_toolkit.history import FileHistory, History, InMemoryHistory
+from prompt_toolkit.shortcuts import CompleteStyle
 
 from server.configuration.xdg import state_folder
 
-HISTORY_LINES = 1000
+# A history file of twice as many bytes is shortened.
+HISTORY_BYTES = 2**20
 PROMPT, CONTINUATION = ">>> ", "... "
 QUOTES = '"""'
 
@@ -26,92 +30,65 @@ class LineInput:
     """
 
     def __init__(self, commands: Sequence[str], file_commands: Sequence[str]) -> None:
-        self._commands, self._file_commands = commands, file_commands
-        readline.set_completer(self._complete)
-        readline.set_completer_delims(" ")
-        readline.parse_and_bind("bind ^I rl_complete" if "libedit" in (readline.__doc__ or "") else "tab: complete")
-        readline.set_auto_history(False)
-        self._history = History()
-        for text in self._history.read():
-            readline.add_history(text)
+        self._session: PromptSession[str] = PromptSession(
+            PROMPT,
+            prompt_continuation=CONTINUATION,
+            multiline=Condition(lambda: _is_open(self._session.default_buffer.text)),
+            completer=_SlashCompleter(commands, file_commands),
+            complete_style=CompleteStyle.READLINE_LIKE,
+            complete_while_typing=False,
+            history=_history(),
+        )
 
     def read(self, prefilled: str = "") -> str:
         """The next message; text between triple quotes may have many lines. Raises EOFError and KeyboardInterrupt."""
-        # The text of a startup hook is part of the line and can be edited.
-        readline.set_startup_hook(lambda: readline.insert_text(prefilled))
-        try:
-            text = input(PROMPT)
-        finally:
-            readline.set_startup_hook(None)
+        text = self._session.prompt(default=prefilled)
         if text.startswith(QUOTES):
-            text = _read_quoted(text.removeprefix(QUOTES))
-        if text.strip():
-            readline.add_history(text)
-            self._history.append(text)
-        return text
-
-    def _complete(self, text: str, state: int) -> str | None:
-        words = readline.get_line_buffer().split(" ", 1)
-        if len(words) == 1:
-            found = [name for name in self._commands if name.startswith(text)] if text.startswith("/") else []
-        elif words[0] in self._file_commands:
-            found = [f"{path}/" if os.path.isdir(path) else path for path in sorted(glob(escape(text) + "*"))]
-        else:
-            found = []
-        return found[state] if state < len(found) else None
+            text = text.removeprefix(QUOTES).rstrip().removesuffix(QUOTES).strip("\n")
+        # Bytes outside UTF-8 arrive as surrogates, which no request can have.
+        return text.encode(errors="surrogateescape").decode(errors="replace")
 
 
-def _read_quoted(first: str) -> str:
-    """The lines up to the closing quotes."""
-    lines = [first]
-    while not lines[-1].endswith(QUOTES):
-        lines.append(input(CONTINUATION))
-    return "\n".join([*lines[:-1], lines[-1].removesuffix(QUOTES)]).strip("\n")
+def _is_open(text: str) -> bool:
+    """Whether closing quotes are missing, so that Enter begins a line."""
+    return text.startswith(QUOTES) and not text.removeprefix(QUOTES).rstrip().endswith(QUOTES)
 
 
-class History:
-    """Messages of earlier chats in a file of the state folder, one JSON text a line; nothing without such a folder.
+class _SlashCompleter(Completer):
+    def __init__(self, commands: Sequence[str], file_commands: Sequence[str]) -> None:
+        self._commands, self._file_commands = commands, file_commands
+        self._paths = PathCompleter(expanduser=True)
 
-    readline's own file has no messages with many lines, and its format differs between libraries.
-    """
-
-    def __init__(self) -> None:
-        try:
-            folder = state_folder()
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            path = folder / "chat_history"
-            path.touch(mode=0o600)
-            path.chmod(0o600)
-        except (OSError, RuntimeError):
-            self.path = None
-        else:
-            self.path = path
-
-    def read(self) -> list[str]:
-        """The latest messages. A file of twice as many is shortened."""
-        if self.path is None:
-            return []
-        try:
-            lines = self.path.read_text(encoding="utf-8", errors="replace").splitlines()
-            if len(lines) > 2 * HISTORY_LINES:
-                self.path.write_text("".join(f"{line}\n" for line in lines[-HISTORY_LINES:]), encoding="utf-8")
-        except OSError:
-            return []
-        return [text for line in lines[-HISTORY_LINES:] if (text := _decoded(line)) is not None]
-
-    def append(self, text: str) -> None:
-        """Add a message to the file."""
-        if self.path is not None:
-            with contextlib.suppress(OSError), self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(text) + "\n")
+    def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterable[Completion]:
+        text = document.text_before_cursor
+        command, space, path = text.partition(" ")
+        if space and command in self._file_commands:
+            yield from self._paths.get_completions(Document(path), complete_event)
+        elif text.startswith("/"):
+            yield from (Completion(name, -len(text)) for name in self._commands if name.startswith(text))
 
 
-def _decoded(line: str) -> str | None:
+def _history() -> History:
+    """Messages of earlier chats in a file of the state folder; in memory only without such a folder."""
     try:
-        text = json.loads(line)
-    except ValueError:
-        return None
-    return text if isinstance(text, str) else None
+        folder = state_folder()
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        path = folder / "chat_history"
+        path.touch(mode=0o600)
+        path.chmod(0o600)
+        if path.stat().st_size > 2 * HISTORY_BYTES:
+            path.write_bytes(path.read_bytes()[-HISTORY_BYTES:])
+    except (OSError, RuntimeError):
+        return InMemoryHistory()
+    return _FileHistory(path)
+
+
+class _FileHistory(FileHistory):
+    """A message that cannot be written, such as on a full disk, is kept in memory only."""
+
+    def store_string(self, string: str) -> None:
+        with contextlib.suppress(OSError, UnicodeEncodeError):
+            super().store_string(string)
 
 
 @contextlib.contextmanager

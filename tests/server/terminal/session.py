@@ -18,9 +18,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
 ROWS, COLUMNS = 40, 100
-WAIT_SECONDS, AGAIN_SECONDS = 90.0, 1.0
-PROMPT = ">>> "
-CTRL_C, CTRL_D, ENTER = "\x03", "\x04", "\r"
+WAIT_SECONDS = 90.0
+# The space after it is a movement of the cursor.
+PROMPT = ">>>"
+CTRL_C, CTRL_D = "\x03", "\x04"
 # The terminal becomes that of the process, so its Ctrl-C is a signal; a shell that runs the tests in the background
 # would have it ignored.
 _START = """
@@ -45,7 +46,7 @@ class TerminalSession:
             stdin=inner,
             stdout=inner,
             stderr=inner,
-            env={**os.environ, "TERM": "xterm", **environment},
+            env={**os.environ, "TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1", **environment},
             start_new_session=True,
         )
         os.close(inner)
@@ -66,20 +67,6 @@ class TerminalSession:
         """Press keys."""
         os.write(self._terminal, keys.encode())
 
-    def press_until(self, keys: str, text: str) -> str:
-        """Press keys until they have an effect; the output as of `wait`.
-
-        Python's readline misses a signal that comes just before it waits.
-        """
-        give_up = time.monotonic() + WAIT_SECONDS
-        while text not in self.text[self._position :]:
-            assert time.monotonic() < give_up, self.text[self._position :][-1000:]
-            self.type(keys)
-            pressed = time.monotonic()
-            while text not in self.text[self._position :] and time.monotonic() < pressed + AGAIN_SECONDS:
-                self._read()
-        return self.wait(text)
-
     def wait(self, text: str) -> str:
         """The output from the last wait up to the end of `text`, without colours."""
         give_up = time.monotonic() + WAIT_SECONDS
@@ -93,19 +80,14 @@ class TerminalSession:
         """Type a line; the output after it, up to the next prompt."""
         self.type(f"{line}\r")
         self.wait(line)
+        # The prompt and the line may be drawn again before the end of the line.
+        self.wait("\n")
         return self.wait(end)
 
     def end_by(self, number: signal.Signals) -> int:
-        """The exit code after a signal. If it comes just before Python's readline waits, it takes effect with Enter."""
-        give_up = time.monotonic() + WAIT_SECONDS
+        """The exit code after a signal."""
         self.process.send_signal(number)
-        sent = time.monotonic()
-        while self._read():
-            assert time.monotonic() < give_up, self.text[-1000:]
-            if time.monotonic() > sent + AGAIN_SECONDS:
-                self.type(ENTER)
-                sent = time.monotonic()
-        return self.process.wait(WAIT_SECONDS)
+        return self.end()
 
     def end(self) -> int:
         """The exit code, once the process has ended."""
