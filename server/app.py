@@ -11,11 +11,13 @@ from fastapi import FastAPI
 
 from server.configuration.settings import Settings
 from server.http import errors, validation
-from server.http.auth import AuthMiddleware
+from server.http.admission import AdmissionMiddleware
+from server.http.auth import ApiKeys, AuthMiddleware
 from server.http.lenient import LenientRoute
 from server.http.middleware import BodyLimitMiddleware, BoundaryMiddleware, OriginsMiddleware
 from server.http.parsing import StrictRoute, large_body_limiter
 from server.http.paths import ServedPaths
+from server.http.refusal import EarlyRefusal
 from server.http.version import version
 from server.metrics.metrics import Metrics
 from server.metrics.traces import make_traces
@@ -44,7 +46,9 @@ if TYPE_CHECKING:
 def create_app(engine: Engine, settings: Settings) -> FastAPI:
     """The application; ValueError or OSError for settings that cannot work.
 
-    From the outside in: OriginsMiddleware, BoundaryMiddleware, AuthMiddleware, BodyLimitMiddleware, then the routes.
+    From the outside in: OriginsMiddleware, BoundaryMiddleware, AuthMiddleware, AdmissionMiddleware,
+    BodyLimitMiddleware, then the routes. The state `refuse` answers most requests to a full queue without them, if the
+    HTTP server calls it.
     """
     settings.check()
     closing = AsyncExitStack()
@@ -102,9 +106,11 @@ def create_app(engine: Engine, settings: Settings) -> FastAPI:
 
 def _wrap(app: FastAPI, settings: Settings, metrics: Metrics) -> None:
     """Add the middleware, the outermost last."""
-    limits = settings.limits
+    limits, keys = settings.limits, ApiKeys(settings.all_keys)
+    app.state.refuse = EarlyRefusal(app.state.engine.check_admission, keys, settings.hosts, limits, metrics)
     app.add_middleware(BodyLimitMiddleware, limit=limits.body_bytes, upload_limit=limits.file_bytes)
-    app.add_middleware(AuthMiddleware, keys=settings.all_keys, open_paths=page.open_paths())
+    app.add_middleware(AdmissionMiddleware, routes=app.routes)
+    app.add_middleware(AuthMiddleware, keys=keys, open_paths=page.open_paths())
     app.add_middleware(
         BoundaryMiddleware,
         hosts=settings.hosts,

@@ -236,7 +236,9 @@ def _config(app: FastAPI, settings: Settings) -> uvicorn.Config:
     limits = replace(settings.limits, connections=connection_limit(settings.limits.connections))
     return uvicorn.Config(
         app,
-        http=strict_protocol(limits, direct_writes=settings.direct_writes),
+        http=strict_protocol(
+            limits, app.state.refuse if settings.direct_writes else None, direct_writes=settings.direct_writes
+        ),
         ws=strict_websocket(limits),
         ws_max_size=limits.body_bytes,
         ws_ping_interval=limits.ping_seconds,

@@ -19,6 +19,8 @@ from server.http.errors import INVALID_API_KEY, ApiError, error_response
 # Compared with scope["path"] literally: no prefix, no case folding, no URL rebuilt from the Host header
 # (CVE-2026-48710).
 OPEN_PATHS = frozenset({"/health", "/ready"})
+# Lower-case names and values, as in ASGI.
+RawHeaders = Iterable[tuple[bytes, bytes]]
 # The key of the owner in a request's state.
 OWNER_KEY = "owner"
 
@@ -44,19 +46,45 @@ _current_caller: ContextVar[Caller] = ContextVar("caller", default=_ANONYMOUS)
 _acting_owner: ContextVar[str | None] = ContextVar("acting_owner", default=None)
 
 
-class AuthMiddleware:
-    """ASGI middleware: answers 401 to requests without a valid key. Without keys it accepts every request.
+class ApiKeys:
+    """The keys of a server, and their owners.
 
-    keys        `key`, or `organisation:key`; keys of one organisation are one owner
-    open_paths  that need no key, beside OPEN_PATHS
+    keys  `key`, or `organisation:key`; keys of one organisation are one owner
     """
 
-    def __init__(self, app: ASGIApp, keys: Iterable[str], open_paths: Collection[str] = ()) -> None:
-        self.app, self._open_paths = app, OPEN_PATHS.union(open_paths)
+    def __init__(self, keys: Iterable[str]) -> None:
         keys = tuple(keys)
         self._owners = dict(_owners_of(keys))
         self._organisations = {_organisation_id(name): name for name, _ in map(split_organisation, keys) if name}
         self._digests = list(self._owners)
+
+    def owner(self, headers: RawHeaders) -> str | None:
+        """The owner of the key in the headers, "" on a server without keys; None: there is no valid key."""
+        if not self._digests:
+            return ""
+        presented = {*_credentials(headers)}
+        # A proxy may read the other one of two credentials. The same one twice is sent by Continue.
+        return self._owner_of(*presented) if len(presented) == 1 else None
+
+    def label(self, owner: str) -> str:
+        """The owner in the log: an organisation by its name; else a digest of the key, shortened."""
+        return self._organisations.get(owner, owner[:8])
+
+    def _owner_of(self, key: bytes) -> str | None:
+        # Digests of equal length, all compared: the time is independent of the keys.
+        digest = _digest(key)
+        matches = [hmac.compare_digest(digest, known) for known in self._digests]
+        return self._owners[digest] if any(matches) else None
+
+
+class AuthMiddleware:
+    """ASGI middleware: answers 401 to requests without a valid key. Without keys it accepts every request.
+
+    open_paths  that need no key, beside OPEN_PATHS
+    """
+
+    def __init__(self, app: ASGIApp, keys: ApiKeys, open_paths: Collection[str] = ()) -> None:
+        self.app, self._keys, self._open_paths = app, keys, OPEN_PATHS.union(open_paths)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on with its owner, or answer 401."""
@@ -64,40 +92,24 @@ class AuthMiddleware:
             await self.app(scope, receive, send)
             return
         acting = _acting_owner.get()
-        if acting is not None or self._is_authorized(scope):
+        owner = self._keys.owner(scope["headers"]) if acting is None else acting
+        if owner is None and scope["path"] in self._open_paths:
+            owner = ""
+        if owner is not None:
             state = scope.setdefault("state", {})
-            state[OWNER_KEY] = self._owner(scope) if acting is None else acting
+            state[OWNER_KEY] = owner
             if (record := current()) is not None:
-                # The owner of a key without an organisation is a digest of the key.
-                record.key = self._organisations.get(state[OWNER_KEY], state[OWNER_KEY][:8])
-            token = _current_caller.set(
-                Caller(state[OWNER_KEY], str(state.get("request_id", "")), batch=acting is not None)
-            )
+                record.key = self._keys.label(owner)
+            token = _current_caller.set(Caller(owner, str(state.get("request_id", "")), batch=acting is not None))
             try:
                 await self.app(scope, receive, send)
             finally:
                 _current_caller.reset(token)
             return
-        message = "Incorrect API key provided." if any(_credentials(scope)) else "You didn't provide an API key."
+        has_key = any(_credentials(scope["headers"]))
+        message = "Incorrect API key provided." if has_key else "You didn't provide an API key."
         error = ApiError(INVALID_API_KEY, message, headers={"WWW-Authenticate": "Bearer"})
         await error_response(error, scope["path"])(scope, receive, send)
-
-    def _is_authorized(self, scope: Scope) -> bool:
-        if not self._digests or scope["path"] in self._open_paths:
-            return True
-        presented = {*_credentials(scope)}
-        # A proxy may read the other one of two credentials. The same one twice is sent by Continue.
-        return len(presented) == 1 and self._is_valid(*presented)
-
-    def _owner(self, scope: Scope) -> str:
-        presented = {*_credentials(scope)}
-        return self._owners.get(_digest(*presented), "") if len(presented) == 1 else ""
-
-    def _is_valid(self, key: bytes) -> bool:
-        # Digests of equal length, all compared: the time is independent of the keys.
-        digest = _digest(key)
-        matches = [hmac.compare_digest(digest, known) for known in self._digests]
-        return any(matches)
 
 
 def _digest(key: bytes) -> bytes:
@@ -130,8 +142,8 @@ def _owner_id(owner: bytes) -> str:
     return _digest(owner).hex()[:16]
 
 
-def _credentials(scope: Scope) -> Iterator[bytes]:
-    for name, value in scope["headers"]:
+def _credentials(headers: RawHeaders) -> Iterator[bytes]:
+    for name, value in headers:
         if name == b"x-api-key":
             yield value.strip()
         elif name == b"authorization":

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import re
 import uuid
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
@@ -117,7 +117,7 @@ class BoundaryMiddleware:
         # Probes of Kubernetes and scrapes of Prometheus have the pod's address as Host, which is not known in advance.
         if "*" in self.hosts or scope["path"] in _probe_paths:
             return
-        if _host(Headers(scope=scope)) not in self.hosts:
+        if host_of(Headers(scope=scope)) not in self.hosts:
             raise ApiError(HOST_NOT_ALLOWED, "This host is not allowed; see --allowed-host.")
 
     def _check_origin(self, scope: Scope) -> None:
@@ -170,8 +170,7 @@ class _ResponseLog:
 
     def __init__(self, scope: Scope, send: Send) -> None:
         headers = Headers(scope=scope)
-        requested = headers.get("x-request-id", "")
-        self.id = requested if _request_id.fullmatch(requested) else f"req_{uuid.uuid4().hex}"
+        self.id = request_id(headers)
         self.status: int | None = None
         self._scope, self._send = scope, send
         scope.setdefault("state", {})["request_id"] = self.id
@@ -220,7 +219,13 @@ def _has_no_body(headers: Headers) -> bool:
     return not announced and headers.get("content-length", "0") == "0"
 
 
-def _host(headers: Headers) -> str:
+def request_id(headers: Mapping[str, str]) -> str:
+    """The X-Request-Id of a request if it is safe to log, or a new one."""
+    requested = headers.get("x-request-id", "")
+    return requested if _request_id.fullmatch(requested) else f"req_{uuid.uuid4().hex}"
+
+
+def host_of(headers: Mapping[str, str]) -> str:
     """The Host header without its port; "" if it is invalid."""
     match = _host_and_port.fullmatch(headers.get("host", "").lower())
     return match[1] if match else ""

@@ -20,7 +20,6 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.http.admission import GENERATION_PATHS, check_admission
 from server.http.errors import INVALID_JSON, INVALID_VALUE, ApiError
 from server.http.json_limits import exceeded_limit
 from server.http.validation import first_error
@@ -106,11 +105,7 @@ class StrictRoute(APIRoute):
             return self._solved_handler(kind)
         body, http = dependant.body_params[0].name, dependant.request_param_name
 
-        admitted_first = self.path in GENERATION_PATHS
-
         async def direct(request: Request) -> Response:
-            if admitted_first:
-                check_admission(request)
             strict_request = kind(request, model)
             values = {body: await strict_request.json(), **({} if http is None else {http: strict_request})}
             answer: Response = await endpoint(**values)

@@ -28,6 +28,7 @@ from server.http.encoding import dumps
 from server.http.errors import HEADERS_TOO_LARGE, INVALID_HTTP, REQUEST_TIMEOUT, ApiError
 from server.http.lingering import LingeringTransport
 from server.http.paths import WEBSOCKET_PATHS
+from server.http.refusal import Refuse
 
 logger = logging.getLogger("cellar.http")
 
@@ -73,7 +74,8 @@ class StrictConnection(h11.Connection):
 class StrictProtocol(H11Protocol):
     """One connection. At most one deadline of each direction runs: for the head or the body, and for a blocked send.
 
-    idle  connections without a request, shared by all connections, the longest idle first
+    idle    connections without a request, shared by all connections, the longest idle first
+    refuse  answers a request without the app while the queue is full; None: the app answers all requests
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class StrictProtocol(H11Protocol):
         limits: ClientLimits,
         idle: dict[StrictProtocol, None],
         direct_writes: bool,
+        refuse: Refuse | None,
         config: Config,
         server_state: ServerState,
         app_state: dict[str, Any],
@@ -89,7 +92,7 @@ class StrictProtocol(H11Protocol):
         state = {**app_state, CONNECTION: self} if direct_writes else app_state
         super().__init__(config, server_state, state, _loop)
         self.conn = self._connection = StrictConnection(limits)
-        self._limits, self._idle = limits, idle
+        self._limits, self._idle, self._refuse = limits, idle, refuse
         self.writable, self._upgraded = True, False
         self._read_deadline = _Deadline(self.loop, self._read_timed_out)
         self._write_deadline = _Deadline(self.loop, self._write_timed_out)
@@ -124,8 +127,15 @@ class StrictProtocol(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Handle received bytes; after the last response they are discarded."""
-        if not self._lingering.is_closing():
-            super().data_received(data)
+        if self._lingering.is_closing():
+            return
+        if self._refuse is not None and self in self._idle and not self.conn.trailing_data[0]:
+            client = self.client[0] if self.client else ""
+            refusal = self._refuse(data, client, self.server_state.default_headers)
+            if refusal is not None:
+                self._send_refusal(refusal)
+                return
+        super().data_received(data)
 
     def handle_events(self) -> None:
         """Handle received events and set the deadline for the next ones."""
@@ -202,6 +212,14 @@ class StrictProtocol(H11Protocol):
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             self._send_error(error)
         self.transport.close()
+
+    def _send_refusal(self, response: bytes) -> None:
+        self.transport.write(response)
+        self.on_response_complete()
+        self._read_deadline.stop()
+        # To the end: it is the one that was idle for the shortest time.
+        del self._idle[self]
+        self._idle[self] = None
 
     def _send_error(self, error: ApiError) -> None:
         body = dumps(error.body)
@@ -284,9 +302,11 @@ class _Deadline:
         self._name = self._handle = None
 
 
-def strict_protocol(limits: ClientLimits, *, direct_writes: bool = True) -> type[asyncio.Protocol]:
+def strict_protocol(
+    limits: ClientLimits, refuse: Refuse | None, *, direct_writes: bool = True
+) -> type[asyncio.Protocol]:
     """The value of uvicorn's setting `http`; uvicorn only calls it, for each connection."""
-    return functools.partial(StrictProtocol, limits, {}, direct_writes)  # type: ignore[return-value]
+    return functools.partial(StrictProtocol, limits, {}, direct_writes, refuse)  # type: ignore[return-value]
 
 
 def strict_websocket(limits: ClientLimits) -> type[asyncio.Protocol]:

@@ -1,14 +1,20 @@
-"""Admission before the body is parsed."""
+"""Admission before the body is received."""
 
 from __future__ import annotations
 
+import logging
+import re
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from engine.errors import Overloaded
 from server.app import create_app
-from tests.server.fakes import FakeEngine, ask, settings
+from server.http.admission import GENERATION_PATHS
+from server.http.refusal import EarlyRefusal
+from tests.server.fakes import FakeEngine, ask, serve_in_thread, settings
+from tests.server.wire import connected, exchange, get, post, read_until, status
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 BODIES = {
@@ -75,3 +81,126 @@ def test_admission_knows_the_owner() -> None:
 
     assert engine.admissions == [request.owner for request in engine.requests]
     assert len(set(engine.admissions)) == 2
+
+
+FULL = Overloaded(9, 3.0)
+KEYED = "Authorization: Bearer one"
+
+
+@pytest.fixture(scope="module")
+def full() -> Iterator[tuple[FakeEngine, int]]:
+    """A server with a full queue, and its port."""
+    engine = FakeEngine(refusal=FULL)
+    with serve_in_thread(engine, settings(keys=("wine:one",))) as port:
+        yield engine, port
+
+
+@pytest.fixture
+def early(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether each request was refused before the app."""
+    refused, refuse = [], EarlyRefusal.__call__
+
+    def watched(self: EarlyRefusal, *arguments: Any) -> bytes | None:
+        answer = refuse(self, *arguments)
+        refused.append(answer is not None)
+        return answer
+
+    monkeypatch.setattr(EarlyRefusal, "__call__", watched)
+    return refused
+
+
+def refused_twice(port: int, path: str, *headers: str) -> list[tuple[list[bytes], bytes]]:
+    """The answers before the app and by the app, which gets a request with a header twice: fields and body."""
+    twice = [*headers, "X-Twice: 1", "X-Twice: 2"]
+    answers = []
+    with connected(port) as client:
+        for sent in (headers, twice):
+            client.sendall(post(path, BODIES.get(path, CHAT), KEYED, *sent))
+            head, _, body = read_until(client, b"}").partition(b"\r\n\r\n")
+            fields = [re.sub(rb"(date|retry-after|x-request-id): .*", rb"\1", line) for line in head.split(b"\r\n")]
+            answers.append((fields, body.rstrip(b"}")))
+    return answers
+
+
+@pytest.mark.parametrize("path", sorted(GENERATION_PATHS))
+def test_an_early_refusal_is_the_same_response(path: str, full: tuple[FakeEngine, int], early: list[bool]) -> None:
+    """In the format of each API, on a connection that stays open."""
+    before_app, by_app = refused_twice(full[1], path)
+
+    assert before_app == by_app
+    assert before_app[0][0] == b"HTTP/1.1 429 Too Many Requests"
+    assert early == [True, False]
+
+
+def test_an_early_refusal_is_logged_and_counted(full: tuple[FakeEngine, int], caplog: pytest.LogCaptureFixture) -> None:
+    counted = 'http_responses_total{model_name="fake",route="/v1/completions",status="429"}'
+
+    def count() -> float:
+        text = exchange(full[1], get("/metrics", KEYED, "Connection: close")).decode()
+        return float(next((line.split()[-1] for line in text.splitlines() if counted in line), 0))
+
+    before = count()
+    with caplog.at_level(logging.INFO, "cellar.http"):
+        refused_twice(full[1], "/v1/completions", "X-Request-Id: mine")
+        # The middleware logs after the response; another response makes sure that it has.
+        assert count() - before == 2
+    lines = [re.sub(r"[\d.]+ms", "ms", line) for line in caplog.messages]
+    assert lines == ["mine POST /v1/completions 429 ms client=127.0.0.1 key=wine"] * 2
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        (post("/v1/completions", CHAT), 401),
+        (post("/v1/completions", CHAT, "Authorization: Bearer two"), 401),
+        (post("/v1/completions", CHAT, KEYED, "X-Api-Key: two"), 401),
+        (post("/v1/completions", CHAT, KEYED).replace(b"localhost", b"example.com"), 421),
+        (post("/v1/completions", CHAT, KEYED).replace(b"application/json", b"text/plain"), 415),
+        (post("/v1/completions", CHAT, KEYED, "Content-Length: 3"), 400),
+        (post("/v1/completions", CHAT, KEYED, "Content-Length : 3"), 400),
+        (post("/v1/completions", CHAT, KEYED, "Transfer-Encoding: chunked"), 400),
+        (post("/v1/completions", CHAT, KEYED, "Content-Encoding: gzip"), 415),
+        (post("/v1/completions", CHAT, KEYED).replace(b"Length: 4", b"Length: 9999994"), 429),
+        (post("/v1/completions", CHAT, KEYED, "Origin: https://example.com"), 429),
+        (post("/v1/completions", CHAT, KEYED).replace(b"POST", b"GET"), 405),
+        (post("/completions", CHAT, KEYED), 429),
+        (post("/v1/completions?a=b", CHAT, KEYED), 429),
+        (post("/v1/nothing", CHAT, KEYED), 404),
+    ],
+    ids=lambda value: repr(value[-160:]) if isinstance(value, bytes) else "",
+)
+def test_unusual_requests_get_their_own_error(
+    data: bytes, expected: int, full: tuple[FakeEngine, int], early: list[bool]
+) -> None:
+    """They pass the middleware, also while the queue is full."""
+    with connected(full[1]) as client:
+        client.sendall(data)
+
+        assert status(read_until(client, b"}")) == expected
+    assert early == [False]
+
+
+def test_a_refusal_does_not_wait_for_the_body(full: tuple[FakeEngine, int]) -> None:
+    """The connection is used again after the body."""
+    request = post("/v1/completions", CHAT, KEYED)
+    with connected(full[1]) as client:
+        client.sendall(request[:-5])
+        assert status(read_until(client, b"}}")) == 429
+        client.sendall(request[-5:])
+        client.sendall(request)
+        assert status(read_until(client, b"}}")) == 429
+
+
+def test_a_connection_with_refusals_is_kept_open() -> None:
+    """The deadline of a first request is over after its refusal."""
+    engine = FakeEngine(refusal=FULL)
+    with serve_in_thread(engine, settings(limits={"head_seconds": 0.2})) as port, connected(port) as client:
+        for refusal in (FULL, None):
+            engine.refusal = refusal
+            client.sendall(post("/v1/chat/completions", CHAT))
+            answer = read_until(client, b"}}")
+            assert status(answer) == (200 if refusal is None else 429)
+            client.settimeout(0.4)
+            with pytest.raises(TimeoutError):
+                client.recv(1)
+            client.settimeout(20)

@@ -169,6 +169,7 @@ def test_middleware_sees_all_bodies_without_direct_writes(direct_writes: bool, m
 
             await app(scope, receive, record)
 
+        wrapped.state = app.state  # type: ignore[attr-defined]
         return wrapped
 
     monkeypatch.setattr(hosting, "create_app", create_wrapped)

@@ -1,0 +1,116 @@
+"""Refusals of a full queue from the bytes of a connection: no HTTP parser, task or middleware runs for them.
+
+An overloaded server spends most of its refusals' time there (benchmarks/overload.py). Only usual requests are refused
+here; all others pass the middleware, whose response is the same (admission.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+from http import HTTPStatus
+
+from engine.errors import Overloaded
+from server.configuration.settings import ClientLimits
+from server.http.access_log import AccessRecord
+from server.http.admission import GENERATION_PATHS
+from server.http.auth import ApiKeys
+from server.http.encoding import JsonResponse, dumps
+from server.http.errors import QUEUE_FULL, ApiError, error_body, from_engine_error
+from server.http.middleware import host_of, request_id
+from server.metrics.metrics import Metrics
+from server.metrics.traces import TRACE_HEADERS
+
+REQUEST_LINE = rb"POST (/[a-z0-9/_]+) HTTP/1\.1\r\n"
+# Unlike h11's grammar without bytes above 0x7e.
+HEADERS = rb"((?:[!#$%&'*+.^_`|~0-9A-Za-z-]+:[\t\x20-\x7e]*\r\n)+)"
+_head = re.compile(REQUEST_LINE + HEADERS + rb"\r\n")
+_content_length = re.compile(r"[0-9]{1,9}")
+# They change how a request is read or answered.
+_unusual_headers = frozenset(
+    {"transfer-encoding", "content-encoding", "expect", "upgrade", "origin", "http2-settings", "te", "trailer"}
+)
+_STATUS_LINE = f"HTTP/1.1 {QUEUE_FULL.status} {HTTPStatus(QUEUE_FULL.status).phrase}".encode()
+
+# (received bytes, address of the client, headers that every response has) -> the response; None: not refused here.
+Refuse = Callable[[bytes, str, Iterable[tuple[bytes, bytes]]], bytes | None]
+
+
+class EarlyRefusal:
+    """Answers 429 to requests that the engine would refuse; counts and logs them like the middleware."""
+
+    def __init__(
+        self,
+        check_admission: Callable[[str], None],
+        keys: ApiKeys,
+        hosts: Iterable[str],
+        limits: ClientLimits,
+        metrics: Metrics,
+    ) -> None:
+        self._check_admission, self._keys, self._hosts = check_admission, keys, frozenset(hosts)
+        self._limits, self._metrics = limits, metrics
+
+    def __call__(self, data: bytes, client: str, default_headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
+        """The response to the request that `data` consists of; None if the app shall answer it."""
+        match = _head.match(data)
+        if match is None or match.end() > self._limits.head_bytes:
+            return None
+        path = match[1].decode()
+        headers = self._usual_headers(match[2]) if path in GENERATION_PATHS else None
+        if headers is None or len(data) - match.end() != int(headers["content-length"]):
+            return None
+        owner = self._keys.owner([(name.encode(), value.encode()) for name, value in headers.items()])
+        if owner is None:
+            return None
+        try:
+            self._check_admission(owner)
+        except Overloaded as error:
+            record = AccessRecord(request_id(headers), "POST", client, _trace(headers), key=self._keys.label(owner))
+            self._metrics.count_response(path, QUEUE_FULL.status)
+            record.log(logging.INFO, path, QUEUE_FULL.status)
+            return _response(from_engine_error(error, path), path, record.id, default_headers)
+        return None
+
+    def _usual_headers(self, text: bytes) -> dict[str, str] | None:
+        """The headers of a request that is checked as the middleware would; None if the middleware has to."""
+        lines = text.decode().split("\r\n")[:-1]
+        pairs = (line.split(":", 1) for line in lines)
+        headers = {name.lower(): value.strip(" \t") for name, value in pairs}
+        is_usual = (
+            len(headers) == len(lines) <= self._limits.headers
+            and headers.get("content-type", "").partition(";")[0].strip().lower() == "application/json"
+            and _content_length.fullmatch(headers.get("content-length", ""))
+            and int(headers["content-length"]) <= self._limits.body_bytes
+            and headers.get("connection", "keep-alive").lower() == "keep-alive"
+            and "host" in headers
+            and ("*" in self._hosts or host_of(headers) in self._hosts)
+            and _unusual_headers.isdisjoint(headers)
+        )
+        return headers if is_usual else None
+
+
+def _trace(headers: dict[str, str]) -> dict[str, str]:
+    return {name: headers[name] for name in TRACE_HEADERS if name in headers}
+
+
+def _response(error: ApiError, path: str, id: str, default_headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+    body = _body(error.message, path)
+    headers = {
+        **(error.headers or {}),
+        "content-length": str(len(body)),
+        "content-type": JsonResponse.media_type,
+        "x-request-id": id,
+    }
+    lines = [
+        _STATUS_LINE,
+        *(name + b": " + value for name, value in default_headers),
+        *(f"{name.lower()}: {value}".encode("ascii") for name, value in headers.items()),
+    ]
+    return b"\r\n".join(lines) + b"\r\n\r\n" + body
+
+
+@lru_cache(maxsize=256)
+def _body(message: str, path: str) -> bytes:
+    return dumps(error_body(ApiError(QUEUE_FULL, message), path))
