@@ -19,7 +19,7 @@ from server.schemas.response_items import (
     ReasoningItem,
 )
 
-# An event without sequence number and output index.
+# The fields of an event; its type determines them.
 EventFields = dict[str, Any]
 
 

@@ -21,10 +21,11 @@ from server.http.errors import ApiError, check_deadline, internal_error
 from server.http.events import ChoiceEvents
 from server.http.sse import named_frame
 from server.responses.archive import NOT_STORED
+from server.responses.partial_items import EventFields
 from server.responses.translation import renamed_error
 from server.responses.writer import ResponseWriter
 from server.schemas.chat import ChatLogprob
-from server.schemas.response_items import CacheDiagnostics, ResponseBody, ResponseEvent, ResponseUsage
+from server.schemas.response_items import CacheDiagnostics, ResponseBody, ResponseUsage
 from server.store.database import StoreError
 
 logger = logging.getLogger("cellar.http")
@@ -143,7 +144,7 @@ class ResponseTask:
             self._done = True
             self._publish(())
 
-    async def _final_events(self, events: ChoiceEvents) -> Iterable[ResponseEvent]:
+    async def _final_events(self, events: ChoiceEvents) -> Iterable[EventFields]:
         """Publish all events but the last ones, which are returned: the response is stored before their publication."""
         try:
             return await self._read_events(events)
@@ -158,7 +159,7 @@ class ResponseTask:
             logger.exception("a response failed")
             return self._failure(internal_error())
 
-    async def _read_events(self, events: ChoiceEvents) -> Iterable[ResponseEvent]:
+    async def _read_events(self, events: ChoiceEvents) -> Iterable[EventFields]:
         async with aclosing(parse_choices(self._turn, events)) as items:
             async for _, item in items:
                 match item:
@@ -171,12 +172,12 @@ class ResponseTask:
                         return list(self._end(item))
         raise AssertionError("the engine ends every stream with Finished or Failed")
 
-    def _end(self, ended: ChoiceEnd) -> Iterable[ResponseEvent]:
+    def _end(self, ended: ChoiceEnd) -> Iterable[EventFields]:
         usage = response_usage(ended.finished, ended.reasoning_tokens)
         diagnostics = self._diagnose and self._diagnose(ended.finished.usage.cached_tokens)
         return self._writer.finish("incomplete" if ended.reason == "length" else "completed", usage, diagnostics)
 
-    def _failure(self, error: ApiError) -> Iterable[ResponseEvent]:
+    def _failure(self, error: ApiError) -> Iterable[EventFields]:
         self.error = error
         body: Any = error.body["error"]
         return list(self._writer.fail(body))
@@ -184,7 +185,7 @@ class ResponseTask:
     def _logprobs(self, item: ChoiceDelta) -> Sequence[ChatLogprob]:
         return chat_logprobs(item.logprobs)["content"] if self._turn.body.logprobs else ()
 
-    def _emit(self, events: Iterable[ResponseEvent]) -> None:
+    def _emit(self, events: Iterable[EventFields]) -> None:
         self._publish(_encoded(events))
 
     def _publish(self, frames: Sequence[bytes]) -> None:
@@ -193,7 +194,7 @@ class ResponseTask:
         changed.set()
 
 
-def _encoded(events: Iterable[ResponseEvent]) -> list[bytes]:
+def _encoded(events: Iterable[EventFields]) -> list[bytes]:
     return [named_frame(event) for event in events]
 
 

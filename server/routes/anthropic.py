@@ -18,9 +18,9 @@ from server.http.encoding import JsonResponse
 from server.http.errors import ANTHROPIC_PREFIX, ApiError
 from server.http.parsing import run_by_size
 from server.http.sse import EventStream, named_frame
-from server.routes.openapi import event_stream_responses
+from server.routes.openapi import EVENT_STREAM, streamed_responses
 from server.schemas.anthropic import CountRequest, MessagesRequest
-from server.schemas.anthropic_answer import AnsweredMessage, AnthropicErrorBody, AnthropicEvent, TokenCount
+from server.schemas.anthropic_answer import AnsweredMessage, AnthropicErrorBody, TokenCount
 from server.service import Service
 
 ANTHROPIC_ERRORS: dict[int | str, dict[str, Any]] = {
@@ -32,9 +32,7 @@ ANTHROPIC_ERRORS: dict[int | str, dict[str, Any]] = {
 def add(app: FastAPI, service: Service) -> None:
     """Add the routes."""
 
-    @app.post(
-        ANTHROPIC_PREFIX, responses={**ANTHROPIC_ERRORS, **event_stream_responses(AnsweredMessage, AnthropicEvent)}
-    )
+    @app.post(ANTHROPIC_PREFIX, responses={**ANTHROPIC_ERRORS, **streamed_responses(AnsweredMessage, EVENT_STREAM)})
     async def create_message(body: MessagesRequest, request: Request) -> Response:
         """Answer a conversation."""
         turn = await _turn(service, body, request)

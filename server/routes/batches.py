@@ -17,11 +17,9 @@ from server.http.parsing import validated
 from server.routes.openapi import ERROR_RESPONSES
 from server.schemas.batches import (
     BatchBody,
-    BatchList,
     BatchRequest,
     FileBody,
     FileDeleted,
-    FileList,
     UploadFields,
 )
 from server.service import Service
@@ -63,7 +61,7 @@ def _add_file_routes(app: FastAPI, batches: BatchService) -> None:
         except ClientDisconnect:
             return Response(status_code=CLIENT_CLOSED)
 
-    @app.get(FILES, responses={**ERROR_RESPONSES, 200: {"model": FileList}})
+    @app.get(FILES, responses=ERROR_RESPONSES)
     async def list_files(
         request: Request,
         purpose: str | None = None,
@@ -99,7 +97,7 @@ def _add_batch_routes(app: FastAPI, batches: BatchService) -> None:
         """Compute the requests of a file in the background."""
         return JsonResponse(await batches.create(body, owner(request)))
 
-    @app.get(BATCHES, responses={**ERROR_RESPONSES, 200: {"model": BatchList}})
+    @app.get(BATCHES, responses=ERROR_RESPONSES)
     async def list_batches(
         request: Request, limit: Annotated[int, Query(ge=1, le=100)] = 20, after: str | None = None
     ) -> Response:

@@ -15,8 +15,8 @@ from server.openai.chat import ChatAnswer
 from server.openai.completions import CompletionAnswer
 from server.openai.embeddings import embeddings
 from server.openai.prepared_completion import prepare_completion
-from server.routes.openapi import ERROR_RESPONSES, event_stream_responses
-from server.schemas.chat import ChatChunk, ChatCompletion, ChatRequest
+from server.routes.openapi import ERROR_RESPONSES, EVENT_STREAM, streamed_responses
+from server.schemas.chat import ChatCompletion, ChatRequest
 from server.schemas.completions import Completion, CompletionRequest
 from server.schemas.embeddings import EmbeddingList, EmbeddingRequest
 from server.service import Service
@@ -25,16 +25,14 @@ from server.service import Service
 def add(app: FastAPI, service: Service) -> None:
     """Add the routes."""
 
-    @app.post(
-        "/v1/chat/completions", responses={**ERROR_RESPONSES, **event_stream_responses(ChatCompletion, ChatChunk)}
-    )
+    @app.post("/v1/chat/completions", responses={**ERROR_RESPONSES, **streamed_responses(ChatCompletion, EVENT_STREAM)})
     async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation."""
         turn = await prepare_chat(service, body, f"chatcmpl-{uuid.uuid4().hex}")
         shape = ChatAnswer(turn, (*warnings(request), *turn.warnings))
         return await answer(request, service, turn.requests, shape, "chat")
 
-    @app.post("/v1/completions", responses={**ERROR_RESPONSES, **event_stream_responses(Completion, Completion)})
+    @app.post("/v1/completions", responses={**ERROR_RESPONSES, **streamed_responses(Completion, EVENT_STREAM)})
     async def create_completion(body: CompletionRequest, request: Request) -> Response:
         """Continue one or more prompts."""
         work = await prepare_completion(service, body, f"cmpl-{uuid.uuid4().hex}")

@@ -38,7 +38,7 @@ from server.ollama.translation import (
 )
 from server.openai.embeddings import EmbeddingOptions, check_dimensions, embed, embedding_model, vector
 from server.routes import ollama_models
-from server.routes.openapi import ndjson_responses
+from server.routes.openapi import NDJSON, streamed_responses
 from server.schemas.ollama import (
     GenerateRequest,
     OllamaChatRequest,
@@ -73,7 +73,7 @@ def add(app: FastAPI, service: Service) -> None:
 
 
 def _add_chats(app: FastAPI, service: Service, presets: Presets) -> None:
-    @app.post("/api/chat", responses={**OLLAMA_ERRORS, **ndjson_responses(OllamaLine)})
+    @app.post("/api/chat", responses={**OLLAMA_ERRORS, **streamed_responses(OllamaLine, NDJSON)})
     async def chat(body: OllamaChatRequest, request: Request) -> Response:
         """Answer a conversation."""
         preset = presets.get(owner(request), body.model)
@@ -89,7 +89,7 @@ def _add_chats(app: FastAPI, service: Service, presets: Presets) -> None:
         turn = await _renamed(prepare_chat(service, translated, uuid.uuid4().hex))
         return await _answer(service, request, body, OllamaAnswer(turn, body.model, False, (*noted, *turn.warnings)))
 
-    @app.post("/api/generate", responses={**OLLAMA_ERRORS, **ndjson_responses(OllamaLine)})
+    @app.post("/api/generate", responses={**OLLAMA_ERRORS, **streamed_responses(OllamaLine, NDJSON)})
     async def complete(body: GenerateRequest, request: Request) -> Response:
         """Answer a prompt."""
         preset = presets.get(owner(request), body.model)

@@ -28,7 +28,7 @@ from server.ollama.cached import remove_cached
 from server.ollama.permission import ModelPermission
 from server.ollama.presets import LATEST_TAG, Preset, Presets
 from server.ollama.pull import Downloads, Lines, hub_name, served_lines
-from server.routes.openapi import ndjson_responses
+from server.routes.openapi import NDJSON, streamed_responses
 from server.schemas.ollama import CopyRequest, CreateRequest, DeleteRequest, OllamaStatus, PullRequest
 from server.service import Service
 
@@ -93,7 +93,7 @@ def _add_downloads(
 ) -> None:
     downloads = Downloads()
 
-    @app.post("/api/pull", responses={**errors, **ndjson_responses(OllamaStatus)})
+    @app.post("/api/pull", responses={**errors, **streamed_responses(OllamaStatus, NDJSON)})
     async def pull(body: PullRequest, request: Request) -> Response:
         """Download a model of the hub into its cache. It is served after a restart."""
         permission.check(request)
@@ -121,7 +121,7 @@ def _add_downloads(
 def _add_presets(
     app: FastAPI, names: _Names, permission: ModelPermission, errors: dict[int | str, dict[str, Any]]
 ) -> None:
-    @app.post("/api/create", responses={**errors, **ndjson_responses(OllamaStatus)})
+    @app.post("/api/create", responses={**errors, **streamed_responses(OllamaStatus, NDJSON)})
     async def create(body: CreateRequest, request: Request) -> Response:
         """Give the served model another name, with a system prompt, parameters and first messages."""
         permission.check(request)

@@ -20,13 +20,11 @@ from server.http.sse import send_event_stream
 from server.responses.response_service import ResponseService
 from server.responses.task import ResponseTask
 from server.responses.websocket import WebSocketLimit, WebSocketSession
-from server.routes.openapi import ERROR_RESPONSES, event_stream_responses
+from server.routes.openapi import ERROR_RESPONSES, EVENT_STREAM, streamed_responses
 from server.schemas.response_items import (
     Compaction,
-    InputItems,
     ResponseBody,
     ResponseDeleted,
-    ResponseEvent,
     ResponseInputTokens,
 )
 from server.schemas.responses import CompactRequest, PromptFields, ResponseRequest
@@ -34,7 +32,7 @@ from server.service import Service
 from server.store.store import open_store
 
 PATH = "/v1/responses"
-RESPONSE_SCHEMAS = {**ERROR_RESPONSES, **event_stream_responses(ResponseBody, ResponseEvent)}
+RESPONSE_SCHEMAS = {**ERROR_RESPONSES, **streamed_responses(ResponseBody, EVENT_STREAM)}
 
 Limit = Annotated[int, Query(ge=1, le=100)]
 After = Annotated[int, Query(ge=-1, le=2**31 - 1)]
@@ -115,7 +113,7 @@ def _add_read_routes(app: FastAPI, responses: ResponseService, limits: ClientLim
         await responses.for_owner(owner(request)).delete(response_id)
         return JsonResponse(ResponseDeleted(id=response_id, object="response", deleted=True))
 
-    @app.get(f"{PATH}/{{response_id}}/input_items", responses={**ERROR_RESPONSES, 200: {"model": InputItems}})
+    @app.get(f"{PATH}/{{response_id}}/input_items", responses=ERROR_RESPONSES)
     async def list_input_items(
         response_id: str,
         request: Request,

@@ -64,16 +64,6 @@ class FileDeleted(TypedDict):
     deleted: bool
 
 
-class FileList(TypedDict):
-    """A page of files."""
-
-    object: Literal["list"]
-    data: list[FileBody]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
-
-
 class BatchError(TypedDict):
     """An error of the input file, with its line from 1 on."""
 
@@ -129,13 +119,3 @@ class BatchBody(TypedDict):
     request_counts: RequestCounts
     metadata: dict[str, str] | None
     output_expires_after: NotRequired[OutputExpiry]
-
-
-class BatchList(TypedDict):
-    """A page of batches."""
-
-    object: Literal["list"]
-    data: list[BatchBody]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool

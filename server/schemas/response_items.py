@@ -1,4 +1,4 @@
-"""Output items and stream events of /v1/responses."""
+"""Responses and their output items of /v1/responses."""
 
 from __future__ import annotations
 
@@ -190,95 +190,6 @@ class ResponseBody(TypedDict):
     warnings: NotRequired[list[str]]
 
 
-class LifecycleEvent(TypedDict):
-    """The complete response object: when it is created, when it starts, and at its end."""
-
-    type: Literal[
-        "response.created",
-        "response.queued",
-        "response.in_progress",
-        "response.completed",
-        "response.incomplete",
-        "response.failed",
-    ]
-    sequence_number: int
-    response: ResponseBody
-
-
-class ItemEvent(TypedDict):
-    """An item begins or is complete."""
-
-    type: Literal["response.output_item.added", "response.output_item.done"]
-    sequence_number: int
-    output_index: int
-    item: OutputItem
-
-
-class PartEvent(TypedDict):
-    """A part of an item begins or is complete."""
-
-    type: Literal["response.content_part.added", "response.content_part.done"]
-    sequence_number: int
-    item_id: str
-    output_index: int
-    content_index: int
-    part: OutputText | ReasoningText
-
-
-class TextEvent(TypedDict):
-    """A delta of a text part, or its complete text. Log-probabilities exist for output text only."""
-
-    type: Literal[
-        "response.output_text.delta",
-        "response.output_text.done",
-        "response.reasoning_text.delta",
-        "response.reasoning_text.done",
-    ]
-    sequence_number: int
-    item_id: str
-    output_index: int
-    content_index: int
-    delta: NotRequired[str]
-    text: NotRequired[str]
-    logprobs: NotRequired[list[ChatLogprob]]
-
-
-class ArgumentsEvent(TypedDict):
-    """A delta of a call's arguments, or the complete arguments."""
-
-    type: Literal["response.function_call_arguments.delta", "response.function_call_arguments.done"]
-    sequence_number: int
-    item_id: str
-    output_index: int
-    delta: NotRequired[str]
-    arguments: NotRequired[str]
-
-
-class InputEvent(TypedDict):
-    """A delta of a custom tool's input, or the complete input."""
-
-    type: Literal["response.custom_tool_call_input.delta", "response.custom_tool_call_input.done"]
-    sequence_number: int
-    item_id: str
-    output_index: int
-    delta: NotRequired[str]
-    input: NotRequired[str]
-
-
-class ErrorEvent(TypedDict):
-    """The error that ended the stream: flat as OpenAI documents it, and nested as OpenAI sends it."""
-
-    type: Literal["error"]
-    sequence_number: int
-    code: str
-    message: str
-    param: str | None
-    error: dict[str, object]
-
-
-ResponseEvent = LifecycleEvent | ItemEvent | PartEvent | TextEvent | ArgumentsEvent | InputEvent | ErrorEvent
-
-
 class Compaction(TypedDict):
     """A compacted conversation: its system messages unchanged, and a summary of the rest."""
 
@@ -295,16 +206,6 @@ class ResponseDeleted(TypedDict):
     id: str
     object: Literal["response"]
     deleted: Literal[True]
-
-
-class InputItems(TypedDict):
-    """A page of the input items of a response."""
-
-    object: Literal["list"]
-    data: list[dict[str, object]]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
 
 
 class ResponseInputTokens(TypedDict):

@@ -386,4 +386,3 @@ def test_responses_match_openapi() -> None:
     for path in ("chat", "generate"):
         content = document["paths"][f"/api/{path}"]["post"]["responses"]["200"]["content"]
         assert {"application/json", "application/x-ndjson"} == content.keys()
-        assert "created_at" in content["application/x-ndjson"]["itemSchema"]["properties"]
