@@ -70,10 +70,10 @@ GGUF_NOTE = """\
 As Cellar / llama.cpp, and in brackets how many times better Cellar is: a higher rate, a lower time, size or error. Both
 serve the same file with two threads, in turns, without drafts. Streams: 64 tokens of prompt and 64 of output each.
 "read in decode" is the size of the file times the decode rate, of the memory bandwidth that a sum over a large tensor
-reaches. "start" is the time to readiness of a file that was served before, "first start" of one that was not: Cellar
-checks the model and keeps the outcome. "memory" is resident after a prompt of 2,048 tokens in one slot. Accuracy beside
-the dequantised weights in float32: the change of the perplexity, and the root mean square error of log-probabilities,
-on texts that the dequantised model samples.
+reaches. "start" is the time to readiness of a file that was served before; a first start checks the model too, and
+takes longer. "memory" is resident after a prompt of 2,048 tokens in one slot. Accuracy beside the dequantised weights
+in float32: the change of the perplexity, and the root mean square error of log-probabilities, on texts that the
+dequantised model samples.
 """
 
 SPECULATION_NOTE = """\

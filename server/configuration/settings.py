@@ -1,7 +1,7 @@
 """The settings of one server: every option of `cellar serve` is declared here, once, as a field of `Settings`.
 
 The command line (cli.py), the environment variables, the configuration file (config_file.py), `cellar serve --help`
-and the table of options in the README (docs/options.py) are derived from these fields.
+and the table of docs/options.md (docs/options.py) are derived from these fields.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ COMMANDS = [
     for line in lines(text)
     if (command := re.sub(r"^.* \| (?=cellar )", "", line.split(" > ")[0].removesuffix(" &"))).startswith("cellar ")
 ]
-FILES = [(page, text) for page, text in blocks("toml") if page in ("README.md", "docs/cli.md")]
+FILES = [(page, text) for page, text in blocks("toml") if page in ("docs/options.md", "docs/cli.md")]
 
 
 class DocumentedHub(Hub):

@@ -1,1 +1,1 @@
-"""Rules of the code: imports go down, exceptions are caught at boundaries, the README's options are up to date."""
+"""Rules of the code: imports go down, exceptions are caught at boundaries, generated pages are up to date."""

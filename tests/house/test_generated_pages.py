@@ -1,4 +1,4 @@
-"""The README's table of options is generated from the declarations in server/configuration/settings.py."""
+"""Pages with tables that are generated from code: options from the declarations, endpoints from the app."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ import os
 import re
 import subprocess
 import sys
+from types import ModuleType
 
-from docs.options import README, generated
+import pytest
+
+from docs import endpoints
+from docs import options as options_page
 from server.configuration.options import options
 from tests.house.source import ROOT
 
@@ -16,11 +20,20 @@ FLAG = re.compile(r"--[a-z][a-z0-9-]*")
 COMMON = {"--help", "--version", "--model"}
 
 
-def test_the_table_of_options_is_up_to_date() -> None:
-    """`python -m docs.options` writes it."""
-    readme = README.read_text()
+@pytest.mark.parametrize("page", [endpoints, options_page], ids=["endpoints", "options"])
+def test_the_tables_are_up_to_date(page: ModuleType) -> None:
+    """`python -m docs.endpoints` and `python -m docs.options` write them."""
+    text = page.PAGE.read_text()
 
-    assert generated(readme) == readme
+    assert page.generated(text) == text
+
+
+def test_every_endpoint_has_a_purpose() -> None:
+    assert all(f"| {purpose} |" not in endpoints.tables() for purpose in ("", "None"))
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
 
 def test_help_shows_every_declared_option() -> None:
