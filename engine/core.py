@@ -305,6 +305,8 @@ class Core:
         """Add a token and deliver its text; finish the sequence at an end or stop token, a stop string or a limit."""
         sequence.append(token, self._clock())
         self._totals["generated"] += 1
+        if entry is not None:
+            entry = entry.without_output_of(sequence.is_omitted)
         if token in sequence.request.stop_token_ids:
             return self._finish(sequence, "stop", token, entry)
         if sequence.sampling.is_end_token(token):

@@ -137,6 +137,7 @@ class Sequence:
         self.request, self.stats = request, SequenceStats(now)
         self.sampling = SamplingState(request, vocabulary=vocabulary, end_tokens=end_tokens, matcher=matcher)
         detokenizer = tokenizer.detokenizer(request.prompt, special=request.include_special_tokens)
+        self._skipped_tokens = detokenizer.skipped_tokens
         self.text = TextStream(detokenizer, request.stop, request.stop_regex, min_tokens=request.min_tokens)
         self.output: list[int] = []
         self.slot: int | None = None
@@ -248,6 +249,10 @@ class Sequence:
     def sampling_context(self) -> SamplingContext:
         """How to sample the next token."""
         return self.sampling.context()
+
+    def is_omitted(self, token: int) -> bool:
+        """Whether the output text leaves out the token, if it is sampled."""
+        return token in self._skipped_tokens or self.sampling.is_stop_token(token)
 
     def append(self, token: int, now: float) -> None:
         """Add an emitted token."""

@@ -34,7 +34,12 @@ _MAX_CONTEXT_TOKENS = 64
 
 
 class Detokenizer(Protocol):
-    """Decodes a stream of tokens."""
+    """Decodes a stream of tokens.
+
+    skipped_tokens  tokens without text
+    """
+
+    skipped_tokens: frozenset[int]
 
     def push(self, token: int) -> str:
         """The characters that this token completes, possibly none."""
@@ -177,7 +182,7 @@ class IncrementalDetokenizer:
 
     def __init__(self, token_bytes: TokenBytes, prompt: Sequence[int], *, special: bool) -> None:
         self._token_bytes = token_bytes
-        self._skipped_tokens = frozenset() if special else token_bytes.special_tokens
+        self.skipped_tokens = frozenset() if special else token_bytes.special_tokens
         # Tokens decoded before the next one, and their text.
         self._context: tuple[int, ...] = ()
         self._context_text = ""
@@ -188,7 +193,7 @@ class IncrementalDetokenizer:
 
     def push(self, token: int) -> str:
         """The characters that this token completes."""
-        if token in self._skipped_tokens:
+        if token in self.skipped_tokens:
             return ""
         raw = self._token_bytes.raw_bytes(token)
         if raw is None:
@@ -206,7 +211,7 @@ class IncrementalDetokenizer:
             if len(tail) == _PROMPT_TAIL_TOKENS:
                 self._reset_context()
                 break
-            if token not in self._skipped_tokens and self._token_bytes.is_token(token):
+            if token not in self.skipped_tokens and self._token_bytes.is_token(token):
                 tail.append(token)
         for token in reversed(tail):
             self.push(token)

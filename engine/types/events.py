@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Literal
 
 FinishReason = Literal["stop", "length"]
@@ -10,12 +11,16 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """A token with its text, its bytes and its log-probability."""
+    """A token with its text, its bytes and its log-probability.
+
+    in_output  whether a text with this token has its bytes: false for end tokens, and for special tokens left out
+    """
 
     token: int
     text: str
     bytes: bytes
     logprob: float
+    in_output: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +38,16 @@ class TokenLogprob:
     top: tuple[Logprob, ...]
     labels: tuple[Logprob, ...] = ()
     text_offset: int = 0
+
+    def without_output_of(self, is_omitted: Callable[[int], bool]) -> TokenLogprob:
+        """The same with the tokens marked that the output leaves out."""
+
+        def mark(logprob: Logprob) -> Logprob:
+            return replace(logprob, in_output=False) if is_omitted(logprob.token) else logprob
+
+        return replace(
+            self, chosen=mark(self.chosen), top=tuple(map(mark, self.top)), labels=tuple(map(mark, self.labels))
+        )
 
 
 @dataclass(frozen=True, slots=True)

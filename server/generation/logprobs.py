@@ -20,11 +20,14 @@ IMPOSSIBLE = -9999.0
 class LogprobFormat:
     """Number of top tokens beside the sampled one, and whether tokens are named by their ids.
 
+    omitted_bytes  of tokens that the text leaves out: null, or none
+
     `logprob_token_ids` are appended to the top tokens.
     """
 
     top: int
     by_id: bool = False
+    omitted_bytes: tuple[()] | None = None
 
     @classmethod
     def of(cls, body: Generation, top: int) -> LogprobFormat:
@@ -41,10 +44,11 @@ class LogprobFormat:
         return list(entries.values())
 
 
-ALL_LOGPROBS = LogprobFormat(20)
+# Of the Responses API, where bytes cannot be null.
+_RESPONSES_FORMAT = LogprobFormat(20, omitted_bytes=())
 
 
-def chat_logprobs(tokens: Sequence[TokenLogprob], logprob_format: LogprobFormat = ALL_LOGPROBS) -> ChatLogprobs:
+def chat_logprobs(tokens: Sequence[TokenLogprob], logprob_format: LogprobFormat = _RESPONSES_FORMAT) -> ChatLogprobs:
     """OpenAI's format for chat completions."""
     return ChatLogprobs(content=[_entry(token, logprob_format) for token in tokens], refusal=None)
 
@@ -100,8 +104,12 @@ def _entry(token: TokenLogprob, logprob_format: LogprobFormat) -> ChatLogprob:
 
 
 def _alternative(alternative: Logprob, logprob_format: LogprobFormat) -> TopLogprob:
+    # The bytes of all tokens of an answer are the bytes of its text.
+    raw = alternative.bytes if alternative.in_output else logprob_format.omitted_bytes
     return TopLogprob(
-        token=logprob_format.name(alternative), logprob=_finite(alternative.logprob), bytes=list(alternative.bytes)
+        token=logprob_format.name(alternative),
+        logprob=_finite(alternative.logprob),
+        bytes=None if raw is None else list(raw),
     )
 
 

@@ -108,11 +108,11 @@ class ChatRequest(Generation):
 
 
 class TopLogprob(TypedDict):
-    """Log-probability of a token."""
+    """Log-probability of a token; `bytes` is null for tokens that the text leaves out."""
 
     token: str
     logprob: float
-    bytes: list[int]
+    bytes: list[int] | None
 
 
 class ChatLogprob(TopLogprob):

@@ -40,6 +40,20 @@ def client(url: str) -> Iterator[openai.OpenAI]:
 
 
 MESSAGES = [{"role": "user", "content": "Hello"}]
+SPECIAL = "<|im_start|>"
+
+
+def _with_special_tokens(skipped: bool) -> dict[str, Any]:
+    """Fields of a request with a special token among its 16 tokens."""
+    extra = {"skip_special_tokens": skipped, "ignore_eos": True, "allowed_token_ids": [1, *range(32, 90)]}
+    return {
+        "model": "cellar-tiny",
+        "max_tokens": 16,
+        "seed": 3,
+        "temperature": 2,
+        "logit_bias": {"1": 6},
+        "extra_body": extra,
+    }
 
 
 def test_a_chat_is_answered(client: openai.OpenAI) -> None:
@@ -85,6 +99,44 @@ def test_the_stream_helper_accumulates(client: openai.OpenAI) -> None:
     assert "assistant" == choice.message.role
     assert choice.logprobs is not None
     assert choice.message.content == "".join(entry.token for entry in choice.logprobs.content or ())
+
+
+@pytest.mark.parametrize("skipped", [True, False])
+@pytest.mark.parametrize("streamed", [True, False])
+def test_bytes_of_chat_logprobs_are_the_bytes_of_the_text(client: openai.OpenAI, streamed: bool, skipped: bool) -> None:
+    """A special token that the text leaves out is named, and has none; the same of top tokens."""
+    answer = client.chat.completions.create(  # type: ignore[call-overload]
+        **_with_special_tokens(skipped), messages=MESSAGES, top_logprobs=2, logprobs=True, stream=streamed
+    )
+    if streamed:
+        choices = [chunk.choices[0] for chunk in answer if chunk.choices]
+        text = "".join(choice.delta.content or "" for choice in choices)
+        entries = [entry for choice in choices if choice.logprobs for entry in choice.logprobs.content]
+    else:
+        text, entries = answer.choices[0].message.content, answer.choices[0].logprobs.content
+    special = [one for entry in entries for one in (entry, *entry.top_logprobs) if one.token == SPECIAL]
+
+    assert text.encode() == b"".join(bytes(entry.bytes or ()) for entry in entries)
+    assert 0 < sum(entry.token == SPECIAL for entry in entries) < len(entries) == 16
+    assert all(one.bytes == (None if skipped else list(SPECIAL.encode())) for one in special)
+
+
+@pytest.mark.parametrize("skipped", [True, False])
+@pytest.mark.parametrize("streamed", [True, False])
+def test_offsets_of_completion_logprobs_leave_out_special_tokens(
+    client: openai.OpenAI, streamed: bool, skipped: bool
+) -> None:
+    answer = client.completions.create(  # type: ignore[call-overload]
+        **_with_special_tokens(skipped), prompt="Hello", logprobs=2, stream=streamed
+    )
+    choices = [chunk.choices[0] for chunk in (answer if streamed else [answer]) if chunk.choices]
+    tokens = [token for choice in choices if choice.logprobs for token in choice.logprobs.tokens]
+    offsets = [offset for choice in choices if choice.logprobs for offset in choice.logprobs.text_offset]
+    kept = [0 if skipped and token == SPECIAL else len(token) for token in tokens]
+
+    assert 0 < tokens.count(SPECIAL) < len(tokens) == 16
+    assert [sum(kept[:index]) for index in range(16)] == offsets
+    assert sum(kept) == len("".join(choice.text for choice in choices))
 
 
 def test_a_seed_repeats_a_sample(client: openai.OpenAI) -> None:

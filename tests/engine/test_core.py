@@ -9,6 +9,7 @@ import torch
 
 from engine.load.load import LoadedModel
 from engine.types.events import Failed, Finished
+from engine.types.request import SamplingParams
 from tests.engine.models import END, Reference, core
 from tests.engine.play import Answer, Job, ask, play
 
@@ -100,8 +101,23 @@ def test_the_end_token_has_a_logprob(loaded: Models, reference: References) -> N
 
     assert end.end_logprob is not None
     assert expected[9] == end.end_logprob.chosen.token
+    assert not end.end_logprob.chosen.in_output
     assert end.usage.completion_tokens == len(answer.logprobs) + 1
     assert silent.end_logprob is None
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_logprobs_mark_tokens_that_the_text_leaves_out(loaded: Models, special: bool) -> None:
+    """Special tokens unless they are included, and end tokens that would end the text; sampled or not."""
+    fields: dict[str, object] = {"include_special_tokens": special, "logprobs": 2, "label_tokens": (END, 256)}
+    sampling = SamplingParams(temperature=0.0, logit_bias=((256, 100.0),))
+    answer, _ = one(loaded("llama"), count=3, sampling=sampling, ignore_eos=False, **fields)
+
+    assert [256] * 3 == answer.tokens
+    assert [special] * 3 == [entry.chosen.in_output for entry in answer.logprobs]
+    for entry in answer.logprobs:
+        omitted = {END} if special else {256, END}
+        assert all(other.in_output == (other.token not in omitted) for other in (*entry.top, *entry.labels))
 
 
 def test_a_stop_string_cuts_the_text(loaded: Models) -> None:

@@ -26,6 +26,8 @@ STOPS = st.lists(st.text("ab<|é😀", min_size=1, max_size=4), max_size=3)
 class ByteDetokenizer:
     """A detokenizer for tokens that are bytes: whole characters only, U+FFFD for an incomplete one at the end."""
 
+    skipped_tokens: frozenset[int] = frozenset()
+
     def __init__(self) -> None:
         self._bytes = b""
         self._sent = 0
@@ -293,6 +295,8 @@ def test_a_stop_regex_with_too_many_states_reports_it() -> None:
 
 class TextDetokenizer:
     """A detokenizer with a text for each token."""
+
+    skipped_tokens: frozenset[int] = frozenset()
 
     def __init__(self, words: Sequence[str]) -> None:
         self._words = words
