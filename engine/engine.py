@@ -16,6 +16,7 @@ from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import replace
 from functools import partial
 
+from engine.client import EngineClient
 from engine.config import EngineConfig
 from engine.core import Core
 from engine.draft.loading import load_draft, make_speculation, omits_mtp
@@ -81,7 +82,7 @@ class QueueLimit:
                 del self._open_requests[owner]
 
 
-class Engine:
+class Engine(EngineClient):
     """Loads a model and runs requests on the engine thread. All public methods belong to the event loop's thread."""
 
     def __init__(

@@ -40,10 +40,10 @@ from server.routes import (
 from server.service import Service
 
 if TYPE_CHECKING:
-    from engine.engine import Engine
+    from engine.client import EngineClient
 
 
-def create_app(engine: Engine, settings: Settings) -> FastAPI:
+def create_app(engine: EngineClient, settings: Settings) -> FastAPI:
     """The application; ValueError or OSError for settings that cannot work.
 
     From the outside in: OriginsMiddleware, BoundaryMiddleware, AuthMiddleware, AdmissionMiddleware,

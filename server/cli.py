@@ -30,7 +30,7 @@ from server.terminal.load_screen import LoadScreen, load_screen, print_line
 from server.terminal.options import ChatOptions, RunOptions
 
 if TYPE_CHECKING:
-    from engine.engine import Engine
+    from engine.client import EngineClient
 
 SERVER_GROUP = Group("Options of a server that is started", sort_key=1)
 EXIT_ADDRESS = 1
@@ -419,7 +419,7 @@ def _run(settings: Settings, screen: LoadScreen) -> int:
         return asyncio.run(Lifecycle(_engine(settings, screen), settings, screen.print).run(listening))
 
 
-def _engine(settings: Settings, screen: LoadScreen) -> Engine:
+def _engine(settings: Settings, screen: LoadScreen) -> EngineClient:
     from engine.engine import Engine
 
     gc.freeze()

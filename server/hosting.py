@@ -20,7 +20,7 @@ from server.app import create_app
 from server.configuration.settings import Settings
 
 if TYPE_CHECKING:
-    from engine.engine import Engine
+    from engine.client import EngineClient
     from engine.types.progress import Progress
 
 logger = logging.getLogger("cellar")
@@ -34,7 +34,7 @@ IDLE_CHECKS = 4
 class Hosting:
     """An engine and its app. All methods belong to the event loop's thread."""
 
-    def __init__(self, engine: Engine, settings: Settings) -> None:
+    def __init__(self, engine: EngineClient, settings: Settings) -> None:
         self.engine, self.settings = engine, settings
         self.app = create_app(engine, settings)
 
@@ -76,7 +76,7 @@ class Hosting:
 
 
 @asynccontextmanager
-async def hosted(settings: Settings, engine: Engine | None = None) -> AsyncGenerator[FastAPI, None]:
+async def hosted(settings: Settings, engine: EngineClient | None = None) -> AsyncGenerator[FastAPI, None]:
     """The app of a loaded engine. Raises ModelError or EngineDead of a failed load.
 
     At the end of the block running requests have `settings.grace_seconds` to finish; then the engine is closed.
@@ -113,7 +113,7 @@ def create_engine(
     *,
     on_phase: Callable[[str], None] | None = None,
     on_progress: Callable[[Progress], None] | None = None,
-) -> Engine:
+) -> EngineClient:
     """An engine that is not started. Takes seconds: it imports torch."""
     limit_spinning()
     from engine.engine import Engine

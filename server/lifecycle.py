@@ -35,7 +35,7 @@ from server.store.store import describe_location
 from server.terminal.sizes import format_count
 
 if TYPE_CHECKING:
-    from engine.engine import Engine
+    from engine.client import EngineClient
 
 logger = logging.getLogger("cellar")
 
@@ -101,7 +101,7 @@ class Lifecycle:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: EngineClient,
         settings: Settings,
         print_line: Callable[[str], None],
         end_process: Callable[[int], object] = os._exit,

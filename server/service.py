@@ -29,8 +29,7 @@ from server.metrics.timer import GenerationTimer
 from server.metrics.traces import GenerationTraces
 
 if TYPE_CHECKING:
-    from engine.engine import Engine
-    from engine.output.stream import RequestStream
+    from engine.client import EngineClient, EventStream
 
 
 MAX_GRAMMAR_THREADS = 4
@@ -45,7 +44,7 @@ class Service:
     grammar_threads  limits the worker threads that wait for grammars, so that others stay free
     """
 
-    engine: Engine
+    engine: EngineClient
     settings: Settings
     metrics: Metrics
     traces: GenerationTraces | None = None
@@ -139,7 +138,7 @@ class Service:
         return replace(request, id=_scoped_id(owner, request.id), salt=salt, owner=owner, group=group)
 
     @asynccontextmanager
-    async def _observed(self, stream: RequestStream, endpoint: Endpoint, choice: int) -> AsyncIterator[ChoiceEvents]:
+    async def _observed(self, stream: EventStream, endpoint: Endpoint, choice: int) -> AsyncIterator[ChoiceEvents]:
         with self.metrics.observe(endpoint) as timer:
             try:
                 async with aclosing(self._observed_events(stream, timer, choice)) as events:
@@ -150,7 +149,7 @@ class Service:
                     self.traces.record(timer, endpoint, record.id, record.trace)
 
     async def _observed_events(
-        self, stream: RequestStream, timer: GenerationTimer, choice: int
+        self, stream: EventStream, timer: GenerationTimer, choice: int
     ) -> AsyncGenerator[tuple[int, Event], None]:
         async for event in stream:
             timer.observe(event)
@@ -189,7 +188,7 @@ def _fingerprint(*parts: str) -> str:
     return f"fp_{hashlib.sha256(repr(parts).encode()).hexdigest()[:12]}"
 
 
-def _set_sink(stream: RequestStream, timer: GenerationTimer, choice: int, sink: DeltaSink) -> None:
+def _set_sink(stream: EventStream, timer: GenerationTimer, choice: int, sink: DeltaSink) -> None:
     def fast_path(delta: Delta) -> bool:
         sent = sink(choice, delta)
         if sent:

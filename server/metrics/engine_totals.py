@@ -12,13 +12,13 @@ from prometheus_client.registry import Collector
 from engine.types.status import BATCH_BUCKETS, DraftCounts, Stats
 
 if TYPE_CHECKING:
-    from engine.engine import Engine
+    from engine.client import EngineClient
 
 
 class EngineCollector(Collector):
     """The engine's totals, read at each scrape."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: EngineClient) -> None:
         self._engine = engine
 
     def collect(self) -> Iterator[Metric]:

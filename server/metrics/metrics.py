@@ -20,7 +20,7 @@ from server.metrics.timer import GenerationTimer, RequestHistograms
 from server.metrics.vllm import VllmCollector
 
 if TYPE_CHECKING:
-    from engine.engine import Engine
+    from engine.client import EngineClient
 
 Endpoint = Literal[
     "chat", "completions", "ollama", "responses", "anthropic", "embeddings", "rerank", "score", "decisions"
@@ -34,7 +34,7 @@ LENGTH_BUCKETS = tuple(digit * 10**power for power in range(6) for digit in (1, 
 class Metrics:
     """The registry and the observations of one app. All metrics of the model have the label `model_name`."""
 
-    def __init__(self, engine: Engine, model_name: str) -> None:
+    def __init__(self, engine: EngineClient, model_name: str) -> None:
         self.registry, self._own, vllm = CollectorRegistry(), CollectorRegistry(), CollectorRegistry()
         self._own.register(EngineCollector(engine))
         self._responses = self._counter("http_responses", "Responses by route and status.", ("route", "status"))

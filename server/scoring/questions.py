@@ -13,7 +13,7 @@ from server.http.errors import invalid_value
 from server.scoring.labels import LabelScorer, Path
 
 if TYPE_CHECKING:
-    from engine.text.tokenizer import Tokenizer
+    from engine.client import TokenizerClient
 
 LabelledQuestion = tuple[str, Sequence[str]]
 
@@ -30,7 +30,7 @@ class QuestionEncoder:
     field    field of the body that the prompts are built from
     """
 
-    tokenizer: Tokenizer
+    tokenizer: TokenizerClient
     context: int
     field: str
     _read: int = 0
