@@ -47,7 +47,7 @@ test-browser: .venv/browser server/page/node_modules  ## drive the web page in C
 	$(BIN)/python -m pytest -q tests/page/test_build.py
 
 bench-gpu: .venv/test  ## measure a GPU with random weights of published shapes; rows in out/gpu/bench.json
-	$(BIN)/python -m benchmarks.gpu --json out/gpu/bench.json $(ARGS)
+	$(BIN)/python -m benchmarks.gpu.throughput --json out/gpu/bench.json $(ARGS)
 
 test-gpu: .venv/test  ## what only a GPU can show, in stages; report in out/gpu (without a GPU: why not)
 	$(BIN)/python -m tests.gpu $(ARGS)

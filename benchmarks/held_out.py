@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-MODELS = Path(__file__).resolve().parent.parent / "models"
+from benchmarks.result import ROOT
+
+MODELS = ROOT / "models"
 TARGET, DRAFT = MODELS / "target", MODELS / "draft"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -10,9 +9,9 @@ from statistics import fmean
 from typing import Any
 
 from bench.report import digits
-from benchmarks.result import KEYS, MODELS, RESULTS, BenchmarkResult, load
+from benchmarks.result import KEYS, MODELS, RESULTS, ROOT, BenchmarkResult, command_parser, load
 
-PAGE = Path(__file__).parent.parent / "docs" / "performance.md"
+PAGE = ROOT / "docs" / "performance.md"
 WEIGHTS = ("int8", "int4", "bfloat16")
 DECODE, PREFILL, RATE = "decode, tokens/s", "prefill, tokens/s", "answers, tokens/s"
 # Columns of the table of speeds.
@@ -100,12 +99,12 @@ COMMANDS = """\
 | what | command |
 |---|---|
 | any OpenAI-compatible server, or two side by side | `cellar bench --base-url URL [--base-url URL]` |
-| Cellar beside another server | `python -m benchmarks.peers llama.cpp --model FOLDER --peer-model FILE` |
+| Cellar beside another server | `python -m benchmarks.serving.peers llama.cpp --model FOLDER --peer-model FILE` |
 | random weights in a published shape, also as GGUF | `python -m benchmarks.shapes qwen3-0.6b FOLDER --gguf FILE` |
-| drafts of fixed depths and of the chosen one | `python -m benchmarks.speculation` |
-| accuracy of quantised weights | `python -m benchmarks.quality --program llama-server` |
-| the same GGUF file in Cellar and llama.cpp | `python -m benchmarks.gguf FILE.gguf --program llama-server` |
-| kernels and the native step | `python -m benchmarks.kernels`, `benchmarks.linear`, `benchmarks.step` |
+| drafts of fixed depths and of the chosen one | `python -m benchmarks.cpu.speculation` |
+| accuracy of quantised weights | `python -m benchmarks.quality.perplexity --program llama-server` |
+| the same GGUF file in Cellar and llama.cpp | `python -m benchmarks.gguf.files FILE.gguf --program llama-server` |
+| kernels and the native step | `python -m benchmarks.cpu.attention`, `benchmarks.cpu.linear`, `benchmarks.cpu.step` |
 
 `peers`, `gguf`, `speculation` and `quality` write their rows with `--json benchmarks/results/NAME.json`, from
 which `python -m benchmarks.page` writes this page and the plots. The newest row of each kind is shown.
@@ -292,7 +291,8 @@ def sources(figures: Figures) -> str:
     )
     notes = "".join(f"\n{note}\n" for note in dict.fromkeys(result.note for result in used if result.note))
     star = "\\* Transcribed from an earlier version of this page, which that commit recorded.\n"
-    return section("Sources", body, f"{star}{notes}")
+    named = "A command is that of its commit: programs had other names, and some are gone.\n"
+    return section("Sources", named, body, f"{star}{notes}")
 
 
 def configurations(rows: Rows) -> list[tuple[str, str]]:
@@ -348,7 +348,7 @@ def section(title: str, *parts: str) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the page and the plots."""
-    parser = argparse.ArgumentParser(prog="benchmarks.page", description=(__doc__ or "").partition("\n")[0])
+    parser = command_parser("page", __doc__)
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="FOLDER", help="default: benchmarks/results")
     parser.add_argument("--out", type=Path, default=PAGE, metavar="FILE", help="default: docs/performance.md")
     options = parser.parse_args(arguments)

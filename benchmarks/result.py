@@ -23,8 +23,9 @@ from __future__ import annotations
 
 import json
 import shlex
+import subprocess
 import sys
-from argparse import ArgumentParser
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -33,9 +34,9 @@ from typing import Any
 
 from bench.machine import environment
 from bench.report import write_json
-from benchmarks.checkout import commit
 
-RESULTS = Path(__file__).with_name("results")
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
 # Fields that identify a row; a row of a later date replaces one with the same values.
 KEYS = {
     "peers": ("model", "weights", "peer", "cell", "figure"),
@@ -128,7 +129,7 @@ def measured(benchmark: str, rows: Iterable[dict[str, Any]], note: str = "") -> 
     """A result of this process: its command line, machine, commit and the time."""
     return BenchmarkResult(
         benchmark=benchmark,
-        command=command_line(benchmark, sys.argv[1:]),
+        command=command_line(sys.argv),
         machine=environment(),
         commit=commit(),
         date=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M"),
@@ -137,10 +138,28 @@ def measured(benchmark: str, rows: Iterable[dict[str, Any]], note: str = "") -> 
     )
 
 
-def command_line(benchmark: str, arguments: Sequence[str]) -> str:
-    """The command, with absolute paths shortened to file names."""
+def command_line(argv: Sequence[str]) -> str:
+    """The command of `python -m` with these arguments of a process; absolute paths are shortened to file names."""
+    program, *arguments = argv
+    path = Path(program)
+    module = ".".join(path.with_suffix("").relative_to(ROOT).parts) if path.is_relative_to(ROOT) else path.stem
     short = [Path(argument).name if argument.startswith("/") else argument for argument in arguments]
-    return f"python -m benchmarks.{benchmark} {shlex.join(short)}".strip()
+    return f"python -m {module} {shlex.join(short)}".strip()
+
+
+def commit() -> str | None:
+    """The commit of this checkout, with "+" where files differ from it; None outside a checkout."""
+    head = git("rev-parse", "--short=12", "HEAD")
+    return head and head + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
+
+
+def git(*arguments: str) -> str | None:
+    """The output of git; None if it fails or is missing."""
+    try:
+        run = subprocess.run(["git", "-C", ROOT, *arguments], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return run.stdout.strip()
 
 
 def model_name(path: str) -> str:
@@ -155,6 +174,12 @@ def weight_format(quantize: str, dtype: str, model: str) -> str:
     config = Path(model) / "config.json"
     settings = json.loads(config.read_text(encoding="utf-8")) if config.exists() else {}
     return str(settings.get("dtype") or settings.get("torch_dtype") or "auto")
+
+
+def command_parser(name: str, documentation: str | None) -> ArgumentParser:
+    """The parser of benchmarks.NAME; its help is the documentation of the module."""
+    summary, _, details = (documentation or "").partition("\n")
+    return ArgumentParser(f"benchmarks.{name}", None, summary, details, formatter_class=RawDescriptionHelpFormatter)
 
 
 def add_json_option(parser: ArgumentParser) -> None:

@@ -8,7 +8,6 @@ Every token above the single bytes is a whole word, so a server can stream each 
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import string
 import sys
@@ -18,6 +17,8 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from benchmarks.result import command_parser
 
 END = "<|end|>"
 TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
@@ -49,7 +50,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 def main(arguments: list[str] | None = None) -> int:
     """Write the folder, and the GGUF file with --gguf."""
-    parser = argparse.ArgumentParser(prog="benchmarks.shapes", description=(__doc__ or "").partition("\n")[0])
+    parser = command_parser("shapes", __doc__)
     parser.add_argument("shape", choices=sorted(SHAPES))
     parser.add_argument("folder", type=Path)
     parser.add_argument(

@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from benchmarks import gpu as bench
-from benchmarks.gpu_profile import profiled
+from benchmarks.gpu import throughput
+from benchmarks.gpu.profile import profiled
 from engine.config import EngineConfig
 from engine.kernels.dispatch import device_products
 from engine.load.device import describe_gpus, device_memory, no_gpu_reason
@@ -114,7 +114,7 @@ def benchmark(device: str) -> dict[str, Any]:
     rows = REPORT.with_name("bench.json")
     rows.parent.mkdir(parents=True, exist_ok=True)
     small = ["tiny", "--streams", "1", "2", "--prompts", "64"] if device == "cpu" else []
-    assert 0 == bench.main([*small, "--device", device, "--json", str(rows)])
+    assert 0 == throughput.main([*small, "--device", device, "--json", str(rows)])
     return {"rows": str(rows)}
 
 

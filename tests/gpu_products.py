@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu import copy_bandwidth, seconds
+from benchmarks.gpu.throughput import copy_bandwidth, seconds
 from engine.kernels.device_products import DeviceProducts, upload
 from engine.kernels.formats import LAYOUTS, WeightFormat
 from engine.kernels.linear import multiply_unrounded

@@ -1,7 +1,7 @@
 """Refusals of a full queue from the bytes of a connection: no HTTP parser, task or middleware runs for them.
 
-An overloaded server spends most of its refusals' time there (benchmarks/overload.py). Only usual requests are refused
-here; all others pass the middleware, whose response is the same (admission.py).
+An overloaded server spends most of its refusals' time there (benchmarks/serving/overload.py). Only usual requests
+are refused here; all others pass the middleware, whose response is the same (admission.py).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""benchmarks/fleet.py: the costs, the simulated replica and fleet, the comparison with real servers."""
+"""benchmarks/fleet/simulate.py: the costs, the simulated replica and fleet, the comparison with real servers."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 from bench.client import RequestOptions
 from bench.samples import Sample
 from bench.target import find
-from benchmarks import fleet_replica
-from benchmarks.fleet import main
-from benchmarks.fleet_costs import ServerCosts, costs_of_cells, read_costs
-from benchmarks.fleet_policies import POLICIES
-from benchmarks.fleet_replica import PrefixCache, SimulatedReplica, SimulatedRequest
-from benchmarks.fleet_simulator import Fleet, FleetOptions, FleetResult
-from benchmarks.fleet_validation import Answered, LoopbackRouter, Measurements, Script, hold_all, simulate, summary
-from benchmarks.fleet_workload import Conversation, Turn, conversations
+from benchmarks.fleet import replica as simulated
+from benchmarks.fleet.costs import ServerCosts, costs_of_cells, read_costs
+from benchmarks.fleet.policies import POLICIES
+from benchmarks.fleet.replica import PrefixCache, SimulatedReplica, SimulatedRequest
+from benchmarks.fleet.simulate import main
+from benchmarks.fleet.simulator import Fleet, FleetOptions, FleetResult
+from benchmarks.fleet.validation import Answered, LoopbackRouter, Measurements, Script, hold_all, simulate, summary
+from benchmarks.fleet.workload import Conversation, Turn, conversations
 from engine.schedule import prefill_budget
 from server.affinity.keys import RequestKeys
 from tests.server.peer import Peer
@@ -97,12 +97,12 @@ def test_the_tokens_that_fit_a_time_are_those_that_take_it(tokens: int, start: i
 
 def test_the_prefill_budget_is_that_of_the_scheduler() -> None:
     """The values are equal to those of engine/schedule/prefill_budget.py."""
-    own = (fleet_replica.TARGET_SECONDS, fleet_replica.TARGET_STEPS, fleet_replica.ALONE_SECONDS)
+    own = (simulated.TARGET_SECONDS, simulated.TARGET_STEPS, simulated.ALONE_SECONDS)
 
     assert own == (prefill_budget._TARGET_SECONDS, prefill_budget._TARGET_STEPS, prefill_budget._ALONE_SECONDS)
     assert (prefill_budget.MIN_TOKENS, prefill_budget.MIN_TOKENS_ALONE) == (
-        fleet_replica.LEAST_TOKENS,
-        fleet_replica.LEAST_TOKENS_ALONE,
+        simulated.LEAST_TOKENS,
+        simulated.LEAST_TOKENS_ALONE,
     )
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.gguf import (
+from benchmarks.gguf.files import (
     MEMORY,
     START_TOKENS,
     TEXTS,
@@ -25,8 +25,8 @@ from benchmarks.gguf import (
     sampled,
     sessions,
 )
+from benchmarks.gguf.token_scores import LIKELY, Loss
 from benchmarks.shapes import write_folder, write_gguf
-from benchmarks.token_scores import LIKELY, Loss
 from tests.benchmarks.test_peers import TINY
 
 

@@ -1,4 +1,4 @@
-"""benchmarks/gpu.py on a CPU with a tiny shape: every cell has its figures."""
+"""benchmarks/gpu/throughput.py on a CPU with a tiny shape: every cell has its figures."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import gpu
+from benchmarks.gpu import throughput
 from benchmarks.result import add_rows, documents, measured
 from benchmarks.shapes import write_folder
 
@@ -19,11 +19,13 @@ TINY = (
 
 def test_each_cell_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With and without graphs, with quantised weights, and by transformers."""
-    monkeypatch.setattr(gpu, "BEHIND", 16)
-    monkeypatch.setattr(gpu, "STEPS", 4)
+    monkeypatch.setattr(throughput, "BEHIND", 16)
+    monkeypatch.setattr(throughput, "STEPS", 4)
     write_folder(TINY, tmp_path)
 
-    rows = list(gpu.shape_rows("tiny", tmp_path, gpu.Options("cpu", (1, 3), (40,), ("graphs", "eager", "int8"))))
+    rows = list(
+        throughput.shape_rows("tiny", tmp_path, throughput.Options("cpu", (1, 3), (40,), ("graphs", "eager", "int8")))
+    )
 
     cells = ["1 streams", "3 streams", "prompt of 40"]
     expected = {"graphs": cells, "eager": cells[:2], "int8": cells, "transformers": cells[:2]}
@@ -39,8 +41,8 @@ def test_each_cell_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_without_a_gpu_the_reason_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
-    if gpu.torch.cuda.is_available():
+    if throughput.torch.cuda.is_available():
         pytest.skip("there is a GPU")
 
-    assert 1 == gpu.main([])
+    assert 1 == throughput.main([])
     assert "torch can use no GPU here" in capsys.readouterr().err

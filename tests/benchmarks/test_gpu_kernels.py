@@ -21,7 +21,7 @@ SHARED_BYTES = {"sm_80": 99 * 1024, "sm_90": 99 * 1024, "gfx942": 64 * 1024}
 def test_kernels_fit_into_a_gpu(target: str, tmp_path: Path) -> None:
     """A decoding kernel spills less than 64 bytes a thread, a prompt's less than 192."""
     pytest.importorskip("triton", reason="Triton is installed on Linux for x86-64 only", exc_type=ImportError)
-    command = [sys.executable, "-m", "benchmarks.gpu_kernels", "--target", target, "--json", str(tmp_path / "out.json")]
+    command = [sys.executable, "-m", "benchmarks.gpu.kernels", "--target", target, "--json", str(tmp_path / "out.json")]
     # The interpreter of the other tests compiles nothing.
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True)

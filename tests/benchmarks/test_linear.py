@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks import linear
+from benchmarks.cpu import linear
 from engine.kernels.cpu.linear import NativeLinear
 from tests.libraries import built
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.gguf import READ
+from benchmarks.gguf.files import READ
 from benchmarks.page import PAGE, page
-from benchmarks.result import KEYS, OTHER_KEYS, RESULTS, BenchmarkResult, command_line, documents, load, measured
+from benchmarks.result import KEYS, OTHER_KEYS, RESULTS, ROOT, BenchmarkResult, command_line, documents, load, measured
 
 
 def result(date: str, *rows: dict[str, Any], benchmark: str = "peers") -> BenchmarkResult:
@@ -20,7 +21,7 @@ def result(date: str, *rows: dict[str, Any], benchmark: str = "peers") -> Benchm
 
 
 def decode(tokens_per_second: float) -> dict[str, Any]:
-    """A row of benchmarks.peers."""
+    """A row of benchmarks.serving.peers."""
     about = {"model": "tiny", "weights": "int8", "peer": "llama.cpp", "cell": "prompt of 512"}
     return about | {"figure": "decode, tokens/s", "cellar": tokens_per_second, "other": 10.0, "ratio": 2.0}
 
@@ -89,9 +90,11 @@ def test_gguf_files_have_a_table() -> None:
 
 
 def test_absolute_paths_stay_out_of_the_command() -> None:
-    command = command_line("peers", ["llama.cpp", "--model", "/home/me/qwen3-0.6b", "--cellar", "--slots 8"])
+    command = command_line(
+        [f"{ROOT}/benchmarks/serving/peers.py", "llama.cpp", "--model", "/home/me/qwen3-0.6b", "--cellar", "--slots 8"]
+    )
 
-    assert "python -m benchmarks.peers llama.cpp --model qwen3-0.6b --cellar '--slots 8'" == command
+    assert "python -m benchmarks.serving.peers llama.cpp --model qwen3-0.6b --cellar '--slots 8'" == command
 
 
 def test_a_measured_result_survives_its_file(tmp_path: Path) -> None:
@@ -100,3 +103,13 @@ def test_a_measured_result_survives_its_file(tmp_path: Path) -> None:
 
     (after,) = load(tmp_path)
     assert (before.rows, before.note, before.date, before.cpu) == (after.rows, after.note, after.date, after.cpu)
+
+
+def test_every_command_names_a_program() -> None:
+    """In the pages, the Makefile and the docstrings; a command beside the date of a commit is recorded."""
+    files = [ROOT / "README.md", ROOT / "Makefile", *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/**/*.py")]
+    lines = [line for file in files for line in file.read_text().splitlines() if not re.search(r"20\d\d-\d\d", line)]
+    named = {name for line in lines for name in re.findall(r"-m (benchmarks\.[\w.]+)", line)}
+
+    assert len(named) > 15
+    assert [] == [name for name in sorted(named) if not (ROOT / f"{name.replace('.', '/')}.py").exists()]

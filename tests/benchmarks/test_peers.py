@@ -1,4 +1,4 @@
-"""benchmarks/peers.py against a server with known answers. No time is asserted, only order, counts and shapes."""
+"""benchmarks/serving/peers.py against a server with known answers: order, counts and shapes. No time is asserted."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bench.benchmark import Measured
 from bench.cells import DECODE, FASTER, FIRST, PREFILL, RATE, CellResult
-from benchmarks.duel import PairedFigure, document, rows, table
-from benchmarks.goals import GOALS
-from benchmarks.known import PEERS, Resources
-from benchmarks.peers import Sizes, main
+from benchmarks.serving.goals import GOALS
+from benchmarks.serving.paired_figures import PairedFigure, document, rows, table
+from benchmarks.serving.peer_programs import PEERS, Resources
+from benchmarks.serving.peers import Sizes, main
 from benchmarks.shapes import SHAPES, write_folder, write_gguf
 from tests.server.peer import Peer
 

@@ -1,4 +1,4 @@
-"""benchmarks/quality.py: planted outliers, predictions of both servers, and their errors."""
+"""benchmarks/quality/perplexity.py: planted outliers, predictions of both servers, and their errors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks.held_out import TARGET, held_out_texts
-from benchmarks.quality import TIMES, Prediction, ask_peer, divergence, likely, loss, ours, plant, score_ours
+from benchmarks.quality.perplexity import TIMES, Prediction, ask_peer, divergence, likely, loss, ours, plant, score_ours
 
 
 def logits(folder: Path, text: list[int]) -> torch.Tensor:

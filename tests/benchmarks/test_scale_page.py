@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.fleet.page import PAGE, fault, found, page
 from benchmarks.result import BenchmarkResult
-from benchmarks.scale_page import PAGE, fault, found, page
 
 
 def result(benchmark: str, **row: Any) -> BenchmarkResult:
@@ -26,7 +26,7 @@ def result(benchmark: str, **row: Any) -> BenchmarkResult:
 
 
 def test_the_committed_page_is_up_to_date() -> None:
-    """`python -m benchmarks.scale_page` writes it."""
+    """`python -m benchmarks.fleet.page` writes it."""
     assert page(PAGE.read_text(), found()) == PAGE.read_text()
 
 

@@ -1,4 +1,4 @@
-"""benchmarks/speculation.py: comparisons, the scripted drafter and the written files. No time is asserted."""
+"""benchmarks/cpu/speculation.py: comparisons, the scripted drafter and the written files. No time is asserted."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.comparison import ModeComparison, RoundTime, trimmed_mean
-from benchmarks.speculation import Scripted, main
+from benchmarks.cpu.comparison import ModeComparison, RoundTime, trimmed_mean
+from benchmarks.cpu.speculation import Scripted, main
 from engine.sample.penalties import PenaltyHistory
 from engine.sample.sampler import SamplingContext
 from engine.schedule.draft import DraftRequest

@@ -1,4 +1,4 @@
-"""benchmarks/token_scores.py: requests to both servers, and their errors."""
+"""benchmarks/gguf/token_scores.py: requests to both servers, and their errors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import math
 import httpx
 import pytest
 
-from benchmarks.token_scores import Place, ask_peer, loss
+from benchmarks.gguf.token_scores import Place, ask_peer, loss
 
 
 def test_the_peer_is_measured_after_each_prefix() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gemma import gguf_file, write_folder
+from benchmarks.gguf.gemma import gguf_file, write_folder
 
 
 def written(folder: Path) -> Path:

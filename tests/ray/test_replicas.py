@@ -22,7 +22,7 @@ import httpx
 import psutil
 import pytest
 
-from benchmarks.routers import Result, all_conversations, read_stream
+from benchmarks.fleet.routers import Result, all_conversations, read_stream
 from server.replicas.environment import VARIABLES
 from tests.e2e.serving import ROOT
 

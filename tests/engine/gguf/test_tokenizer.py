@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken, Regex, pre_tokenizers
 
-from benchmarks.gemma import gguf_file
+from benchmarks.gguf.gemma import gguf_file
 from engine.gguf.container import GgufError, Metadata, parse, read_metadata
 from engine.gguf.pre_tokenizers import PRE_TOKENIZERS
 from engine.gguf.tokenizer import read_tokenizer

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
 import server.schemas
-from benchmarks.bodies import known
+from benchmarks.serving.bodies import known
 from engine.errors import ContextTooLong
 from server.app import create_app
 from server.configuration.settings import ClientLimits

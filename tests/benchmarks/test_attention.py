@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks import kernels
-from benchmarks.kernels import TITLES, AttentionBatch, AttentionBench, AttentionShape, Limits
+from benchmarks.cpu import attention
+from benchmarks.cpu.attention import TITLES, AttentionBatch, AttentionBench, AttentionShape, Limits
 from engine.kernels.cpu.attention import NativeAttention
 from tests.libraries import built
 
@@ -16,7 +16,7 @@ SHAPE = AttentionShape("tiny", 4, 2, 16)
 @pytest.fixture
 def native(monkeypatch: pytest.MonkeyPatch) -> NativeAttention:
     """The kernel, over small pools."""
-    monkeypatch.setattr(kernels, "POOL_BYTES", 2**20)
+    monkeypatch.setattr(attention, "POOL_BYTES", 2**20)
     torch.set_num_threads(1)
     return NativeAttention(built("attention"))
 
@@ -24,8 +24,8 @@ def native(monkeypatch: pytest.MonkeyPatch) -> NativeAttention:
 def test_a_line_has_a_cell_for_every_head(native: NativeAttention) -> None:
     """With separate tables, and with a shared prefix."""
     batch, limits = AttentionBatch("verify", 2, 70, sequences=3), Limits(1e9, 1e9)
-    alone = kernels.row(SHAPE, batch, torch.float32, native, limits, rounds=1)
-    shared = kernels.shared_row(
+    alone = attention.row(SHAPE, batch, torch.float32, native, limits, rounds=1)
+    shared = attention.shared_row(
         SHAPE, AttentionBatch("decode", 1, 200, sequences=3, prefix=130), torch.float32, native, rounds=1
     )
 

@@ -1,14 +1,16 @@
 """Measures Cellar and a peer alternately, both over HTTP, and prints medians, ratios and goals.
 
-    python -m benchmarks.peers llama.cpp --model FOLDER --quantize int8 --peer-model q8_0.gguf --program llama-server
-    python -m benchmarks.peers openvino --model FOLDER --quantize int8 --peer-model q8_0.gguf --program OTHER/bin/python
-    python -m benchmarks.peers transformers --model FOLDER --quantize int8 --program OTHER/bin/transformers
-    python -m benchmarks.peers --base-url us=http://127.0.0.1:8000/v1 --base-url peer=http://127.0.0.1:8001/v1
-    python -m benchmarks.peers --smoke          # the bundled model against itself, one pair: a test
+    python -m benchmarks.serving.peers llama.cpp $SIDES --program llama-server
+    python -m benchmarks.serving.peers openvino $SIDES --program OTHER/bin/python
+    python -m benchmarks.serving.peers transformers --model FOLDER --quantize int8 --program OTHER/bin/transformers
+    python -m benchmarks.serving.peers --base-url us=http://127.0.0.1:8000/v1 --base-url peer=http://127.0.0.1:8001/v1
+    python -m benchmarks.serving.peers --smoke          # the bundled model against itself, one pair: a test
 
-Both servers get the same threads (--threads), slots (the largest number of streams) and context. The expected duration
-is printed at the start. The environment of openvino is described in openvino_server.py; `transformers serve` needs one
-with `pip install 'transformers[serving]' accelerate`: its bin/transformers is the --program.
+SIDES: --model FOLDER --quantize int8 --peer-model q8_0.gguf
+
+Both servers get the same threads (--threads), slots (the largest number of streams) and context. The expected
+duration is printed at the start. The environment of openvino is described in openvino_server.py; `transformers serve`
+needs one with `pip install 'transformers[serving]' accelerate`: its bin/transformers is the --program.
 
 The models: `python -m benchmarks.shapes qwen3-0.6b FOLDER --gguf bf16.gguf` writes random weights for both
 servers; `llama-quantize bf16.gguf q8_0.gguf Q8_0` and `llama-quantize --pure bf16.gguf q4_0.gguf Q4_0` write the files
@@ -49,14 +51,13 @@ from bench.plots import MISSING
 from bench.report import document, write_json
 from bench.samples import OK
 from bench.target import BenchError, check_url, find
-from benchmarks.checkout import commit
-from benchmarks.duel import document as pairs
-from benchmarks.duel import medians, plot, rows, table
-from benchmarks.goals import GOALS
-from benchmarks.known import PEERS, Resources
-from benchmarks.reading import MemoryBandwidth
-from benchmarks.result import add_json_option, model_name, weight_format
+from benchmarks.result import add_json_option, command_parser, commit, model_name, weight_format
 from benchmarks.result import measured as result
+from benchmarks.serving.goals import GOALS
+from benchmarks.serving.memory_bandwidth import MemoryBandwidth
+from benchmarks.serving.paired_figures import document as pairs
+from benchmarks.serving.paired_figures import medians, plot, rows, table
+from benchmarks.serving.peer_programs import PEERS, Resources
 from engine.load.resources import processor_count
 
 NAMES = ("alone", "prefill", "streams", "reuse")
@@ -198,13 +199,7 @@ def goals_of(given: argparse.Namespace) -> str:
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the command line."""
-    documented, _, epilog = (__doc__ or "").partition("\n")
-    parser = argparse.ArgumentParser(
-        prog="benchmarks.peers",
-        description=documented,
-        epilog=epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("serving.peers", __doc__)
     add = parser.add_argument
     add("peer", nargs="?", choices=sorted(PEERS), help="server to start beside Cellar")
     add("--model", default=None, metavar="FOLDER", help="model of Cellar, and of transformers")

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from bench.samples import percentile
-from benchmarks.fleet_costs import ServerCosts
-from benchmarks.fleet_policies import Policy
-from benchmarks.fleet_replica import PrefixCache, SimulatedReplica, SimulatedRequest
-from benchmarks.fleet_workload import Conversation
+from benchmarks.fleet.costs import ServerCosts
+from benchmarks.fleet.policies import Policy
+from benchmarks.fleet.replica import PrefixCache, SimulatedReplica, SimulatedRequest
+from benchmarks.fleet.workload import Conversation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,6 @@
 """Measures a step of a whole model on the CPU: the native step against transformers' modules over the same cells.
 
-    python -m benchmarks.step [--layers 4] [--rounds 15] [--quantize int8] [--threads 2]
+    python -m benchmarks.cpu.step [--layers 4] [--rounds 15] [--quantize int8] [--threads 2]
 
 Models have random weights, published widths, and fewer layers with a vocabulary reduced in proportion. Both runners
 alternate call by call, since other work disturbs the machine: figures are medians, and the ratio is of the medians.
@@ -12,7 +12,6 @@ waiting threads that spin longer.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import tempfile
 import time
@@ -24,6 +23,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from benchmarks.result import command_parser
 from engine.config import Quantize
 from engine.kernels.dispatch import best_attention, best_linear
 from engine.load.resources import processor_count
@@ -178,7 +178,7 @@ def line(name: str, step_shape: StepShape, runners: tuple[PackedRunner, NativeRu
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_parser("cpu.step", __doc__)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, default=processor_count())

@@ -1,8 +1,8 @@
 """Replicas behind routers: cached share of conversations, equal text, overhead, and requests lost when one ends.
 
-    python -m benchmarks.routers --programs FOLDER --json FILE --page    starts servers and routers, measures all
-    python -m benchmarks.routers NAME=URL ...                 measures servers and routers, the first is the base
-    python -m benchmarks.routers NAME=URL --kill PID          also ends a process with SIGKILL under 24 streams
+    python -m benchmarks.fleet.routers --programs FOLDER --json FILE --page    starts servers and routers, measures all
+    python -m benchmarks.fleet.routers NAME=URL ...                 measures servers and routers, the first is the base
+    python -m benchmarks.fleet.routers NAME=URL --kill PID          also ends a process with SIGKILL under 24 streams
 
 FOLDER has the programs sglang-router and vllm-router; with the extra `ray` Ray Serve is measured, too. A replica is
 `cellar serve --threads 1`; docs/scale.md has the commands of the routers, and with --page the figures.
@@ -10,7 +10,6 @@ FOLDER has the programs sglang-router and vllm-router; with the extra `ray` Ray 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
@@ -26,9 +25,9 @@ from typing import Any
 
 import httpx
 
-from benchmarks.result import add_json_option, measured
-from benchmarks.router_stack import router_stack
-from benchmarks.scale_page import add_page_option, load_note, write_page
+from benchmarks.fleet.page import add_page_option, load_note, write_page
+from benchmarks.fleet.router_stack import router_stack
+from benchmarks.result import add_json_option, command_parser, measured
 
 CONVERSATIONS, TURNS, ANSWER_TOKENS = 16, 4, 24
 CONCURRENCY = 8
@@ -221,7 +220,7 @@ async def measure(targets: dict[str, str], parts: set[str], pid: int | None) -> 
 
 def main() -> None:
     """Measure, print a table, and write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_parser("fleet.routers", __doc__)
     parser.add_argument("targets", nargs="*", metavar="NAME=URL")
     parser.add_argument("--programs", type=Path, metavar="FOLDER", help="of sglang-router and vllm-router")
     parser.add_argument("--parts", default="conversations,texts,overhead", help="comma-separated")

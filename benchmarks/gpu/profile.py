@@ -1,13 +1,12 @@
 """Profiles decoding steps on a GPU: kernels of a step, the time between them, and the kernels that take most of it.
 
-    python -m benchmarks.gpu_profile [SHAPE] [--device cuda] [--streams 8] [--enforce-eager]
+    python -m benchmarks.gpu.profile [SHAPE] [--device cuda] [--streams 8] [--enforce-eager]
 
 `--device cpu tiny` tries the script: it counts operations of torch in place of kernels.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 from collections import Counter
@@ -18,7 +17,8 @@ from typing import Any
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks import gpu
+from benchmarks.gpu import throughput
+from benchmarks.result import command_parser
 from benchmarks.shapes import SHAPES, write_folder
 from engine.config import EngineConfig
 from engine.core import Core
@@ -30,7 +30,7 @@ STEPS, LISTED = 20, 10
 
 def main(arguments: list[str] | None = None) -> int:
     """Print the profile of a shape."""
-    parser = argparse.ArgumentParser(prog="benchmarks.gpu_profile", description=(__doc__ or "").partition("\n")[0])
+    parser = command_parser("gpu.profile", __doc__)
     parser.add_argument("shape", nargs="?", choices=sorted(SHAPES), default="qwen3-0.6b")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--streams", type=int, default=8)
@@ -50,7 +50,7 @@ def profiled(shape: str, device: str, streams: int, *, enforce_eager: bool) -> d
             device=device,
             enforce_eager=enforce_eager,
             slots=streams,
-            context=gpu.BEHIND + gpu.STEPS + gpu.WARM_STEPS + streams + 8,
+            context=throughput.BEHIND + throughput.STEPS + throughput.WARM_STEPS + streams + 8,
             drafter="none",
             # On a CPU one native call would hide the operations.
             kernels="torch" if device == "cpu" else "auto",
@@ -63,7 +63,7 @@ def profiled(shape: str, device: str, streams: int, *, enforce_eager: bool) -> d
 
 def decoding_events(core: Core, streams: int, device: str) -> list[Any]:
     """The events of the profiler in STEPS decoding steps: kernels, or on a CPU operations."""
-    gpu.start_streams(core, streams)
+    throughput.start_streams(core, streams)
     kinds = [ProfilerActivity.CPU] if device == "cpu" else [ProfilerActivity.CPU, ProfilerActivity.CUDA]
     with profile(activities=kinds) as profiler:
         for _ in range(STEPS):

@@ -1,6 +1,6 @@
 """Requests lost by replicas on Ray Serve when one is killed, when all are replaced, and when their number changes.
 
-    python -m benchmarks.ray_faults [--steps conversations,kill,redeploy,scale] [--json FILE] [--page]
+    python -m benchmarks.fleet.ray_faults [--steps conversations,kill,redeploy,scale] [--json FILE] [--page]
 
 Needs the extra `ray`. Each replica has the bundled model and one thread. Conversations are held over two and three
 replicas, the other steps begin with three, `scale` with one. A stream ends "ok", with an "error event"
@@ -9,7 +9,6 @@ behind its first bytes, "cut" without one, or "refused" before its first byte: "
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import signal
 import time
@@ -20,9 +19,9 @@ from typing import Any
 import httpx
 import psutil
 
-from benchmarks.result import add_json_option, measured
-from benchmarks.routers import LONG_TOKENS, STREAM_TOKENS, STREAMS, Result, all_conversations, read_stream
-from benchmarks.scale_page import add_page_option, load_note, write_page
+from benchmarks.fleet.page import add_page_option, load_note, write_page
+from benchmarks.fleet.routers import LONG_TOKENS, STREAM_TOKENS, STREAMS, Result, all_conversations, read_stream
+from benchmarks.result import add_json_option, command_parser, measured
 from server.configuration.settings import Settings
 from server.replicas import cluster
 
@@ -165,7 +164,7 @@ STEPS = {"conversations": conversations, "kill": kill, "redeploy": redeploy, "sc
 
 def main() -> None:
     """Start the replicas, run the steps, and stop."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_parser("fleet.ray_faults", __doc__)
     parser.add_argument("--steps", default=",".join(STEPS), help="comma-separated")
     add_json_option(parser)
     add_page_option(parser)

@@ -1,6 +1,6 @@
 """Measures what refused requests cost: goodput per second of the server's processor time under overload.
 
-    python -m benchmarks.overload [MODEL] [--clients 500] [--seconds 20] [--retry 1] [--json FILE]
+    python -m benchmarks.serving.overload [MODEL] [--clients 500] [--seconds 20] [--retry 1] [--json FILE]
 
 Clients in a closed loop send chats of about 700 tokens that nobody else has sent, and wait for each answer; a refused
 client waits for the seconds of Retry-After, or for --retry, and sends its next chat. Goodput are the tokens of complete
@@ -9,7 +9,6 @@ answers. The same server first has as many clients as slots, then --clients; the
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import random
@@ -24,7 +23,7 @@ from urllib.parse import urlsplit
 import psutil
 
 from bench.launch import cellar
-from benchmarks.result import add_json_option, measured, model_name
+from benchmarks.result import add_json_option, command_parser, measured, model_name
 
 GOAL = 0.85
 SLOTS, ANSWERED, PROMPT_WORDS = 8, 32, 500
@@ -126,9 +125,7 @@ async def compare(load: Load, clients: int, seconds: float) -> list[dict[str, An
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure and print; 1 if the goal is missed."""
-    summary, _, epilog = (__doc__ or "").partition("\n")
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("benchmarks.overload", description=summary, epilog=epilog, formatter_class=raw)
+    parser = command_parser("serving.overload", __doc__)
     parser.add_argument("model", nargs="?", default=None, help="a folder (default: the bundled model)")
     parser.add_argument("--clients", type=int, default=500)
     parser.add_argument("--seconds", type=float, default=20.0, help="with --clients (default 20)")

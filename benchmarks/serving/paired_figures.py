@@ -15,7 +15,7 @@ from rich.table import Table
 from bench.benchmark import Measured
 from bench.cells import FASTER
 from bench.report import digits
-from benchmarks.goals import Goals
+from benchmarks.serving.goals import Goals
 
 
 @dataclass(frozen=True, slots=True)

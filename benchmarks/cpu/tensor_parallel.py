@@ -1,16 +1,16 @@
 """Steps of a model in one process and on several ranks: milliseconds a step, and bytes that rank 0 broadcasts.
 
-    python -m benchmarks.tensor_parallel MODEL [--ranks 2] [--sequences 1 4 8] [--tokens 32]
+    python -m benchmarks.cpu.tensor_parallel MODEL [--ranks 2] [--sequences 1 4 8] [--tokens 32]
 
 A ranks' step also has two all-reduces a layer, of `tokens x hidden size` activations, by gloo. Threads are divided.
 """
 
 from __future__ import annotations
 
-import argparse
 import time
 from dataclasses import replace
 
+from benchmarks.result import command_parser
 from engine.config import EngineConfig
 from engine.core import Core
 from engine.load.load import LoadedModel
@@ -53,7 +53,7 @@ def run(loaded: LoadedModel, config: EngineConfig, sequences: int, tokens: int) 
 
 def main() -> None:
     """Print the figures of one process and of the ranks."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command_parser("cpu.tensor_parallel", __doc__)
     parser.add_argument("model")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 4, 8])

@@ -1,6 +1,6 @@
 """Measures quantised matrix products on the CPU: the C++ kernel beside memory bandwidth and torch's int8 product.
 
-    python -m benchmarks.linear [--variant avx2] [--threads 1] [--rounds 9]
+    python -m benchmarks.cpu.linear [--variant avx2] [--threads 1] [--rounds 9]
 
 All calls alternate, since other work disturbs the machine; figures are medians. Calls cycle through copies of a matrix
 that exceed the processor caches. One row is bound by memory: its GB/s of codes and scales are compared with torch.sum.
@@ -14,23 +14,21 @@ columns (threads share cache lines, 10 % of a step of 8 rows).
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import statistics
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from benchmarks.kernels import POOL_BYTES, Call, alternate
+from benchmarks.cpu.attention import POOL_BYTES, Call, add_kernel_options, alternate
+from benchmarks.result import command_parser
 from engine.kernels import linear
 from engine.kernels.cpu import build
 from engine.kernels.cpu.linear import NativeLinear
 from engine.kernels.formats import LAYOUTS, WeightFormat
 from engine.kernels.packing import PackedMatrix, PackedStorage
 from engine.kernels.rounding import Bits, pack_floats
-from engine.load.resources import processor_count
 from tests.engine.kernels.weights import random_matrix
 
 # Outputs and columns of Qwen3-0.6B: gate and up, down, and the rows of query, key and value.
@@ -121,11 +119,8 @@ def error(outputs: int, columns: int, bits: Bits, outliers: float, times: float)
 
 def main() -> None:
     """Print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--variant", default=build.variants("linear")[0], choices=build.variants("linear"))
-    parser.add_argument("--threads", type=int, default=processor_count())
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--library", type=Path, help="library to measure (default: the built one)")
+    parser = command_parser("cpu.linear", __doc__)
+    add_kernel_options(parser, "linear", rounds=9)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     native = NativeLinear(options.library or build.library("linear", options.variant))

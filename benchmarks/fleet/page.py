@@ -1,4 +1,4 @@
-"""Writes the measured tables of docs/scale.md from benchmarks/results: `python -m benchmarks.scale_page`.
+"""Writes the measured tables of docs/scale.md from benchmarks/results: `python -m benchmarks.fleet.page`.
 
 A table stands between two comments with its name. It ends with the machine, commit, date and command of its rows.
 """
@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.fleet_plot import markdown
+from benchmarks.fleet.plot import markdown
 from benchmarks.page import table
-from benchmarks.result import RESULTS, BenchmarkResult, documents
+from benchmarks.result import RESULTS, ROOT, BenchmarkResult, documents
 
-PAGE = Path(__file__).parent.parent / "docs" / "scale.md"
+PAGE = ROOT / "docs" / "scale.md"
 Rows = Sequence[dict[str, Any]]
 
 

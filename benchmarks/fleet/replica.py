@@ -11,7 +11,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from benchmarks.fleet_costs import ServerCosts
+from benchmarks.fleet.costs import ServerCosts
 
 # Of engine/schedule/prefill_budget.py: seconds of a step with prefill, beside sequences in decode and alone, and the
 # least prefill tokens of a step.

@@ -1,7 +1,7 @@
 """Measures the same GGUF files in Cellar and llama.cpp, in turns: speed, first token, start, memory and accuracy.
 
-    python -m benchmarks.gguf --prepare FOLDER --quantizer llama-quantize   # random weights in published shapes
-    python -m benchmarks.gguf FOLDER/*.gguf --program llama-server --json benchmarks/results/gguf.json
+    python -m benchmarks.gguf.files --prepare FOLDER --quantizer llama-quantize   # random weights in published shapes
+    python -m benchmarks.gguf.files FOLDER/*.gguf --program llama-server --json benchmarks/results/gguf.json
 
 Cells, chosen by --cells: `alone` (a prompt of 512 and the decode behind it), `prefill` (a prompt of 2,048), `streams`
 (8 and 32 of them), `server` (first and second start, and resident memory), `accuracy` (log-probabilities of texts that
@@ -45,14 +45,14 @@ from bench.launch import cellar, started
 from bench.plan import read_counts
 from bench.report import digits, write_json
 from bench.target import BenchError, find
-from benchmarks.duel import PairedFigure, medians, rows
-from benchmarks.goals import GOALS
-from benchmarks.known import PEERS, Resources
-from benchmarks.peers import CONTEXT_STEP, MIN_CONTEXT, Sizes, check
-from benchmarks.reading import MemoryBandwidth
-from benchmarks.result import add_json_option, add_rows, measured, model_name
+from benchmarks.gguf.token_scores import AT_ONCE, LIKELY, Loss, Place, ask_ours, ask_peer, loss
+from benchmarks.result import add_json_option, add_rows, command_parser, measured, model_name
+from benchmarks.serving.goals import GOALS
+from benchmarks.serving.memory_bandwidth import MemoryBandwidth
+from benchmarks.serving.paired_figures import PairedFigure, medians, rows
+from benchmarks.serving.peer_programs import PEERS, Resources
+from benchmarks.serving.peers import CONTEXT_STEP, MIN_CONTEXT, Sizes, check
 from benchmarks.shapes import SHAPES, write_folder, write_gguf
-from benchmarks.token_scores import AT_ONCE, LIKELY, Loss, Place, ask_ours, ask_peer, loss
 from engine.kernels.cache_folder import cache_folder
 from engine.load.gguf_model import read_gguf_config, read_gguf_model
 from engine.load.resources import processor_count
@@ -60,7 +60,7 @@ from engine.load.resources import processor_count
 CELLS = ("alone", "prefill", "streams", "server", "accuracy")
 FORMATS = ("Q8_0", "Q6_K", "Q4_K_M", "Q4_0")
 QUICK = Sizes(depth=64, decoded=8, long=96, asked=16, answered=8)
-# Fewer tokens for each stream than in benchmarks.peers: a file is measured in minutes.
+# Fewer tokens for each stream than in benchmarks.serving.peers: a file is measured in minutes.
 FULL = Sizes(depth=512, decoded=32, long=2048, asked=64, answered=64)
 # Slots of the sessions without concurrent streams.
 ALONE_SLOTS = 1
@@ -191,9 +191,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the command line."""
-    documented, _, epilog = (__doc__ or "").partition("\n")
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("benchmarks.gguf", None, documented, epilog, formatter_class=formatter)
+    parser = command_parser("gguf.files", __doc__)
     add = parser.add_argument
     add("files", nargs="*", type=Path, metavar="FILE", help="GGUF files")
     add("--prepare", type=Path, default=None, metavar="FOLDER", help="write files with random weights instead")

@@ -1,13 +1,13 @@
 """Measures the accuracy of quantised weights, beside llama.cpp with formats of its own.
 
-    python -m benchmarks.quality                                                   (Cellar alone)
-    python -m benchmarks.quality --program llama-server --quantizer llama-quantize
+    python -m benchmarks.quality.perplexity                                                   (Cellar alone)
+    python -m benchmarks.quality.perplexity --program llama-server --quantizer llama-quantize
 
 Predictions of held-out texts are compared with transformers in float32, for the bundled model, for two models with
-outliers made of it, and for Gemma 3 270M where the package of benchmarks.gemma is installed. Both servers read the same
-GGUF files; Cellar also quantises the float weights by itself. Outliers are 1 % of the
-columns after every norm: the column is scaled by 32 and its norm weight by 1/32, or the other way round. In float32 the
-three models are the same, so every difference is a quantisation error.
+outliers made of it, and for Gemma 3 270M where the package of benchmarks.gguf.gemma is installed. Both servers read the
+same GGUF files; Cellar also quantises the float weights by itself. Outliers are 1 % of the columns after every norm:
+the column is scaled by 32 and its norm weight by 1/32, or the other way round. In float32 the three models are the
+same, so every difference is a quantisation error.
 
 Gemma's reference has the weights of its Q4_K_M file: that file is exact, and the other formats are made from it.
 
@@ -40,12 +40,12 @@ from transformers import AutoModelForCausalLM
 
 from bench.launch import started
 from bench.target import BenchError
-from benchmarks.gemma import gguf_file, write_folder
+from benchmarks.gguf.gemma import gguf_file, write_folder
+from benchmarks.gguf.token_scores import AT_ONCE, LIKELY, LISTED
 from benchmarks.held_out import TARGET, held_out_texts
-from benchmarks.known import PEERS, Resources
-from benchmarks.result import add_json_option, add_rows, measured
+from benchmarks.result import add_json_option, add_rows, command_parser, measured
+from benchmarks.serving.peer_programs import PEERS, Resources
 from benchmarks.shapes import write_gguf
-from benchmarks.token_scores import AT_ONCE, LIKELY, LISTED
 from engine.config import EngineConfig
 from engine.load.load import LoadedModel, load
 from kvcache.cache import Cache
@@ -118,7 +118,7 @@ Losses = dict[tuple[str, str, str, str], Loss]
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure, print and write quality.json; 2 if a program is missing."""
-    parser = argparse.ArgumentParser(prog="benchmarks.quality", description=(__doc__ or "").partition("\n")[0])
+    parser = command_parser("quality.perplexity", __doc__)
     parser.add_argument("--program", default=None, metavar="PATH", help="llama-server; without it, Cellar alone")
     parser.add_argument("--quantizer", default="llama-quantize", metavar="PATH", help="llama-quantize")
     parser.add_argument("--texts", type=int, default=40, metavar="N", help="held-out conversations (default 40)")

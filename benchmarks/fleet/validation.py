@@ -29,12 +29,12 @@ from bench.probe import ProbedServer, check_sample, probe
 from bench.prompts import WordPrompts, sentence
 from bench.samples import Sample, percentile
 from bench.target import find
-from benchmarks.fleet_costs import ServerCosts, costs_of_cells
-from benchmarks.fleet_policies import POLICIES
-from benchmarks.fleet_simulator import Fleet, FleetOptions, FleetResult
-from benchmarks.fleet_workload import Conversation, Turn
+from benchmarks.fleet.costs import ServerCosts, costs_of_cells
+from benchmarks.fleet.page import load_note
+from benchmarks.fleet.policies import POLICIES
+from benchmarks.fleet.simulator import Fleet, FleetOptions, FleetResult
+from benchmarks.fleet.workload import Conversation, Turn
 from benchmarks.result import measured
-from benchmarks.scale_page import load_note
 from server.affinity.keys import RequestKeys, request_keys
 
 # Agreement: of the cached share in absolute terms, of the median time to the first token in relative ones.
@@ -164,8 +164,7 @@ def validate(replicas: Sequence[int], *, rounds: int, json_path: Path | None) ->
         print(row)
     if json_path:
         known = {"costs": asdict(measurements.costs), "slowdowns": measurements.slowdowns}
-        result = measured("fleet", [{**row, **known} for row in summaries], note)
-        replace(result, benchmark="fleet_validation").write(json_path)
+        measured("fleet_validation", [{**row, **known} for row in summaries], note).write(json_path)
     return 0 if all(row["agrees"] for row in summaries) else 1
 
 

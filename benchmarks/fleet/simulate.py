@@ -1,8 +1,8 @@
 """Simulates fleets of replicas under several routing policies, with the costs of a measured server.
 
     cellar bench MODEL --threads 1 --drafter none --lengths 128,512,1024,2048 --streams 1,4,8 --out FOLDER
-    python -m benchmarks.fleet --costs FOLDER/bench.json [--replicas 100 1000 10000] [--json FILE] [--plot FILE]
-    python -m benchmarks.fleet --validate [--replicas 1 2 3] [--json FILE] [--page]
+    python -m benchmarks.fleet.simulate --costs FOLDER/bench.json [--replicas 100 1000] [--json FILE] [--plot FILE]
+    python -m benchmarks.fleet.simulate --validate [--replicas 1 2 3] [--json FILE] [--page]
 
 The router of the simulation has server.affinity, as shipped. Conversations have system prompts with Zipf's law and
 several turns; midway a share of the replicas fails. `--validate` runs one workload on real servers, too.
@@ -18,15 +18,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.fleet_costs import ServerCosts, read_costs
-from benchmarks.fleet_plot import draw, markdown
-from benchmarks.fleet_policies import POLICIES
-from benchmarks.fleet_simulator import Fleet, FleetOptions
-from benchmarks.fleet_workload import Conversation, conversations, mean_prompt
-from benchmarks.result import add_json_option, measured
-from benchmarks.scale_page import add_page_option, write_page
+from benchmarks.fleet.costs import ServerCosts, read_costs
+from benchmarks.fleet.page import add_page_option, write_page
+from benchmarks.fleet.plot import draw, markdown
+from benchmarks.fleet.policies import POLICIES
+from benchmarks.fleet.simulator import Fleet, FleetOptions
+from benchmarks.fleet.workload import Conversation, conversations, mean_prompt
+from benchmarks.result import RESULTS, add_json_option, command_parser, measured
 
-COSTS = Path(__file__).with_name("results") / "fleet.json"
+COSTS = RESULTS / "fleet.json"
 GROUPS_PER_REPLICA = 2
 
 
@@ -34,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Simulate or validate; 1 if the validation failed."""
     given = parser().parse_args(arguments)
     if given.validate:
-        from benchmarks.fleet_validation import validate
+        from benchmarks.fleet.validation import validate
 
         code = validate(given.replicas or [1, 2, 3], rounds=given.rounds, json_path=given.json)
         if given.page:
@@ -67,7 +67,7 @@ def line(row: dict[str, Any]) -> str:
 
 def parser() -> argparse.ArgumentParser:
     """The options."""
-    result = argparse.ArgumentParser(prog="benchmarks.fleet", description=(__doc__ or "").partition("\n")[0])
+    result = command_parser("fleet.simulate", __doc__)
     result.add_argument(
         "--costs",
         type=Path,

@@ -1,6 +1,6 @@
 """Measures one GPU: `make bench-gpu`. Needs no download: models have published shapes and random weights.
 
-    python -m benchmarks.gpu [SHAPE ...] [--device cuda] [--modes graphs compiled eager ...]
+    python -m benchmarks.gpu.throughput [SHAPE ...] [--device cuda] [--modes graphs compiled eager ...]
                              [--streams 1 8 64] [--prompts 512 2048 8192] [--json FILE]
 
 For each shape and mode: decoding behind 512 tokens, prompts, and the decoding of many streams. The modes are those with
@@ -12,7 +12,6 @@ script.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 import time
@@ -27,7 +26,7 @@ from unittest.mock import patch
 import torch
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
-from benchmarks.result import add_json_option, add_rows, measured
+from benchmarks.result import add_json_option, add_rows, command_parser, measured
 from benchmarks.shapes import SHAPES, write_folder
 from engine.config import EngineConfig
 from engine.core import Core
@@ -64,7 +63,7 @@ class Options:
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure the shapes, print a line for each figure, and add the rows to a file."""
-    parser = argparse.ArgumentParser(prog="benchmarks.gpu", description=(__doc__ or "").partition("\n")[0])
+    parser = command_parser("gpu.throughput", __doc__)
     parser.add_argument("shapes", nargs="*", choices=[[], *sorted(SHAPES)], metavar="SHAPE")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--streams", type=int, nargs="+", default=(1, 8, 64))
@@ -73,7 +72,7 @@ def main(arguments: list[str] | None = None) -> int:
     add_json_option(parser)
     given = parser.parse_args(arguments)
     if given.device.startswith("cuda") and not torch.cuda.is_available():
-        print("benchmarks.gpu: torch can use no GPU here", file=sys.stderr)
+        print("benchmarks.gpu.throughput: torch can use no GPU here", file=sys.stderr)
         return 1
     options = Options(given.device, given.streams, given.prompts, given.modes)
     for shape in given.shapes or SHAPE_NAMES:

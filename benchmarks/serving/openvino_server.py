@@ -1,7 +1,7 @@
 """An HTTP server for openvino-genai's continuous batching: /v1/completions of token ids, streamed.
 
     python -m venv OTHER && OTHER/bin/pip install openvino-genai uvicorn starlette
-    OTHER/bin/python benchmarks/openvino_server.py q8_0.gguf --port 8001 --threads 2
+    OTHER/bin/python benchmarks/serving/openvino_server.py q8_0.gguf --port 8001 --threads 2
 
 It runs in an environment of its own and imports nothing of this project. Token ids are streamed without decoding, so
 the peer is measured without a tokenizer.

@@ -1,6 +1,6 @@
 """Measures attention on the CPU: the C++ kernel against torch operations, both through the same pool.
 
-    python -m benchmarks.kernels [--dtype float32] [--variant avx2] [--rounds 15]
+    python -m benchmarks.cpu.attention [--dtype float32] [--variant avx2] [--rounds 15]
 
 Both implementations alternate call by call, since other work disturbs the machine: the ratio is of the medians, the
 time is the minimum. Calls cycle through the layers of a pool larger than the processor caches. GB/s: bytes of keys and
@@ -17,10 +17,10 @@ not negligible (4 to 6 % faster, the error 12 to 87 % higher).
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import statistics
 import time
+from argparse import ArgumentParser
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +28,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from benchmarks.result import command_parser
 from engine.kernels import reference
 from engine.kernels.cpu import build
 from engine.kernels.cpu.attention import NativeAttention
@@ -231,16 +232,22 @@ def limits_of(dtype: torch.dtype) -> Limits:
     return Limits(POOL_BYTES / read, _SIDE**3 / multiplied)
 
 
+def add_kernel_options(parser: ArgumentParser, kernel: str, *, rounds: int) -> None:
+    """Add --variant, --threads, --rounds and --library."""
+    variants = build.variants(kernel)
+    parser.add_argument("--variant", default=variants[0], choices=variants)
+    parser.add_argument("--threads", type=int, default=processor_count())
+    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--library", type=Path, help="library to measure (default: the built one)")
+
+
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_parser("cpu.attention", __doc__)
     parser.add_argument(
         "--dtype", default="float32", choices=("float32", "bfloat16", "int8"), help="of the pool (default float32)"
     )
-    parser.add_argument("--variant", default=build.variants("attention")[0], choices=build.variants("attention"))
-    parser.add_argument("--threads", type=int, default=processor_count())
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--library", type=Path, help="library to measure (default: the built one)")
+    add_kernel_options(parser, "attention", rounds=15)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     native = NativeAttention(options.library or build.library("attention", options.variant))

@@ -1,0 +1,1 @@
+"""The processor: kernels, steps and drafts in this process."""

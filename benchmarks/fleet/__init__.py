@@ -1,0 +1,1 @@
+"""Several servers: routers, Ray Serve and a simulator."""

@@ -1,0 +1,1 @@
+"""GGUF files, beside llama.cpp."""

@@ -1,0 +1,1 @@
+"""GPUs: decoding, prompts, profiles and compiled kernels."""

@@ -1,0 +1,1 @@
+"""One server over HTTP: beside others, under overload, with large bodies."""
