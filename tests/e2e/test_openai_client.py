@@ -89,18 +89,6 @@ def test_a_stream_equals_the_answer_in_one_piece(client: openai.OpenAI) -> None:
     assert whole.usage.completion_tokens == chunks[-1].usage.completion_tokens
 
 
-def test_the_stream_helper_accumulates(client: openai.OpenAI) -> None:
-    """client.chat.completions.stream() builds a final message with one role."""
-    with client.chat.completions.stream(model="cellar-tiny", messages=MESSAGES, max_tokens=8, logprobs=True) as stream:  # type: ignore[arg-type]
-        for _ in stream:
-            pass
-        choice = stream.current_completion_snapshot.choices[0]
-
-    assert "assistant" == choice.message.role
-    assert choice.logprobs is not None
-    assert choice.message.content == "".join(entry.token for entry in choice.logprobs.content or ())
-
-
 @pytest.mark.parametrize("skipped", [True, False])
 @pytest.mark.parametrize("streamed", [True, False])
 def test_bytes_of_chat_logprobs_are_the_bytes_of_the_text(client: openai.OpenAI, streamed: bool, skipped: bool) -> None:
@@ -137,24 +125,6 @@ def test_offsets_of_completion_logprobs_leave_out_special_tokens(
     assert 0 < tokens.count(SPECIAL) < len(tokens) == 16
     assert [sum(kept[:index]) for index in range(16)] == offsets
     assert sum(kept) == len("".join(choice.text for choice in choices))
-
-
-def test_a_seed_repeats_a_sample(client: openai.OpenAI) -> None:
-    """Equal seeds, equal text, also at a high temperature."""
-    texts = {
-        client.chat.completions.create(
-            model="cellar-tiny",
-            messages=MESSAGES,
-            temperature=1.5,
-            seed=11,
-            max_tokens=12,  # type: ignore[arg-type]
-        )
-        .choices[0]
-        .message.content
-        for _ in range(3)
-    }
-
-    assert 1 == len(texts)
 
 
 COPY = "Cellar is a server for language models. It keeps what it computed."
@@ -239,28 +209,6 @@ def test_completions_of_several_prompts(client: openai.OpenAI) -> None:
         assert all(value <= 0 for value in choice.logprobs.token_logprobs or ())
 
 
-def test_streamed_completions(client: openai.OpenAI) -> None:
-    """The last chunk of a choice has the reason."""
-    chunks = list(client.completions.create(model="cellar-tiny", prompt="One", max_tokens=4, stream=True))
-
-    assert chunks[-1].choices[0].finish_reason in ("stop", "length")
-
-
-def test_models(client: openai.OpenAI) -> None:
-    """The bundled model is listed and can be retrieved."""
-    assert ["cellar-tiny"] == [model.id for model in client.models.list()]
-    assert "cellar-tiny" == client.models.retrieve("cellar-tiny").id
-
-
-def test_an_unknown_model_is_not_found(client: openai.OpenAI) -> None:
-    """NotFoundError with the code, the field and a request id."""
-    with pytest.raises(openai.NotFoundError) as raised:
-        client.chat.completions.create(model="other", messages=MESSAGES)  # type: ignore[arg-type]
-
-    assert ("model_not_found", "model") == (raised.value.code, raised.value.param)
-    assert raised.value.request_id
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_prompt_that_is_too_long_names_both_numbers(client: openai.OpenAI, stream: bool) -> None:
     """BadRequestError also for a stream, in the words that agents look for."""
@@ -275,17 +223,6 @@ def test_a_prompt_that_is_too_long_names_both_numbers(client: openai.OpenAI, str
     assert body["n_prompt_tokens"] >= 1000
     assert "maximum context length is 256 tokens" in raised.value.message
     assert "exceeds the available context size" in raised.value.message
-
-
-def test_a_wrong_key_is_an_authentication_error(url: str) -> None:
-    """With OpenAI's code."""
-    with (
-        openai.OpenAI(base_url=f"{url}/v1", api_key="wrong", max_retries=0) as stranger,
-        pytest.raises(openai.AuthenticationError) as raised,
-    ):
-        stranger.models.list()
-
-    assert "invalid_api_key" == raised.value.code
 
 
 def test_leaving_a_stream_frees_its_slot(client: openai.OpenAI, url: str) -> None:
