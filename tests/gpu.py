@@ -29,8 +29,8 @@ from engine.load.device import describe_gpus, device_memory, no_gpu_reason
 from engine.load.fusion import fuse
 from engine.load.load import load
 from engine.types.request import SamplingParams
-from tests.engine.models import core
-from tests.engine.play import Job, ask, play, texts
+from tests.engine.kit.models import core
+from tests.engine.kit.play import Job, ask, play, texts
 from tests.gpu_products import quantised_products
 from tests.gpu_server import serve_mixed
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from engine.text.prefix import common_prefix_length
 from tests.e2e.story import TURNS, Chat, serve
-from tests.engine.models import save_model
+from tests.engine.kit.models import save_model
 
 BUNDLED = Path(__file__).parents[2] / "models" / "target"
 ASKED = {"return_cache_diagnostics": True, "return_token_ids": True}

@@ -12,7 +12,7 @@ import pytest
 from engine.engine import Engine
 from server.app import create_app
 from server.configuration.settings import Settings
-from tests.engine.models import save_model
+from tests.engine.kit.models import save_model
 from tests.server.fakes import call
 
 ALICE, CAROL, BOB = "alice-key", "carol-key", "bob-key"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.story import CONTEXT, TURNS, Chat, serve
-from tests.engine.models import save_model
+from tests.engine.kit.models import save_model
 
 
 @pytest.fixture(scope="module")

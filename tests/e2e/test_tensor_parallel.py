@@ -18,7 +18,7 @@ import pytest
 
 from server.lifecycle import EXIT_ENGINE
 from tests.e2e.serving import ROOT, read_address
-from tests.engine.models import save_model
+from tests.engine.kit.models import save_model
 
 SERVE = [sys.executable, "-c", "from server.cli import main; main()", "serve", "--port", "0", "--store", "none"]
 # The promise is 10 seconds; a busy machine is slow to start the exit, not to notice.

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from engine.load.load import LoadedModel
-from tests.engine.models import Reference, load_model, save_model
+from tests.engine.kit.models import Reference, load_model, save_model
 
 
 @pytest.fixture(scope="session")

@@ -15,10 +15,10 @@ from engine.errors import ModelUnsupported
 from engine.load import selftest
 from engine.model.graph_runner import CallRecorder, GraphRunner
 from tests.conftest import skip_without_gpu
-from tests.engine import models
-from tests.engine.mixes import mix, prompts
-from tests.engine.models import core, load_model
-from tests.engine.play import Answer, Job, ask, play
+from tests.engine.kit import models
+from tests.engine.kit.mixes import mix, prompts
+from tests.engine.kit.models import core, load_model
+from tests.engine.kit.play import Answer, Job, ask, play
 from tests.fake_device import FAKE, fake_device
 from tests.selection import quick
 

@@ -24,8 +24,8 @@ from engine.types.request import Request
 from kvcache.cache import Cache
 from kvcache.errors import BadSpan
 from kvcache.spec import Span
-from tests.engine.models import core
-from tests.engine.play import Answer, Job, ask, play
+from tests.engine.kit.models import core
+from tests.engine.kit.play import Answer, Job, ask, play
 from tests.selection import quick
 
 # Longer than the window of 8: its first tokens do not attend to all of it.

@@ -9,8 +9,8 @@ import pytest
 from engine.core import Core
 from engine.load.load import LoadedModel
 from engine.types.events import Finished
-from tests.engine.models import Reference, core
-from tests.engine.play import Job, ask, play
+from tests.engine.kit.models import Reference, core
+from tests.engine.kit.play import Job, ask, play
 
 Models = Callable[..., LoadedModel]
 

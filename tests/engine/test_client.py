@@ -19,8 +19,8 @@ from engine.errors import ContextTooLong, Draining, Loading, ModelMissing
 from engine.types.events import Delta, Event, Failed, Finished, Started
 from engine.types.request import Request
 from engine.types.snapshot import EngineSnapshot
-from tests.engine.models import CONTEXT
-from tests.engine.play import ask
+from tests.engine.kit.models import CONTEXT
+from tests.engine.kit.play import ask
 from tests.server.fakes import INFO, FakeEngine, Gate, speak
 
 Running = Callable[[], AbstractAsyncContextManager[EngineClient]]

@@ -10,8 +10,8 @@ import torch
 from engine.load.load import LoadedModel
 from engine.types.events import Failed, Finished
 from engine.types.request import SamplingParams
-from tests.engine.models import END, Reference, core
-from tests.engine.play import Answer, Job, ask, play
+from tests.engine.kit.models import END, Reference, core
+from tests.engine.kit.play import Answer, Job, ask, play
 
 Models = Callable[..., LoadedModel]
 References = Callable[..., Reference]

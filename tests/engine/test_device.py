@@ -23,10 +23,10 @@ from engine.types.request import Dry, EmbeddingInput, SamplingParams
 from tests.conftest import skip_without_gpu
 from tests.engine.embedder.folders import load as load_embedding_model
 from tests.engine.embedder.folders import save_embedder
-from tests.engine.mixes import mix, prompts
-from tests.engine.models import Reference, core, load_model
-from tests.engine.play import Answer, Job, ask, play, texts
-from tests.engine.speculated import Case, played
+from tests.engine.kit.mixes import mix, prompts
+from tests.engine.kit.models import Reference, core, load_model
+from tests.engine.kit.play import Answer, Job, ask, play, texts
+from tests.engine.kit.speculated import Case, played
 from tests.engine.test_oracle import run
 from tests.fake_device import FAKE, fake_device
 from tests.selection import quick

@@ -19,8 +19,8 @@ from engine.schedule.step_cost import Work
 from engine.types.events import Delta, Failed, Finished, TokenLogprob
 from engine.types.request import SpeculationParams
 from tests.engine.draft.drafters import ScriptedDrafter, always_right, always_wrong
-from tests.engine.models import VOCABULARY, core
-from tests.engine.play import Answer, Job, ask, play
+from tests.engine.kit.models import VOCABULARY, core
+from tests.engine.kit.play import Answer, Job, ask, play
 
 Models = Callable[..., LoadedModel]
 

@@ -20,9 +20,9 @@ from engine.types.request import Media, Request, SamplingParams
 from kvcache.cache import Cache
 from kvcache.encoder_cache import EncoderEntry
 from kvcache.spec import Span
-from tests.engine.encoders import KINDS, START, Alone, array, media, prompt, save_encoder_model
-from tests.engine.models import CONTEXT, core, load_model
-from tests.engine.play import GREEDY, Answer, Job, play, take
+from tests.engine.kit.encoders import KINDS, START, Alone, array, media, prompt, save_encoder_model
+from tests.engine.kit.models import CONTEXT, core, load_model
+from tests.engine.kit.play import GREEDY, Answer, Job, play, take
 from tests.selection import quick
 
 Models = Callable[[str], LoadedModel]

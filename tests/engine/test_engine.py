@@ -26,8 +26,8 @@ from engine.types.events import Delta, Event, Failed, Finished, Started
 from engine.types.request import Request, SamplingParams
 from engine.types.snapshot import EngineSnapshot
 from engine.types.status import DraftingInfo, Stats
-from tests.engine.models import CONTEXT, END, VOCABULARY, Reference
-from tests.engine.play import ask
+from tests.engine.kit.models import CONTEXT, END, VOCABULARY, Reference
+from tests.engine.kit.play import ask
 
 Folder = Callable[[str], Path]
 ENDLESS = 100

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.families import CHECKS, FAMILIES, Family, build, rotated, shifted
+from tests.engine.kit.families import CHECKS, FAMILIES, Family, build, rotated, shifted
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 # One of each mechanism in every run; the others are slow only by their number.

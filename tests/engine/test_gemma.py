@@ -20,7 +20,7 @@ from engine.native.runner import NativeRunner
 from kvcache.cache import Cache
 from kvcache.rotary import rotate
 from kvcache.spec import Span
-from tests.engine.gemma import text, written
+from tests.engine.kit.gemma import text, written
 from tests.libraries import built
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]

@@ -23,8 +23,8 @@ from engine.schedule.draft import Drafter
 from engine.types.events import Failed, Finished
 from engine.types.request import Dry, Grammar, ReasoningLimit, Request, SamplingParams, Xtc
 from tests.engine.draft import drafters
-from tests.engine.models import CONTEXT, END, VOCABULARY, core
-from tests.engine.play import Answer, Job, ask, play
+from tests.engine.kit.models import CONTEXT, END, VOCABULARY, core
+from tests.engine.kit.play import Answer, Job, ask, play
 
 Models = Callable[..., LoadedModel]
 COMPACT = {"x-guidance": {"whitespace_flexible": False}}
@@ -133,7 +133,7 @@ def test_output_is_independent_of_drafts_batches_and_preemption(
 
 def test_a_draft_model_follows_the_grammar(loaded: Models, whole: dict[str, Answer]) -> None:
     """With the same noise, the same model drafts correctly, except after an end."""
-    from tests.engine.speculated import model_drafter
+    from tests.engine.kit.speculated import model_drafter
 
     speculation = Speculation(None, model_drafter(loaded("llama"), slots=2), FixedDepth(3), lambda: 0.0)
     some = [request for request in requests() if request.id in ("0-1", "3-0")]

@@ -16,9 +16,9 @@ from engine.errors import ModelUnsupported
 from engine.load.load import LoadedModel, load
 from kvcache.cache import Cache
 from kvcache.spec import Span
-from tests.engine.mixes import mix, prompts
-from tests.engine.models import core, load_model
-from tests.engine.play import Answer, Job, ask, play
+from tests.engine.kit.mixes import mix, prompts
+from tests.engine.kit.models import core, load_model
+from tests.engine.kit.play import Answer, Job, ask, play
 from tests.selection import quick
 
 Load = Callable[..., LoadedModel]

@@ -17,8 +17,8 @@ from engine.types.request import MlaMode, Request
 from kvcache.forward import Segment
 from kvcache.kv_buffer import FloatKVBuffer, LayerKV
 from kvcache.spec import AttentionRange
-from tests.engine.models import END, Reference, core, load_model
-from tests.engine.play import GREEDY, Job, play
+from tests.engine.kit.models import END, Reference, core, load_model
+from tests.engine.kit.play import GREEDY, Job, play
 
 FAMILIES = ["deepseek_v2", "deepseek_v3", "minicpm3"]
 

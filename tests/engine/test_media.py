@@ -17,9 +17,9 @@ from engine.errors import InvalidRequest
 from engine.model.encoder import Encoder
 from engine.types.events import Finished
 from engine.types.request import Array, Media, Request
-from tests.engine.encoders import KINDS, array, media, prompt, save_encoder_model
-from tests.engine.models import CONTEXT, load_model
-from tests.engine.play import GREEDY
+from tests.engine.kit.encoders import KINDS, array, media, prompt, save_encoder_model
+from tests.engine.kit.models import CONTEXT, load_model
+from tests.engine.kit.play import GREEDY
 
 Encoders = Callable[[str], Encoder]
 

@@ -13,9 +13,9 @@ import pytest
 from engine.core import Core
 from engine.load.load import LoadedModel
 from engine.types.events import Finished
-from tests.engine.mixes import LONGEST, Mix, mix, prompts
-from tests.engine.models import END, Reference
-from tests.engine.play import Answer, Job, play
+from tests.engine.kit.mixes import LONGEST, Mix, mix, prompts
+from tests.engine.kit.models import END, Reference
+from tests.engine.kit.play import Answer, Job, play
 from tests.selection import quick
 
 JUDGED = ("llama", "qwen3", "gemma", "phi3", "gpt_neox", "olmo2")

@@ -7,9 +7,9 @@ from collections.abc import Collection
 import pytest
 import torch
 
+from tests.engine.kit.outliers import native_reason, planned
+from tests.engine.kit.tiny import FAMILIES
 from tests.engine.native.families import NATIVE
-from tests.engine.outliers import native_reason, planned
-from tests.engine.tiny import FAMILIES
 
 # Each layout, partial rotation, latent attention, norms of keys, learned positions; the others are slow by number.
 ALWAYS = ("cohere", "deepseek_v3", "gemma3_text", "gpt2", "gpt_neox", "gpt_oss", "llama", "qwen3")

@@ -11,8 +11,8 @@ from engine.core import Core
 from engine.load.load import LoadedModel
 from engine.types.events import Finished, Usage
 from kvcache.cache import Cache
-from tests.engine.models import Reference, core
-from tests.engine.play import Answer, Job, ask, play, take
+from tests.engine.kit.models import Reference, core
+from tests.engine.kit.play import Answer, Job, ask, play, take
 from tests.selection import quick
 
 Models = Callable[..., LoadedModel]

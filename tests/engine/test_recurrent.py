@@ -10,8 +10,8 @@ import pytest
 
 from engine.load.load import LoadedModel
 from engine.types.request import Request
-from tests.engine.models import END, Reference, core
-from tests.engine.play import GREEDY, Job, play
+from tests.engine.kit.models import END, Reference, core
+from tests.engine.kit.play import GREEDY, Job, play
 from tests.selection import quick
 
 FAMILIES = ["qwen3_next", "olmo_hybrid", "mamba", "mamba2", "jamba", "bamba", "lfm2"]

@@ -14,7 +14,7 @@ import pytest
 
 from kvcache.offload import OffloadConfig
 from kvcache.prefix import MIN_LOAD_TOKENS
-from tests.engine.resumed import COMPARED_AFTER, KINDS, LENGTH, MESSAGE_ENDS, Conversation, build, ends, text
+from tests.engine.kit.resumed import COMPARED_AFTER, KINDS, LENGTH, MESSAGE_ENDS, Conversation, build, ends, text
 from tests.selection import quick
 
 # The last positions of chunks and messages, their neighbours and some others; and all positions.

@@ -10,9 +10,9 @@ import pytest
 from engine.core import Core
 from engine.load.load import LoadedModel
 from engine.types.request import Request, SamplingParams
-from tests.engine.mixes import prompts
-from tests.engine.models import CONTEXT, VOCABULARY, core
-from tests.engine.play import Job, ask, play
+from tests.engine.kit.mixes import prompts
+from tests.engine.kit.models import CONTEXT, VOCABULARY, core
+from tests.engine.kit.play import Job, ask, play
 
 Models = Callable[..., LoadedModel]
 

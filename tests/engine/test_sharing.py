@@ -8,8 +8,8 @@ from dataclasses import replace
 from engine.load.load import LoadedModel
 from engine.types.events import Finished
 from engine.types.request import Request
-from tests.engine.models import Reference, core
-from tests.engine.play import GREEDY, Job, play
+from tests.engine.kit.models import Reference, core
+from tests.engine.kit.play import GREEDY, Job, play
 
 SYSTEM = tuple((7 * at + 3) % 250 for at in range(90))
 LONG = tuple((7 * at + at // 250) % 250 for at in range(2048))

@@ -15,8 +15,8 @@ from engine.errors import Loading
 from engine.load.load import LoadedModel
 from engine.types.request import Request
 from engine.types.snapshot import EngineSnapshot, SequenceCounts
-from tests.engine.models import core
-from tests.engine.play import ask
+from tests.engine.kit.models import core
+from tests.engine.kit.play import ask
 from tests.engine.test_engine import run_with_engine
 
 Models = Callable[..., LoadedModel]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from engine.load.load import LoadedModel
-from tests.engine.speculated import KINDS, Case, covering, differences, every, played
+from tests.engine.kit.speculated import KINDS, Case, covering, differences, every, played
 from tests.selection import quick
 
 Models = Callable[..., LoadedModel]

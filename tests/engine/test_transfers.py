@@ -13,8 +13,8 @@ import torch
 from engine.core import Core
 from kvcache.forward import Forward
 from kvcache.spec import Span
-from tests.engine.models import core, load_model
-from tests.engine.play import Job, ask, play, texts
+from tests.engine.kit.models import core, load_model
+from tests.engine.kit.play import Job, ask, play, texts
 from tests.fake_device import FAKE, Recorder, fake_device
 from tests.selection import quick
 

@@ -10,8 +10,8 @@ import pytest
 
 from engine.core import Core
 from engine.load.load import LoadedModel
-from tests.engine.models import core
-from tests.engine.play import Job, ask, play, texts
+from tests.engine.kit.models import core
+from tests.engine.kit.play import Job, ask, play, texts
 
 Models = Callable[..., LoadedModel]
 

@@ -10,8 +10,8 @@ from engine.core import Core
 from engine.load.load import LoadedModel
 from engine.types.events import Finished
 from kvcache.attention_group import AttentionGroup
-from tests.engine.models import VOCABULARY, Reference, core
-from tests.engine.play import Answer, Job, ask, play
+from tests.engine.kit.models import VOCABULARY, Reference, core
+from tests.engine.kit.play import Answer, Job, ask, play
 
 FAMILIES = ("gemma3", "mistral")
 PROMPT = tuple(at * 31 % VOCABULARY for at in range(3, 53))

@@ -13,8 +13,8 @@ from engine.chat_format.message import AnswerDelta, TextDelta, Tool
 from engine.load.load import LoadedModel
 from engine.types.request import Request
 from tests.engine.chat_format.examples import calls_of, read
-from tests.engine.models import core, load_model
-from tests.engine.play import GREEDY, Job, play
+from tests.engine.kit.models import core, load_model
+from tests.engine.kit.play import GREEDY, Job, play
 
 FOLDER = Path(__file__).parents[3] / "models" / "target"
 CONTEXT = 1024

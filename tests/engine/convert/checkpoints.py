@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from engine.convert.convert import Conversion
 from engine.convert.gguf_file import WeightType
-from tests.engine.tiny import settings
+from tests.engine.kit.tiny import settings
 
 SIZE = 320
 TEXT = ["The quick brown fox jumps over 12 lazy dogs; the cellar is cool and dark, and dogs like the dark."] * 3

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from tests.engine.models import END, FAMILIES, save_tokenizer
+from tests.engine.kit.models import END, FAMILIES, save_tokenizer
 
 _SHARED = {
     "vocab_size": 272,

@@ -12,8 +12,8 @@ from engine.draft.speculation import Speculation
 from engine.load.load import LoadedModel
 from engine.types.request import Grammar, SamplingParams, SpeculationParams
 from tests.engine.draft import drafters
-from tests.engine.models import VOCABULARY, core
-from tests.engine.play import Job, ask, play
+from tests.engine.kit.models import VOCABULARY, core
+from tests.engine.kit.play import Job, ask, play
 
 SAMPLING = SamplingParams(temperature=0.9, seed=3)
 GRAMMAR = Grammar('start: ("yes: it is so" | "no: it is not so") /[0-9]{2}/')

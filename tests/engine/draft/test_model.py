@@ -16,8 +16,8 @@ from engine.sample.sampler import SamplingContext
 from engine.schedule.draft import DraftRequest
 from engine.types.request import SamplingParams, Xtc
 from kvcache.cache import Cache
+from tests.engine.kit.tiny import VOCABULARY
 from tests.engine.native.decoders import CONTEXT, native, token
-from tests.engine.tiny import VOCABULARY
 from tests.libraries import built
 
 built("step")

@@ -25,8 +25,8 @@ from engine.schedule.draft import DraftRequest
 from engine.types.request import Request, SamplingParams, SpeculationParams
 from kvcache.cache import Cache
 from tests.engine.draft.mtp_models import KINDS, agree, save_headed
-from tests.engine.models import CONTEXT, core, load_model
-from tests.engine.play import Answer, Job, ask, play
+from tests.engine.kit.models import CONTEXT, core, load_model
+from tests.engine.kit.play import Answer, Job, ask, play
 from tests.fake_device import FAKE, fake_device
 from tests.selection import quick
 

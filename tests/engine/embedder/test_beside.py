@@ -18,8 +18,8 @@ from engine.errors import Draining, InvalidRequest, Loading, ModelUnsupported, O
 from engine.types.events import Delta, Embedded, Event, Failed, Finished
 from engine.types.request import EmbeddingInput, EmbeddingJob, Request
 from tests.engine.embedder.folders import TEXTS, load, states
-from tests.engine.models import CONTEXT, Reference
-from tests.engine.play import ask
+from tests.engine.kit.models import CONTEXT, Reference
+from tests.engine.kit.play import ask
 
 Folder = Callable[[str], Path]
 

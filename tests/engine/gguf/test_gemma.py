@@ -12,7 +12,7 @@ from engine.config import EngineConfig
 from engine.load.gguf_model import read_gguf_config, read_gguf_model
 from engine.load.load import load
 from engine.native.runner import NativeRunner
-from tests.engine.gemma import text
+from tests.engine.kit.gemma import text
 from tests.engine.test_gemma import CHUNK, SCORED, cells, feed, loss
 from tests.libraries import built
 

@@ -19,8 +19,8 @@ from engine.grammar.compiler import GrammarCompiler, nesting_depth
 from engine.grammar.matcher import GrammarMatcher
 from engine.text.tokenizer import Tokenizer
 from engine.types.request import Grammar
-from tests.engine.models import END, VOCABULARY, save_tokenizer
-from tests.engine.tokenizers import ADDED, KINDS, SIZE, SPECIAL, served, streamed, vocabulary
+from tests.engine.kit.models import END, VOCABULARY, save_tokenizer
+from tests.engine.kit.tokenizers import ADDED, KINDS, SIZE, SPECIAL, served, streamed, vocabulary
 
 RECORD = {
     "type": "object",

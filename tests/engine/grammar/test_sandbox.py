@@ -20,7 +20,7 @@ from engine.grammar.sandbox import GrammarSandbox, GrammarVocabulary
 from engine.text.tokenizer import Tokenizer
 from engine.types.request import Grammar
 from tests.engine.grammar.test_matcher import grammars_of, of_schema
-from tests.engine.models import END, VOCABULARY, save_tokenizer
+from tests.engine.kit.models import END, VOCABULARY, save_tokenizer
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from engine.config import EngineConfig
 from engine.load.load import LoadedModel, load
-from tests.engine.models import CONTEXT, core, save_model
-from tests.engine.play import Job, ask, play
+from tests.engine.kit.models import CONTEXT, core, save_model
+from tests.engine.kit.play import Job, ask, play
 
 BLOCK = 16
 

@@ -19,9 +19,9 @@ from kvcache.cell_pool import CellPool
 from kvcache.device_table import DeviceTable
 from kvcache.kv_buffer import allocate_kv_buffers
 from kvcache.spec import GroupSpec
-from tests.engine.mixes import mix, prompts
-from tests.engine.models import VOCABULARY, Reference, core, load_model
-from tests.engine.play import Job, ask, play, texts
+from tests.engine.kit.mixes import mix, prompts
+from tests.engine.kit.models import VOCABULARY, Reference, core, load_model
+from tests.engine.kit.play import Job, ask, play, texts
 from tests.engine.test_oracle import run
 
 Folder = Callable[[str], Path]

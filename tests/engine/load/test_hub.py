@@ -27,8 +27,8 @@ from engine.load.load import load
 from engine.load.model_plan import plan_model
 from engine.types.progress import Progress, progress_to
 from tests.engine.gguf.files import greedy, load_file, prompt, write_types, write_wide
+from tests.engine.kit.play import Job, ask, play
 from tests.engine.load.test_load import load_folder
-from tests.engine.play import Job, ask, play
 
 Folder = Callable[[str], Path]
 OFFLINE = "http://127.0.0.1:9"

@@ -16,9 +16,9 @@ from engine.core import Core
 from engine.errors import ModelMissing, ModelUnsupported, PlanTooLarge
 from engine.load.checkpoint import fingerprint, resolve, weight_files
 from engine.load.load import load, max_context
-from tests.engine import encoders
-from tests.engine.models import CONTEXT
-from tests.engine.play import Job, ask, play
+from tests.engine.kit import encoders
+from tests.engine.kit.models import CONTEXT
+from tests.engine.kit.play import Job, ask, play
 
 Folder = Callable[[str], Path]
 

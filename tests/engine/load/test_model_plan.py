@@ -18,8 +18,8 @@ from engine.load.cache import model_cache
 from engine.load.load import LoadedModel, load
 from engine.load.model_plan import ModelPlan, plan_model, plan_with_draft
 from kvcache.spec import Span
-from tests.engine.models import CONTEXT, save_model, save_tokenizer
-from tests.engine.tiny import settings
+from tests.engine.kit.models import CONTEXT, save_model, save_tokenizer
+from tests.engine.kit.tiny import settings
 
 Folder = Callable[[str], Path]
 # Attention in all layers, windows, chunks, experts, latent attention, recurrent layers.

@@ -17,7 +17,7 @@ from engine.load.outcomes import Outcome, OutcomeFile
 from engine.model.layers import CachedLayer
 from engine.quantize.plan import QuantizationPlanNames
 from kvcache.spec import AttentionRange, LayerSpec, Rotation
-from tests.engine.models import load_model
+from tests.engine.kit.models import load_model
 from tests.libraries import built
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -22,8 +22,8 @@ from engine.model.layers import CachedLayer, find_cached_layers
 from engine.model.runner import PackedRunner
 from engine.model.sequential_runner import SequentialRunner
 from kvcache.spec import AttentionRange
-from tests.engine import tiny
-from tests.engine.models import VOCABULARY, load_model
+from tests.engine.kit import tiny
+from tests.engine.kit.models import VOCABULARY, load_model
 
 FACTS = ModelTraits(vocabulary=VOCABULARY, recurrent=False, dtype=torch.float64)
 

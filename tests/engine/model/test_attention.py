@@ -21,9 +21,9 @@ from engine.model.runner import PackedRunner
 from engine.native.runner import NativeRunner
 from kvcache.cache import Cache
 from kvcache.spec import AttentionRange, LayerSpec, Span
-from tests.engine.mixes import mix, prompts
-from tests.engine.models import END, VOCABULARY, Reference, core, load_model, save_tokenizer
-from tests.engine.play import Job, ask, play
+from tests.engine.kit.mixes import mix, prompts
+from tests.engine.kit.models import END, VOCABULARY, Reference, core, load_model, save_tokenizer
+from tests.engine.kit.play import Job, ask, play
 from tests.engine.test_oracle import run
 from tests.selection import quick
 

@@ -29,10 +29,10 @@ from engine.model.graph_runner import CallRecorder, GraphRunner, Replay
 from engine.types.request import SamplingParams
 from kvcache.spec import Span
 from tests.conftest import skip_without_gpu
-from tests.engine.mixes import mix, prompts
-from tests.engine.models import CONTEXT, Reference, core, load_model
-from tests.engine.play import Job, ask, play, texts
-from tests.engine.speculated import Case, played
+from tests.engine.kit.mixes import mix, prompts
+from tests.engine.kit.models import CONTEXT, Reference, core, load_model
+from tests.engine.kit.play import Job, ask, play, texts
+from tests.engine.kit.speculated import Case, played
 from tests.engine.test_oracle import run
 from tests.fake_device import FAKE, fake_device
 from tests.selection import quick

@@ -23,12 +23,12 @@ from engine.native.runner import NativeRunner
 from kvcache.forward import Segment
 from kvcache.kv_buffer import FloatKVBuffer, LayerKV
 from kvcache.spec import AttentionRange
-from tests.engine import invariance
-from tests.engine.invariance import CHECKS
-from tests.engine.mixes import mix, prompts
-from tests.engine.models import core, load_model
-from tests.engine.play import Job, play
-from tests.engine.tiny import FAMILIES
+from tests.engine.kit import invariance
+from tests.engine.kit.invariance import CHECKS
+from tests.engine.kit.mixes import mix, prompts
+from tests.engine.kit.models import core, load_model
+from tests.engine.kit.play import Job, play
+from tests.engine.kit.tiny import FAMILIES
 from tests.libraries import built, every_variant
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -10,7 +10,7 @@ import torch
 from engine.load.load import LoadedModel
 from kvcache.rotary import rotate
 from kvcache.spec import AttentionRange, Rotation
-from tests.engine.models import CONTEXT
+from tests.engine.kit.models import CONTEXT
 from tests.selection import quick
 
 Models = Callable[..., LoadedModel]

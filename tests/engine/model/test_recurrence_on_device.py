@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.model import runner
 from kvcache.state_pool import PooledState
-from tests.engine.mixes import mix, prompts
-from tests.engine.models import core, load_model
-from tests.engine.play import ask, play, texts
+from tests.engine.kit.mixes import mix, prompts
+from tests.engine.kit.models import core, load_model
+from tests.engine.kit.play import ask, play, texts
 from tests.fake_device import FAKE, fake_device
 from tests.selection import quick
 

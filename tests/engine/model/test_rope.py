@@ -22,10 +22,10 @@ from engine.native.runner import NativeRunner
 from engine.types.events import Finished
 from kvcache.cache import Cache
 from kvcache.spec import Span
-from tests.engine import speculated
-from tests.engine.models import CONTEXT, ORIGINAL, VOCABULARY, Reference, core, load_model
-from tests.engine.play import Job, ask, play
-from tests.engine.speculated import Case, differences
+from tests.engine.kit import speculated
+from tests.engine.kit.models import CONTEXT, ORIGINAL, VOCABULARY, Reference, core, load_model
+from tests.engine.kit.play import Job, ask, play
+from tests.engine.kit.speculated import Case, differences
 from tests.engine.test_oracle import run
 from tests.libraries import built
 from tests.selection import quick

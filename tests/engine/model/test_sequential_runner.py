@@ -17,8 +17,8 @@ from engine.model.runner import PackedRunner
 from engine.model.sequential_runner import SequentialRunner, UnsupportedCache
 from kvcache.cache import Cache
 from kvcache.spec import Span
-from tests.engine import tiny
-from tests.engine.families import CHECKS, VOCABULARY, build
+from tests.engine.kit import tiny
+from tests.engine.kit.families import CHECKS, VOCABULARY, build
 from tests.selection import quick
 
 
@@ -31,7 +31,7 @@ def test_sparse_selection_among_ties_is_independent_of_chunks(monkeypatch: pytes
     Both heads of an indexer score nothing for many positions; a dynamic mask that was never trained tells none apart.
     """
     monkeypatch.setitem(tiny.FAMILIES, name, {**tiny.FAMILIES[name], "index_n_heads": 2})
-    monkeypatch.setattr("tests.engine.families.plant", lambda model: None)
+    monkeypatch.setattr("tests.engine.kit.families.plant", lambda model: None)
     family = build(name)
 
     assert isinstance(family.runner, SequentialRunner)

@@ -29,7 +29,7 @@ from engine.quantize.store import WeightStore
 from kvcache.cache import Cache
 from kvcache.spec import Span
 from tests.engine.kernels.weights import random_matrix
-from tests.engine.tiny import VOCABULARY, settings
+from tests.engine.kit.tiny import VOCABULARY, settings
 
 CONTEXT = 256
 

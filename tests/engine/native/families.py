@@ -13,9 +13,9 @@ import transformers
 from engine.model.sequential_runner import SequentialRunner
 from engine.native.decoder import UnsupportedArchitecture
 from engine.native.detection import find_decoder
-from tests.engine.families import build
+from tests.engine.kit.families import build
+from tests.engine.kit.tiny import FAMILIES, VOCABULARY
 from tests.engine.native.decoders import CONTEXT
-from tests.engine.tiny import FAMILIES, VOCABULARY
 
 _NAMES = """
     arcee aria_text bamba cohere cohere2 cohere2_moe cwm dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe

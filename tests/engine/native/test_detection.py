@@ -13,8 +13,8 @@ from engine.native.decoder import UnsupportedArchitecture
 from engine.native.detection import find_decoder
 from engine.native.norm import find_norm, normalise
 from engine.native.trace import TracedNorm
+from tests.engine.kit.tiny import VOCABULARY, settings
 from tests.engine.native.decoders import CONTEXT, model_of_config, tiny_model
-from tests.engine.tiny import VOCABULARY, settings
 
 
 class Doubled(LlamaRMSNorm):  # type: ignore[misc]

@@ -18,8 +18,8 @@ from engine.sample.sampler import SamplingContext, sample_tokens
 from engine.types.request import Dry, SamplingParams, Xtc
 from kvcache.cache import Cache
 from kvcache.spec import Span
+from tests.engine.kit.tiny import VOCABULARY, settings
 from tests.engine.native.decoders import CONTEXT, TinyModel, model_of_config, native, token
-from tests.engine.tiny import VOCABULARY, settings
 from tests.libraries import built
 
 built("step")

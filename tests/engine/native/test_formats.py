@@ -11,8 +11,8 @@ from transformers import AutoConfig
 
 from engine.kernels.formats import LAYOUTS, WeightFormat
 from engine.native.runner import NativeRunner
+from tests.engine.kit.tiny import settings
 from tests.engine.native.decoders import Steps, TinyModel, model_of_config
-from tests.engine.tiny import settings
 from tests.libraries import built
 
 built("step")

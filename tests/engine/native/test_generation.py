@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from engine.load.load import LoadedModel
 from engine.native.runner import NativeRunner
-from tests.engine.models import Reference, load_model
-from tests.engine.speculated import Case, differences
+from tests.engine.kit.models import Reference, load_model
+from tests.engine.kit.speculated import Case, differences
 from tests.engine.test_oracle import run
 from tests.libraries import built
 from tests.selection import quick

@@ -18,10 +18,10 @@ from engine.native.step_library import step_library
 from kvcache.cache import Cache
 from kvcache.kv_buffer import CellIndex, Int8KVBuffer
 from kvcache.spec import Span
-from tests.engine.models import load_model
+from tests.engine.kit.models import load_model
+from tests.engine.kit.tiny import settings
 from tests.engine.native.decoders import Steps, TinyModel, Weights, model_of_config, native, token
 from tests.engine.native.test_step import MIXED, SOME, decoder_of
-from tests.engine.tiny import settings
 from tests.libraries import built
 from tests.selection import quick
 

@@ -16,8 +16,8 @@ from engine.native.detection import find_decoder
 from engine.native.runner import NativeRunner
 from kvcache.cache import Cache
 from kvcache.spec import Span
+from tests.engine.kit.tiny import VOCABULARY, settings
 from tests.engine.native.decoders import CONTEXT, Steps, TinyModel, model_of_config, native, token
-from tests.engine.tiny import VOCABULARY, settings
 from tests.libraries import built
 
 built("step")

@@ -10,8 +10,8 @@ from transformers import AutoConfig
 
 from engine.load import selection as choosing
 from engine.native.decoder import DecoderSpec
+from tests.engine.kit.tiny import settings
 from tests.engine.native.decoders import Weights, model_of_config
-from tests.engine.tiny import settings
 from tests.libraries import built
 
 built("step")

@@ -17,8 +17,8 @@ from engine.native.runner import NativeRunner
 from engine.native.step_library import step_library
 from kvcache.cache import Cache
 from kvcache.spec import Span
+from tests.engine.kit.tiny import VOCABULARY, settings
 from tests.engine.native.decoders import CONTEXT, Steps, TinyModel, Weights, model_of_config, native, tiny_model, token
-from tests.engine.tiny import VOCABULARY, settings
 from tests.libraries import built
 from tests.selection import quick
 

@@ -17,7 +17,7 @@ from engine.output.stop_regex import StopRegex, check_stop_regex
 from engine.output.text import StopStringMatcher, TextStream
 from engine.text.tokenizer import Tokenizer
 from engine.types.events import Delta, Logprob, TokenLogprob
-from tests.engine.models import CONTEXT, VOCABULARY
+from tests.engine.kit.models import CONTEXT, VOCABULARY
 
 LETTERS = st.text("ab<|é😀", max_size=24)
 STOPS = st.lists(st.text("ab<|é😀", min_size=1, max_size=4), max_size=3)

@@ -19,7 +19,7 @@ from engine.load.load import LoadedModel
 from engine.parallel.messages import geometry_of
 from engine.parallel.runner import TensorParallelRunner
 from engine.types.request import Request, SamplingParams
-from tests.engine.play import Answer, Job, ask, play
+from tests.engine.kit.play import Answer, Job, ask, play
 
 CHUNK = 16
 

@@ -24,9 +24,9 @@ from engine.parallel.channel import RankLost
 from engine.parallel.loading import loaded_model
 from engine.parallel.runner import TensorParallelRunner
 from engine.parallel.workers import Workers
-from tests.engine.models import CONTEXT
+from tests.engine.kit.models import CONTEXT
+from tests.engine.kit.play import ask
 from tests.engine.parallel.stories import COUNTED, STORIES, core_of, outcome, prompts
-from tests.engine.play import ask
 
 Folder = Callable[[str], Path]
 

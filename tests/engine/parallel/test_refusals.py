@@ -13,7 +13,7 @@ from engine.config import ConfigError, EngineConfig
 from engine.errors import ModelUnsupported
 from engine.load.model_plan import plan_model
 from engine.parallel.loading import check_divisible
-from tests.engine.encoders import save_encoder_model
+from tests.engine.kit.encoders import save_encoder_model
 
 Folder = Callable[[str], Path]
 

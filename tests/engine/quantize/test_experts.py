@@ -23,7 +23,7 @@ from engine.quantize.experts import QuantizedExperts
 from engine.quantize.plan import LayerSurvey, QuantizationPlan
 from engine.quantize.stacks import experts_of
 from engine.quantize.store import WeightStore
-from tests.engine.models import load_model
+from tests.engine.kit.models import load_model
 
 Folder = Callable[[str], Path]
 EXPERTS, WIDTH, COLUMNS = 5, 48, 64

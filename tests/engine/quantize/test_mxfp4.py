@@ -18,8 +18,8 @@ from engine.load.load import LoadedModel, load
 from engine.load.model_plan import plan_model
 from engine.quantize.experts import QuantizedExperts
 from kvcache.spec import Span
-from tests.engine.models import CONTEXT, END, VOCABULARY, core, save_tokenizer
-from tests.engine.play import Job, ask, play, texts
+from tests.engine.kit.models import CONTEXT, END, VOCABULARY, core, save_tokenizer
+from tests.engine.kit.play import Job, ask, play, texts
 from tests.fake_device import FAKE, fake_device
 from tests.selection import quick
 

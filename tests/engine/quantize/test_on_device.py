@@ -27,9 +27,9 @@ from engine.quantize.experts import QuantizedExperts
 from engine.quantize.layers import QuantizedLinear
 from tests.engine.gguf.files import write_types, write_wide
 from tests.engine.kernels.triton.interpreter import linear
-from tests.engine.mixes import mix, prompts
-from tests.engine.models import CONTEXT, core, load_model
-from tests.engine.play import Job, ask, play, texts
+from tests.engine.kit.mixes import mix, prompts
+from tests.engine.kit.models import CONTEXT, core, load_model
+from tests.engine.kit.play import Job, ask, play, texts
 from tests.fake_device import FAKE, DeviceTensor, Recorder, fake_device
 from tests.selection import quick
 

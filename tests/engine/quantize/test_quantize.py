@@ -27,9 +27,9 @@ from engine.quantize.formats import MAX_AVERAGE_BITS
 from engine.quantize.layers import QuantizedLinear, SharedInputGroup
 from engine.quantize.plan import LayerSurvey, QuantizationPlan
 from engine.quantize.store import WeightStore
-from tests.engine.mixes import mix, prompts
-from tests.engine.models import Reference, core, load_model
-from tests.engine.play import Job, play
+from tests.engine.kit.mixes import mix, prompts
+from tests.engine.kit.models import Reference, core, load_model
+from tests.engine.kit.play import Job, play
 from tests.engine.test_oracle import run
 from tests.selection import quick
 

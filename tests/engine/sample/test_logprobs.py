@@ -17,9 +17,9 @@ from engine.sample.logprobs import LogprobQuery, PromptScores, token_logprobs, t
 from engine.types.events import Failed, Finished, Logprob, TokenLogprob
 from engine.types.request import Request, SpeculationParams
 from tests.engine.draft import drafters
-from tests.engine.mixes import prompts
-from tests.engine.models import CONTEXT, VOCABULARY, Reference, core
-from tests.engine.play import Answer, Job, ask, play
+from tests.engine.kit.mixes import prompts
+from tests.engine.kit.models import CONTEXT, VOCABULARY, Reference, core
+from tests.engine.kit.play import Answer, Job, ask, play
 from tests.selection import quick
 
 Models = Callable[..., LoadedModel]

@@ -22,11 +22,11 @@ from engine.sample.pooling import PromptPooler
 from engine.types.events import Failed, Finished
 from engine.types.request import Pooling, Request
 from kvcache.spec import Span
-from tests.engine.families import build
-from tests.engine.mixes import prompts
-from tests.engine.models import CONTEXT, Reference, core
-from tests.engine.play import Answer, Job, ask, play
-from tests.engine.tiny import settings
+from tests.engine.kit.families import build
+from tests.engine.kit.mixes import prompts
+from tests.engine.kit.models import CONTEXT, Reference, core
+from tests.engine.kit.play import Answer, Job, ask, play
+from tests.engine.kit.tiny import settings
 
 Models = Callable[..., LoadedModel]
 References = Callable[..., Reference]

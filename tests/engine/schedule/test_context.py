@@ -12,8 +12,8 @@ from engine.load.load import LoadedModel
 from engine.schedule.context import ContextHistory, DroppedRange
 from engine.types.events import Event, Finished
 from engine.types.request import Request
-from tests.engine.models import core
-from tests.engine.play import Job, ask, play
+from tests.engine.kit.models import core
+from tests.engine.kit.play import Job, ask, play
 
 CONTEXT = 24
 # Model family, and the mode of recurrent states in a shift.

@@ -14,9 +14,9 @@ from engine.schedule import fairness
 from engine.schedule.fairness import MAX_DEBT, QUANTUM, TIME_SLICE_STEPS, DeficitRoundRobin
 from engine.types.events import Delta, Finished, Started
 from engine.types.request import Request, Tier
-from tests.engine.mixes import prompts
-from tests.engine.models import Reference, core
-from tests.engine.play import Job, ask, play
+from tests.engine.kit.mixes import prompts
+from tests.engine.kit.models import Reference, core
+from tests.engine.kit.play import Job, ask, play
 
 Models = Callable[..., LoadedModel]
 References = Callable[..., Reference]

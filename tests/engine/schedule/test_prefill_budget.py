@@ -11,10 +11,10 @@ import pytest
 from engine.load.load import LoadedModel
 from engine.schedule.prefill_budget import MIN_TOKENS
 from engine.types.request import Request
-from tests.engine.machine import Machine, smollm
-from tests.engine.mixes import prompts
-from tests.engine.models import Reference
-from tests.engine.play import ask
+from tests.engine.kit.machine import Machine, smollm
+from tests.engine.kit.mixes import prompts
+from tests.engine.kit.models import Reference
+from tests.engine.kit.play import ask
 from tests.selection import quick
 
 Models = Callable[..., LoadedModel]

@@ -10,9 +10,9 @@ from engine.core import Core
 from engine.load.load import LoadedModel
 from engine.types.events import Delta, Finished, PrefillProgress, Started
 from engine.types.request import Tier
-from tests.engine.mixes import prompts
-from tests.engine.models import Reference, core
-from tests.engine.play import Answer, Job, ask, play
+from tests.engine.kit.mixes import prompts
+from tests.engine.kit.models import Reference, core
+from tests.engine.kit.play import Answer, Job, ask, play
 
 Models = Callable[..., LoadedModel]
 References = Callable[..., Reference]

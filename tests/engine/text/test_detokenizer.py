@@ -15,9 +15,9 @@ from engine.output.text import TextStream
 from engine.text.tokenizer import Tokenizer
 from engine.types.events import TokenLogprob
 from engine.types.request import SamplingParams
-from tests.engine.models import VOCABULARY, core
-from tests.engine.play import Job, ask, play
-from tests.engine.tokenizers import (
+from tests.engine.kit.models import VOCABULARY, core
+from tests.engine.kit.play import Job, ask, play
+from tests.engine.kit.tokenizers import (
     BYTES,
     KINDS,
     expected,

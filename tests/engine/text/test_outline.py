@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 from engine.text.outline import Messages, outline
 from engine.text.tokenizer import Tokenizer
 from engine.types.request import RenderedPrompt
-from tests.engine.models import VOCABULARY, save_tokenizer
+from tests.engine.kit.models import VOCABULARY, save_tokenizer
 
 Turns = list[dict[str, str]]
 

@@ -14,8 +14,8 @@ import torch
 from engine.load.load import LoadedModel
 from engine.model.runner import PackedRunner
 from tests.engine.kernels.triton.interpreter import DEVICE, ONE_TILE, TritonKernels
-from tests.engine.models import Reference, core, load_model
-from tests.engine.play import Job, ask, play
+from tests.engine.kit.models import Reference, core, load_model
+from tests.engine.kit.play import Job, ask, play
 from tests.engine.test_oracle import expected, run
 
 # Attention of full range; windows and chunks of it; latents.

@@ -15,8 +15,8 @@ from engine.kernels.triton.batch import BatchTables
 from engine.model.graph_runner import CallRecorder, GraphRunner
 from kvcache.kv_buffer import CellIndex, LayerKV, store_rows
 from tests.engine.kernels.triton.interpreter import DEVICE, SMALL, TritonKernels, launch
-from tests.engine.models import core, load_model
-from tests.engine.play import Job, ask, play, texts
+from tests.engine.kit.models import core, load_model
+from tests.engine.kit.play import Job, ask, play, texts
 from tests.engine.test_transfers import STEP, step_transfers
 from tests.fake_device import FAKE, DeviceTensor, fake_device
 from tests.selection import quick

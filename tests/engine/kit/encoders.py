@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers.generation import GenerationMixin
 
 from engine.types.request import Array, Media
-from tests.engine.models import CONTEXT, END, VOCABULARY, save_tokenizer
+from tests.engine.kit.models import CONTEXT, END, VOCABULARY, save_tokenizer
 
 START = 256
 # Beyond the vocabulary, as in Llama 3.2 Vision.

@@ -1,6 +1,6 @@
 """One small tokenizer of every kind of decoder, and the expected text of token streams.
 
-`python -W ignore -m tests.engine.tokenizers 100000` compares as many random streams.
+`python -W ignore -m tests.engine.kit.tokenizers 100000` compares as many random streams.
 """
 
 from __future__ import annotations

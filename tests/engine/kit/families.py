@@ -1,6 +1,6 @@
 """One tiny random model for each family, and the checks of the table in docs/models.md.
 
-`python -m tests.engine.families` runs every check on every family and prints the table (minutes).
+`python -m tests.engine.kit.families` runs every check on every family and prints the table (minutes).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from engine.model.runner import PackedRunner
 from kvcache.cache import Cache
 from kvcache.offload import OffloadConfig
 from kvcache.spec import Span
-from tests.engine.tiny import FAMILIES, VOCABULARY, settings
+from tests.engine.kit.tiny import FAMILIES, VOCABULARY, settings
 
 LENGTH = 24
 # The length at which rotary factors change: beyond the positions of the calibration.

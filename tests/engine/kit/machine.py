@@ -13,7 +13,7 @@ from engine.schedule.step import StepResult
 from engine.schedule.step_cost import Work
 from engine.types.events import Delta
 from engine.types.request import Request
-from tests.engine.models import core
+from tests.engine.kit.models import core
 
 Seconds = Callable[[Work], float]
 

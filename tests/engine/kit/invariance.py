@@ -1,7 +1,7 @@
 """Whether the logits of a sequence in a quantised model are bit for bit independent of the batch.
 
-`python -W ignore -m tests.engine.invariance` prints the second table of docs/models.md (minutes). Arguments: names of
-families; `int4`; `torch`: no C++ library; `variant`: no row-invariant products; `texts`: compare greedy texts.
+`python -W ignore -m tests.engine.kit.invariance` prints the second table of docs/models.md (minutes). Arguments: names
+of families; `int4`; `torch`: no C++ library; `variant`: no row-invariant products; `texts`: compare greedy texts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from engine.quantize.quantize import quantize
 from engine.quantize.store import WeightStore
 from kvcache.cache import Cache
 from kvcache.spec import Span
-from tests.engine.tiny import FAMILIES, VOCABULARY, settings
+from tests.engine.kit.tiny import FAMILIES, VOCABULARY, settings
 
 LENGTH, CONTEXT, SLOTS = 40, 64, 4
 CHUNKS = (1, 7, 16)

@@ -1,6 +1,6 @@
 """Outliers of trained models, planted in tiny random ones: in key columns, norms, embeddings and attention sinks.
 
-`python -W ignore -m tests.engine.outliers [NAME ...]` calibrates every family with outliers, in bfloat16 and in
+`python -W ignore -m tests.engine.kit.outliers [NAME ...]` calibrates every family with outliers, in bfloat16 and in
 float32, and prints the narrowest margins (minutes).
 """
 
@@ -21,8 +21,8 @@ from engine.model.margins import Margin, recording
 from engine.native.decoder import UnsupportedArchitecture
 from engine.native.detection import find_decoder
 from engine.native.float32_mode import Float32Mode
+from tests.engine.kit.tiny import FAMILIES, VOCABULARY, settings
 from tests.engine.native.decoders import CONTEXT
-from tests.engine.tiny import FAMILIES, VOCABULARY, settings
 
 # Factor of an outlier; Gemma 3 270M has key columns 60 times as large as the median.
 TIMES = 32.0

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from engine.core import Core
 from engine.load.load import LoadedModel
-from tests.engine.models import CONTEXT, VOCABULARY, core
-from tests.engine.play import Job, ask
+from tests.engine.kit.models import CONTEXT, VOCABULARY, core
+from tests.engine.kit.play import Job, ask
 
 LONGEST = 24
 

@@ -24,8 +24,8 @@ from engine.schedule.draft import Drafter
 from engine.types.request import Grammar, Request, SamplingParams
 from kvcache.cache import Cache
 from tests.engine.draft import drafters
-from tests.engine.models import END, VOCABULARY, core
-from tests.engine.play import Answer, Job, ask, play
+from tests.engine.kit.models import END, VOCABULARY, core
+from tests.engine.kit.play import Answer, Job, ask, play
 
 Models = Callable[..., LoadedModel]
 

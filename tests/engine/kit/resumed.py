@@ -23,8 +23,8 @@ from kvcache.cache import Cache
 from kvcache.node import Node
 from kvcache.offload import OffloadConfig
 from kvcache.spec import AttentionRange, Span
-from tests.engine import encoders, tiny
-from tests.engine.models import load_model
+from tests.engine.kit import encoders, tiny
+from tests.engine.kit.models import load_model
 from tests.kvcache.reference import oldest
 
 LENGTH = 300

@@ -1,0 +1,23 @@
+"""The kit of engine tests: tiny random models, engines stepped by hand, and transformers as the reference.
+
+A test of the engine loads a family's tiny model, plays requests and compares the tokens:
+
+    def test_greedy_text_is_that_of_transformers(loaded, reference):
+        engine = core(loaded("llama"), slots=2)
+        answers = play(engine, [Job(ask("a", (1, 2, 3), 8)), Job(ask("b", (4, 5), 8), arrives=2)])
+
+        assert list(reference("llama").greedy((1, 2, 3), 8)) == answers["a"].tokens
+
+`loaded` and `reference` are fixtures of tests/engine/conftest.py, shared by the session: loading takes most of a test.
+
+models       tiny models by family with a tokenizer in a folder; `core`, an engine without a thread; `Reference`
+play         steps a core: jobs that arrive and leave at steps, and their answers
+mixes        random mixes of requests, for properties of any batch
+machine      an engine over a simulated machine, with step times by their work
+encoders     tiny models with images and audio
+tiny         settings of one tiny model for every family of docs/models.md
+families     the checks of that table; outliers: calibration; invariance: batch invariance; resumed: cached prefixes
+speculated   greedy text with and without drafts
+tokenizers   tokenizers of every kind, and random token streams
+gemma        a trained checkpoint with outliers
+"""
