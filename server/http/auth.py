@@ -133,6 +133,11 @@ def first_owner(keys: Sequence[str]) -> str:
     return next((owner for _, owner in _owners_of(keys)), "")
 
 
+def count_owners(keys: Sequence[str]) -> int:
+    """The number of owners of these keys."""
+    return len({owner for _, owner in _owners_of(keys)})
+
+
 def _organisation_id(name: str) -> str:
     return _owner_id(b"organisation " + name.encode())
 

@@ -12,8 +12,9 @@ from typing import Any
 
 logger = logging.getLogger("cellar.http")
 
-# For everything but connections: the store, files of the disk cache, the grammar sandbox, threads.
-RESERVED_DESCRIPTORS = 128
+# For everything but connections: the store, files of the disk cache, the grammar sandbox, threads; and for connections
+# that are reserved for probes.
+RESERVED_DESCRIPTORS = 144
 # Connections accepted in one iteration of the event loop. Excess connections release their descriptors a few iterations
 # later, so a burst takes several times this number of the reserve.
 ACCEPT_BATCH = 16

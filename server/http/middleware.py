@@ -23,12 +23,13 @@ from server.http.errors import (
     HOST_NOT_ALLOWED,
     ORIGIN_NOT_ALLOWED,
     SWITCHING_PROTOCOLS,
+    TOO_MANY_CONNECTIONS,
     UNSUPPORTED_MEDIA_TYPE,
     ApiError,
     error_response,
     internal_error,
 )
-from server.http.paths import ServedPaths
+from server.http.paths import PROBE_PATHS, ServedPaths
 from server.metrics.metrics import Metrics
 from server.metrics.traces import TRACE_HEADERS
 
@@ -36,10 +37,8 @@ logger = logging.getLogger("cellar.http")
 
 _host_and_port = re.compile(r"(\[[^\[\]]*\]|[^\[\]:]*)(?::[0-9]*)?")
 _request_id = re.compile(r"[\x21-\x7e]{1,128}")
-# Requested every few seconds by monitoring.
-_probe_paths = frozenset({"/health", "/ready", "/metrics"})
 # The live view of the web page requests the last one several times a second.
-_paths_logged_at_debug = _probe_paths | {"/v1/engine"}
+_paths_logged_at_debug = PROBE_PATHS | {"/v1/engine"}
 # ASGI messages that start a response, of HTTP and of WebSockets.
 _start_messages = frozenset({"http.response.start", "websocket.http.response.start", "websocket.accept"})
 # DELETE: Ollama's clients name the model in its body.
@@ -49,6 +48,9 @@ _methods_with_body = frozenset({"POST", "PUT", "PATCH", "DELETE"})
 _OLLAMA_PREFIX, _CURL_TYPES = "/api/", frozenset({"", "application/x-www-form-urlencoded"})
 # Paths with forms of files. Pages of other origins may send forms without a preflight request, too.
 UPLOAD_PATHS, _FORM = frozenset({"/v1/files"}), "multipart/form-data"
+# The key of a request's state that tells that its connection is reserved for probes.
+RESERVED = "reserved"
+CONNECTION_RETRY_SECONDS = 10
 METHODS = ("GET", "HEAD", "POST", "DELETE")
 # Characters of a method in a log line; a request line may have 16 KiB of it.
 MAX_LOGGED_METHOD = 16
@@ -97,6 +99,7 @@ class BoundaryMiddleware:
         self.paths.add_prefix(scope)
         answer = _ResponseLog(scope, send)
         try:
+            _check_connection(scope)
             self._check_host(scope)
             self._check_origin(scope)
             if (reason := _media_type_error(scope)) and self.paths.serves(scope):
@@ -115,7 +118,7 @@ class BoundaryMiddleware:
 
     def _check_host(self, scope: Scope) -> None:
         # Probes of Kubernetes and scrapes of Prometheus have the pod's address as Host, which is not known in advance.
-        if "*" in self.hosts or scope["path"] in _probe_paths:
+        if "*" in self.hosts or scope["path"] in PROBE_PATHS:
             return
         if host_of(Headers(scope=scope)) not in self.hosts:
             raise ApiError(HOST_NOT_ALLOWED, "This host is not allowed; see --allowed-host.")
@@ -194,6 +197,13 @@ class _ResponseLog:
         metrics.count_response(route, status)
         level = logging.DEBUG if route in _paths_logged_at_debug else logging.INFO
         self._record.log(level, route, status)
+
+
+def _check_connection(scope: Scope) -> None:
+    """Raise ApiError if the request came on a connection reserved for probes and is none."""
+    if scope["state"].get(RESERVED) and scope["path"] not in PROBE_PATHS:
+        headers = {"Retry-After": str(CONNECTION_RETRY_SECONDS), "Connection": "close"}
+        raise ApiError(TOO_MANY_CONNECTIONS, "All connections of the server are in use.", headers=headers)
 
 
 def _media_type_error(scope: Scope) -> str:

@@ -8,6 +8,8 @@ from starlette.routing import BaseRoute, Match, Route
 from starlette.types import Scope
 
 PREFIX = "/v1"
+# Requested every few seconds by monitoring.
+PROBE_PATHS = frozenset({"/health", "/ready", "/metrics"})
 # Paths with a WebSocket endpoint.
 WEBSOCKET_PATHS = frozenset({"/v1/responses", "/responses"})
 

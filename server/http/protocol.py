@@ -27,11 +27,14 @@ from server.http.direct_writer import CONNECTION
 from server.http.encoding import dumps
 from server.http.errors import HEADERS_TOO_LARGE, INVALID_HTTP, REQUEST_TIMEOUT, ApiError
 from server.http.lingering import LingeringTransport
+from server.http.middleware import RESERVED
 from server.http.paths import WEBSOCKET_PATHS
 from server.http.refusal import Refuse
 
 logger = logging.getLogger("cellar.http")
 
+# Further connections for probes, as a share of all connections.
+PROBE_SHARE = 1 / 64
 HEAD_END = b"\r\n\r\n"
 CHUNKED = b"\r\ntransfer-encoding: chunked\r\n"
 VERSIONS = (b" HTTP/1.1", b" HTTP/1.0")
@@ -107,16 +110,33 @@ class StrictProtocol(H11Protocol):
         self.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Accept the connection. Above the limit the longest idle connection is closed, or this one if none is idle."""
+        """Accept the connection. Above the limit the longest idle connection is closed.
+
+        If none is idle, the connection is one of those that are reserved for probes, or closed if all of these are in
+        use.
+        """
         self._lingering = LingeringTransport(transport, self.loop, self._is_sending_body)
         super().connection_made(self._lingering)  # type: ignore[arg-type]
-        if len(self.connections) > self._limits.connections:
-            evicted = next(iter(self._idle), self)
-            evicted.transport.abort()
-            self._idle.pop(evicted, None)
-            if evicted is self:
-                return
+        if len(self.connections) > self._limits.connections and not self._make_room():
+            return
         self._set_read_deadline()
+
+    def _make_room(self) -> bool:
+        """Close an idle connection, or reserve this one for probes, or close it; whether it stays open."""
+        reserved = max(int(self._limits.connections * PROBE_SHARE), 1)
+        is_within_reserve = len(self.connections) <= self._limits.connections + reserved
+        evicted = next(iter(self._idle), None if is_within_reserve else self)
+        if evicted is None:
+            self.app_state = {**self.app_state, RESERVED: True}
+            return True
+        evicted.transport.abort()
+        self._idle.pop(evicted, None)
+        return evicted is not self
+
+    def _use_free_connection(self) -> None:
+        """Serve every request on a reserved connection once there are fewer connections than the limit."""
+        if RESERVED in self.app_state and len(self.connections) <= self._limits.connections:
+            self.app_state = {name: value for name, value in self.app_state.items() if name != RESERVED}
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop the deadlines."""
@@ -135,6 +155,7 @@ class StrictProtocol(H11Protocol):
             if refusal is not None:
                 self._send_refusal(refusal)
                 return
+        self._use_free_connection()
         super().data_received(data)
 
     def handle_events(self) -> None:
@@ -143,7 +164,8 @@ class StrictProtocol(H11Protocol):
         self._set_read_deadline()
 
     def _should_upgrade(self) -> bool:
-        return self.scope["path"] in WEBSOCKET_PATHS and super()._should_upgrade()
+        is_endpoint = self.scope["path"] in WEBSOCKET_PATHS and RESERVED not in self.app_state
+        return is_endpoint and super()._should_upgrade()
 
     def handle_websocket_upgrade(self, event: h11.Request) -> None:
         """Hand the connection over to the WebSocket protocol, which has its own deadlines."""

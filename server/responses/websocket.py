@@ -31,8 +31,10 @@ CREATE = "response.create"
 SESSION_SECONDS = 3600.0
 # Without a request or an answer; pongs do not count.
 IDLE_SECONDS = 600.0
-# The share of all connections that WebSockets of one owner may be, and of one address.
-OWNER_SHARE = 1 / 4
+# The share of all connections that WebSockets of one client may be; the rest is for others.
+CLIENT_SHARE = 1 / 4
+# With a single owner: the rest is for its other requests.
+SINGLE_OWNER_SHARE = 3 / 4
 # Queued requests of one connection.
 MAX_QUEUED = 4
 # Close codes of RFC 6455.
@@ -40,25 +42,29 @@ POLICY_VIOLATION, TRY_AGAIN_LATER = 1008, 1013
 
 
 class WebSocketLimit:
-    """Limits the open WebSockets of each client, so that connections remain for others and for probes."""
+    """Limits the open WebSockets of each client: an owner, or an address on a server without keys.
 
-    def __init__(self, connections: int) -> None:
-        self._limit = max(int(connections * OWNER_SHARE), 1)
-        self._open: Counter[tuple[str, str]] = Counter()
+    Behind a proxy all clients have one address, so with keys addresses are not counted.
+    """
+
+    def __init__(self, connections: int, owners: int) -> None:
+        self._limit = max(int(connections * (SINGLE_OWNER_SHARE if owners == 1 else CLIENT_SHARE)), 1)
+        self._open: Counter[str] = Counter()
 
     @contextmanager
     def hold(self, owner: str, address: str) -> Iterator[None]:
-        """Count a WebSocket of an owner and an address as open in the block; ApiError above the limit of either."""
-        clients = (("owner", owner), ("address", address))
-        if any(self._open[client] >= self._limit for client in clients):
+        """Count a WebSocket of a client as open in the block; ApiError above the limit."""
+        client = owner or address
+        if self._open[client] >= self._limit:
             message = f"A client may have {self._limit} open WebSockets. Close one of them."
             raise ApiError(TOO_MANY_WEBSOCKETS, message)
-        self._open.update(clients)
+        self._open[client] += 1
         try:
             yield
         finally:
-            self._open.subtract(clients)
-            self._open = +self._open
+            self._open[client] -= 1
+            if not self._open[client]:
+                del self._open[client]
 
 
 class WebSocketSession:

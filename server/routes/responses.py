@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from server.configuration.settings import ClientLimits
 from server.generation.answer import cancel_on_disconnect
-from server.http.auth import first_owner, owner
+from server.http.auth import count_owners, first_owner, owner
 from server.http.descriptors import connection_limit
 from server.http.encoding import JsonResponse
 from server.http.lenient import warnings
@@ -44,7 +44,8 @@ def add(app: FastAPI, service: Service) -> ResponseService:
     _add_create_routes(app, responses, service.settings.limits)
     _add_read_routes(app, responses, service.settings.limits)
 
-    websockets = WebSocketLimit(connection_limit(service.settings.limits.connections))
+    connections = connection_limit(service.settings.limits.connections)
+    websockets = WebSocketLimit(connections, count_owners(service.settings.all_keys))
 
     @app.websocket(PATH)
     async def converse(socket: WebSocket) -> None:

@@ -272,7 +272,7 @@ def test_an_upgrade_to_another_protocol_is_ignored(port: int) -> None:
 
 
 def test_connections_above_the_limit_are_closed() -> None:
-    """If all connections have a running request, one more is closed."""
+    """If all connections have a running request, one more is for probes, and the next ones are closed."""
     gates = [Gate(), Gate()]
     left = iter(gates)
     with (
@@ -284,7 +284,21 @@ def test_connections_above_the_limit_are_closed() -> None:
             client.sendall(post(CHAT, {**BODY, "stream": True}, "Connection: close"))
             read_until(client, b"\r\n\r\n")
 
-        assert b"" == exchange(port, get("/health"))
+        with connected(port) as probe:
+            for path in ("/health", "/ready"):
+                probe.sendall(get(path))
+                assert 200 == status(read_until(probe, b"}"))
+            probe.sendall(post(CHAT, BODY)[:-1])
+            # A connection within a request is not idle: it is not closed for another one.
+            assert b"" == exchange(port, get("/health"))
+            probe.sendall(post(CHAT, BODY)[-1:])
+            refused = read_all(probe)
+        assert_refused(refused, 503, "too_many_connections")
+        # Closed until the server has noticed the end of the previous connection.
+        deadline, upgraded = time.monotonic() + 20, b""
+        while not upgraded and time.monotonic() < deadline:
+            upgraded = exchange(port, get("/v1/responses", "Upgrade: websocket", "Connection: upgrade"))
+        assert_refused(upgraded, 503, "too_many_connections")
         for gate in gates:
             gate.open()
         assert b"data: " in read_all(first)

@@ -6,7 +6,7 @@ import json
 import logging
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from socket import create_connection
 from typing import Any
 
@@ -397,13 +397,24 @@ def test_websockets_of_one_client_leave_connections_for_others() -> None:
 
 
 def test_a_closed_websocket_makes_room() -> None:
-    """The limit is that of an owner and that of an address."""
-    limit = websocket.WebSocketLimit(4)
-    for owner, address in (("a", "1"), ("a", "2"), ("b", "1")):
-        with limit.hold("a", "1"), pytest.raises(ApiError), limit.hold(owner, address):
+    limit = websocket.WebSocketLimit(4, owners=2)
+    for _ in range(2):
+        with limit.hold("a", "1"), pytest.raises(ApiError), limit.hold("a", "2"):
             raise AssertionError("it is above the limit")
-    with limit.hold("a", "1"), limit.hold("b", "2"):
-        pass
+
+
+@pytest.mark.parametrize(("owners", "allowed"), [(0, 2), (1, 6), (2, 2)])
+def test_clients_behind_a_proxy_are_told_apart_by_their_keys(owners: int, allowed: int) -> None:
+    """A single owner may have most connections; without keys all clients of an address are one."""
+    limit = websocket.WebSocketLimit(8, owners)
+    names = [str(number) for number in range(1, owners + 1)] or [""]
+    with ExitStack() as stack:
+        for owner in names:
+            for _ in range(allowed):
+                stack.enter_context(limit.hold(owner, "proxy"))
+        for owner in names:
+            with pytest.raises(ApiError), limit.hold(owner, "proxy"):
+                raise AssertionError("it is above the limit")
 
 
 def test_an_idle_websocket_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
