@@ -51,12 +51,6 @@ def test_a_key_keeps_its_salt(path: str) -> None:
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_one_organisation_has_one_salt(path: str) -> None:
-    """All its keys share, however many there are."""
-    assert 1 == len({*salts(path, ("all:a", "all:b", "all:c"))})
-
-
-@pytest.mark.parametrize("path", BODIES)
 def test_ids_of_owners_do_not_collide(path: str) -> None:
     """Request ids of two owners differ."""
     engine = FakeEngine()
