@@ -1,13 +1,6 @@
 """The kit of engine tests: tiny random models, engines stepped by hand, and transformers as the reference.
 
-A test of the engine loads a family's tiny model, plays requests and compares the tokens:
-
-    def test_greedy_text_is_that_of_transformers(loaded, reference):
-        engine = core(loaded("llama"), slots=2)
-        answers = play(engine, [Job(ask("a", (1, 2, 3), 8)), Job(ask("b", (4, 5), 8), arrives=2)])
-
-        assert list(reference("llama").greedy((1, 2, 3), 8)) == answers["a"].tokens
-
+A test loads a family's tiny model, plays requests and compares the tokens (CONTRIBUTING.md shows one).
 `loaded` and `reference` are fixtures of tests/engine/conftest.py, shared by the session: loading takes most of a test.
 
 models       tiny models by family with a tokenizer in a folder; `core`, an engine without a thread; `Reference`
