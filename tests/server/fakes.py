@@ -324,6 +324,17 @@ class Answer:
         texts = [block.removeprefix(b"data: ") for block in self.body.split(b"\n\n") if block.startswith(b"data: ")]
         return [text.decode() if text == b"[DONE]" else json.loads(text) for text in texts]
 
+    @property
+    def named_events(self) -> list[Any]:
+        """The events of a stream in which each has its type twice: as its name and in its JSON."""
+        found = []
+        for block in self.body.decode().split("\n\n")[:-1]:
+            name, data = block.split("\n")
+            event = json.loads(data.removeprefix("data: "))
+            assert name == f"event: {event['type']}"
+            found.append(event)
+        return found
+
 
 async def call(
     app: Any,

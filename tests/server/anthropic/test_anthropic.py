@@ -43,17 +43,6 @@ def post(engine: FakeEngine, path: str = "", **body: Any) -> Answer:
     return ask(app, "POST", PATH + path, json_body={"model": "fake", "messages": HELLO, **body})
 
 
-def stream_events(answer: Answer) -> list[Any]:
-    """The events of a stream; each has its type twice."""
-    found = []
-    for block in answer.body.decode().split("\n\n")[:-1]:
-        name, data = block.split("\n")
-        event = json.loads(data.removeprefix("data: "))
-        assert name == f"event: {event['type']}"
-        found.append(event)
-    return found
-
-
 def accumulated(events: list[Any]) -> list[Any]:
     """The content blocks of a stream, as Anthropic's client accumulates them."""
     blocks: list[Any] = []
@@ -105,7 +94,7 @@ def test_response_has_every_field() -> None:
 def test_stream_has_anthropics_event_order() -> None:
     """From message_start to message_stop; thinking, text and a call, each with its end."""
     text = f"<think>\nhm\n</think>\n\nyes{CALL}"
-    events = stream_events(post(engine_emitting(text), max_tokens=9, tools=[TOOL], stream=True))
+    events = post(engine_emitting(text), max_tokens=9, tools=[TOOL], stream=True).named_events
 
     kinds = [event["type"] for event in events]
     assert ["message_start", "ping", "content_block_start"] == kinds[:3]
@@ -124,7 +113,7 @@ def test_stream_adds_up_to_the_response() -> None:
     fields = {"max_tokens": 9, "tools": [TOOL]}
     whole, events = (
         post(engine_emitting(text), **fields).json,
-        stream_events(post(engine_emitting(text), **fields, stream=True)),
+        post(engine_emitting(text), **fields, stream=True).named_events,
     )
 
     streamed = accumulated(events)
@@ -145,7 +134,7 @@ def test_responses_match_openapi() -> None:
         TypeAdapter(shape).validate_python(value, strict=True, extra="forbid")
 
     check(AnsweredMessage, post(engine_emitting(text), **fields).json)
-    for event in stream_events(post(engine_emitting(text), **fields, stream=True)):
+    for event in post(engine_emitting(text), **fields, stream=True).named_events:
         check(AnthropicEvent, event)
     check(AnthropicErrorBody, post(engine_emitting(text)).json)
     check(TokenCount, post(engine_emitting(text), "/count_tokens").json)
@@ -309,7 +298,7 @@ def test_assistant_prefill_is_continued() -> None:
 def test_stop_reasons(changes: dict[str, Any], reason: str, sequence: str | None) -> None:
     """Streamed or not."""
     body = post(engine_emitting("a", **changes), max_tokens=9).json
-    delta = stream_events(post(engine_emitting("a", **changes), max_tokens=9, stream=True))[-2]["delta"]
+    delta = post(engine_emitting("a", **changes), max_tokens=9, stream=True).named_events[-2]["delta"]
 
     assert (reason, sequence) == (body["stop_reason"], body["stop_sequence"])
     assert {"stop_reason": reason, "stop_sequence": sequence} == delta
@@ -386,7 +375,7 @@ def test_errors_have_anthropics_format(body: dict[str, Any], words: str, stream:
 
 def test_error_in_a_stream_is_its_last_event() -> None:
     engine = FakeEngine(lambda request: [Started(1, 0, 0), Delta("Hel", (1,)), Failed("broken")])
-    last = stream_events(post(engine, max_tokens=9, stream=True))[-1]
+    last = post(engine, max_tokens=9, stream=True).named_events[-1]
 
     assert ("error", "api_error") == (last["type"], last["error"]["type"])
     assert "broken" in last["error"]["message"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,14 +14,7 @@ from engine.types.request import Request
 from server.app import create_app
 from server.schemas.completions import Completion
 from tests.server.fakes import Answer, FakeEngine, Gate, ask, entry, finished, settings
-from tests.server.openai.test_chat import TIMINGS, USAGE, without
-
-
-@functools.cache
-def plain() -> tuple[FakeEngine, Any]:
-    """A server that emits three words, for tests without a script."""
-    engine = FakeEngine()
-    return engine, create_app(engine, settings())  # type: ignore[arg-type]
+from tests.server.openai.test_chat import TIMINGS, USAGE, plain, without
 
 
 def complete(engine: FakeEngine | None = None, **fields: Any) -> Answer:

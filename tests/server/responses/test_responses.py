@@ -72,17 +72,6 @@ def get(app: Any, path: str) -> Answer:
     return ask(app, "GET", f"{PATH}/{path}", query=query)
 
 
-def events(answer: Answer) -> list[Any]:
-    """The events of a stream; event name and type are equal."""
-    found = []
-    for block in answer.body.decode().split("\n\n")[:-1]:
-        name, data = block.split("\n")
-        event = json.loads(data.removeprefix("data: "))
-        assert name == f"event: {event['type']}"
-        found.append(event)
-    return found
-
-
 def rendered(engine: FakeEngine) -> list[Any]:
     """Roles and texts of the last prompt."""
     return [(message["role"], message["content"]) for message in engine.tokenizer.rendered[-1]["messages"]]
@@ -106,7 +95,7 @@ def test_a_stream_ends_in_the_answer_in_one_piece() -> None:
     """Sequence numbers from 0, no [DONE], and the same text."""
     answer = post(make(generating("Hello")), input="hi", stream=True)
 
-    reply = events(answer)
+    reply = answer.named_events
     assert "text/event-stream; charset=utf-8" == answer.headers["content-type"]
     assert list(range(len(reply))) == [event["sequence_number"] for event in reply]
     assert ("response.created", "response.completed") == (reply[0]["type"], reply[-1]["type"])
@@ -119,7 +108,7 @@ def test_responses_match_the_published_types() -> None:
     """Those of /openapi.json without extra fields; events and pages against the types of OpenAI's client."""
     app = make(generating(f"<think>\nhm\n</think>\n\nyes{CALL}", "a"))
     asked = {"input": "q", "tools": [TOOL], "include": ["reasoning.encrypted_content"], "metadata": {"a": "b"}}
-    streamed = events(post(app, **asked, stream=True))
+    streamed = post(app, **asked, stream=True).named_events
     id = streamed[0]["response"]["id"]
 
     def check(shape: Any, value: Any) -> None:
@@ -188,7 +177,7 @@ def test_functions_of_a_namespace_are_called() -> None:
         engine = generating(CALL, "two")
         app = make(engine)
         answer = post(app, input="1+1", tools=[group], stream=stream)
-        first = events(answer)[-1]["response"] if stream else answer.json
+        first = answer.named_events[-1]["response"] if stream else answer.json
         called = first["output"][0]
         output = {"type": "function_call_output", "call_id": called["call_id"], "output": "2"}
         again = post(app, input=["1+1", called, output][1:], tools=[group])
@@ -332,13 +321,13 @@ def test_chat_errors_have_the_field_names_of_responses(chat: str, response: str)
 def test_a_response_is_read_streamed_and_deleted() -> None:
     """The stored response equals the first one; its events can be streamed from any number on."""
     app = make(generating("Hello"))
-    streamed = events(post(app, input="hi", stream=True))
+    streamed = post(app, input="hi", stream=True).named_events
     id = streamed[0]["response"]["id"]
 
     assert streamed[-1]["response"] == get(app, id).json
-    assert streamed == events(get(app, f"{id}?stream=true"))
-    assert streamed[4:] == events(get(app, f"{id}?stream=true&starting_after=3"))
-    assert [] == events(get(app, f"{id}?stream=true&starting_after=999"))
+    assert streamed == get(app, f"{id}?stream=true").named_events
+    assert streamed[4:] == get(app, f"{id}?stream=true&starting_after=3").named_events
+    assert [] == get(app, f"{id}?stream=true&starting_after=999").named_events
     assert {"id": id, "object": "response", "deleted": True} == ask(app, "DELETE", f"{PATH}/{id}").json
     for gone in (get(app, id), get(app, f"{id}?stream=true"), get(app, f"{id}/input_items")):
         assert (404, "response_not_found") == (gone.status, gone.json["error"]["code"])
@@ -349,13 +338,13 @@ def test_a_response_is_read_streamed_and_deleted() -> None:
 def test_a_response_outlives_its_server(tmp_path: Path) -> None:
     """Another server with the same file reads it, continues it and streams its events."""
     store = str(tmp_path / "responses.sqlite")
-    streamed = events(post(make(generating("Hello"), store=store), input="hi", stream=True))
+    streamed = post(make(generating("Hello"), store=store), input="hi", stream=True).named_events
     first = streamed[-1]["response"]
     engine = generating("ok")
     app = make(engine, store=store)
 
     assert first == get(app, first["id"]).json
-    assert streamed == events(get(app, f"{first['id']}?stream=true"))
+    assert streamed == get(app, f"{first['id']}?stream=true").named_events
     assert 200 == post(app, input="x", previous_response_id=first["id"]).status
     assert [("user", "hi"), ("assistant", "Hello"), ("user", "x")] == rendered(engine)
 
@@ -519,7 +508,7 @@ def test_a_failed_generation() -> None:
     """An error status, or the last two events of a stream; it is not stored as a success."""
     engine = FakeEngine(lambda request: [Delta("Hel", (1,)), Failed("broken")])
     app = make(engine)
-    whole, stream = post(app, input="hi"), events(post(app, input="hi", stream=True))
+    whole, stream = post(app, input="hi"), post(app, input="hi", stream=True).named_events
 
     assert (500, "generation_failed") == (whole.status, whole.json["error"]["code"])
     assert ["error", "response.failed"] == [event["type"] for event in stream[-2:]]
@@ -534,7 +523,7 @@ def test_an_unexpected_exception_has_no_details() -> None:
 
     answer = post(make(FakeEngine(script)), input="hi", stream=True)
 
-    assert "internal_error" == events(answer)[-2]["code"]
+    assert "internal_error" == answer.named_events[-2]["code"]
     assert b"secret" not in answer.body
 
 
@@ -568,7 +557,7 @@ def test_a_background_response_needs_no_client() -> None:
         assert "Hel" == growing["output"][0]["content"][0]["text"]
         gate.open()
         done = await until(id, "completed")
-        reply = events(await following)
+        reply = (await following).named_events
         assert list(range(2, 2 + len(reply))) == [event["sequence_number"] for event in reply]
         assert ("response.in_progress", "response.completed") == (reply[0]["type"], reply[-1]["type"])
         assert done == reply[-1]["response"]

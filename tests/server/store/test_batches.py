@@ -13,15 +13,7 @@ import pytest
 from server.store import batches
 from server.store.batches import LEASE_SECONDS, BatchStore
 from server.store.files import FileStore, StorageFullError, StoredFile
-
-
-class Clock:
-    """A clock that the test advances."""
-
-    now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.server.store.test_store import Clock
 
 
 async def content(*chunks: bytes, error: Exception | None = None) -> AsyncIterator[bytes]:
