@@ -18,7 +18,7 @@ _TOOL_USE = "tool_use"
 
 
 def read_chat_template(metadata: Mapping[str, Any]) -> str | dict[str, str] | None:
-    """The template, or all of them by name, or None. Raises GgufError for one that is no text.
+    """The template, or all of them by name, or None. Raises GgufError for one that is not a text.
 
     Without a default one, that is `tool_use`, else the first by name.
     """

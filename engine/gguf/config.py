@@ -159,7 +159,7 @@ def _other_model_reason(model: GgufModel) -> str | None:
     if architecture == "clip" or kind == "mmproj":
         return "it is the encoder of images or audio (mmproj) of a model; pass the file of the language model"
     if kind != "model":
-        return f"it is no model but has the type {kind} ({_TYPES.get(kind, 'unknown')})"
+        return f"it is not a model, but has the type {kind} ({_TYPES.get(kind, 'unknown')})"
     if architecture not in ARCHITECTURES:
         return f"the architecture {architecture} is not supported in GGUF files; supported: {', '.join(ARCHITECTURES)}"
     if "token_embd.weight" not in model.tensors:

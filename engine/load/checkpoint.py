@@ -99,7 +99,7 @@ def _is_language_model(file: Path) -> bool:
 
 
 def _model_file(model: str, path: Path) -> Path:
-    """The first shard of a GGUF file. Raises ModelMissing for a file that is no model."""
+    """The first shard of a GGUF file. Raises ModelMissing for a file that is not a model."""
     if not path.is_file():
         raise ModelMissing(model, f"there is no such file; {_MODEL_HINT}")
     kind = file_kind(path)

@@ -48,7 +48,7 @@ class File(ConfigFile):
 
 
 def check_environment() -> None:
-    """Raise ValueError for a CELLAR_ variable that belongs to no option, with the nearest name."""
+    """Raise ValueError for a CELLAR_ variable that does not belong to an option, with the nearest name."""
     kinds = (Settings, *SECTIONS.values())
     variables = OTHER_VARIABLES.union(*(option.variables for kind in kinds for option in options(kind)))
     for name, value in sorted(os.environ.items()):

@@ -118,7 +118,7 @@ def _check(path: Path, place: str, table: Mapping[str, Any], types: Mapping[str,
             raise ConfigFileError(f"{path}: [{key}] is no section; options of `cellar serve` stand above all sections")
         if key not in types:
             nearest = nearest_option(key, [*types, *sections])
-            raise ConfigFileError(f"{path}: {place}{key} is no option; the nearest one is {nearest}")
+            raise ConfigFileError(f"{path}: {place}{key} is not an option; the nearest one is {nearest}")
         if not _accepts(value, types[key]):
             raise ConfigFileError(f"{path}: {place}{key} must be {_describe(types[key])}, not {_shown(value)}")
 

@@ -75,7 +75,7 @@ def serve_environment(keys: Sequence[str]) -> dict[str, str]:
 
 
 def _option(declared: Field[Any], hint: Any) -> Option | None:
-    """None for a field that is no option."""
+    """None for a field that is not an option."""
     value_type, parameter = get_args(hint)[:2] if get_origin(hint) is Annotated else (hint, Parameter())
     if parameter == INTERNAL:
         return None

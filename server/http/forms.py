@@ -76,7 +76,7 @@ class FileForm:
         name = options[b"name"].decode(errors="replace")
         if b"filename" not in options:
             if name == self._field:
-                raise invalid_value(name, "its part of the form has no filename, so it is no file")
+                raise invalid_value(name, "its part of the form has no filename, so it is not a file")
             self._part, self._part_name = bytearray(), name
         elif name == self._field:
             if self.filename is not None:

@@ -74,7 +74,7 @@ def hub_name(model: str) -> str:
         split_name(model)
     except ModelMissing as error:
         message = (
-            f"'{model[:128]}' is no model of the hub: models are pulled as organisation/model, or for a GGUF file "
+            f"'{model[:128]}' is not a model of the hub: models are pulled as organisation/model, or for a GGUF file "
             "organisation/model:Q4_K_M. Ollama's own library is not used."
         )
         raise ApiError(MODEL_NOT_FOUND, message, param="model") from error

@@ -40,7 +40,8 @@ def run_command(chat: Chat, line: str) -> None:
     if command is None:
         nearest = difflib.get_close_matches(name, [command.name for command in COMMANDS], 1, 0.0)[0]
         raise CommandError(
-            f"{name} is no command; the nearest one is {nearest}, and /help lists all. A space before / makes it text."
+            f"{name} is not a command; the nearest one is {nearest}, and /help lists all. "
+            "A space before / makes it text."
         )
     if argument.strip() and not command.argument:
         raise CommandError(f"{name} takes nothing behind it")

@@ -162,7 +162,7 @@ def test_some_options_need_an_embedding_model(fields: dict[str, Any]) -> None:
     ],
 )
 def test_the_embedding_model_does_not_generate(path: str, body: dict[str, Any]) -> None:
-    """Its name is no model that makes text, and the answer says which one does."""
+    """Its name is not a model that makes text, and the answer says which one does."""
     answer = ask(APP, "POST", path, json_body={"model": NAME, **body})
 
     assert (404, "model_not_found", "model") == (

@@ -481,7 +481,7 @@ def test_parts_of_a_form() -> None:
             ([content, ("purpose", (None, "fine-tune"))], "purpose", "it must be 'batch'"),
             ([content, purpose, ("expires_after[seconds]", (None, "1"))], "expires_after[seconds]", "3600"),
             ([content, purpose, content], "file", "the form has two of them"),
-            ([("file", (None, b"{}")), purpose], "file", "has no filename, so it is no file"),
+            ([("file", (None, b"{}")), purpose], "file", "has no filename, so it is not a file"),
             ([content, purpose, ("x", (None, b"x" * 5000))], "x", "more than 4096 bytes"),
             ([content, purpose, *((f"{number}", (None, b"x")) for number in range(17))], None, "cannot be read"),
         ):

@@ -139,7 +139,7 @@ def test_a_misspelt_option_is_refused_in_all_places(
         run.file.write_text(f"{wrong} = 1\n")
         variable = f"CELLAR_{wrong.replace('-', '_').upper()}"
         assert 2 == run.code("--config", str(run.file))
-        assert f"cellar: {run.file}: {wrong} is no option; the nearest one is {key}\n" == capsys.readouterr().err
+        assert f"cellar: {run.file}: {wrong} is not an option; the nearest one is {key}\n" == capsys.readouterr().err
         assert 2 == run.code(**{variable: "1"})
         assert f"{variable} is no setting; the nearest one is CELLAR_{key.replace('-', '_').upper()}" in (
             capsys.readouterr().out
@@ -203,10 +203,10 @@ def test_the_file_is_found_by_flag_by_variable_and_by_its_place(run: Run) -> Non
         ("model = 3", "model must be a text, not 3"),
         ("port = ", "is not TOML"),
         ("max-waiting = 1\nmax_waiting = 2", "max-waiting is there twice"),
-        ("config = 'x'", "config is no option"),
+        ("config = 'x'", "config is not an option"),
         ("[serve]\nport = 1", "[serve] is no section; options of `cellar serve` stand above all sections"),
-        ("max_model_len = 4096", "max-model-len is no option; the nearest one is context"),
-        ("[bench]\nroundz = 1", "[bench] roundz is no option; the nearest one is rounds"),
+        ("max_model_len = 4096", "max-model-len is not an option; the nearest one is context"),
+        ("[bench]\nroundz = 1", "[bench] roundz is not an option; the nearest one is rounds"),
         ("[bench]\nrounds = '1'", "[bench] rounds must be a whole number, not '1'"),
         ("bench = 1", "bench is a section: write [bench]"),
         ("[bech]\nrounds = 1", "[bech] is no section"),
@@ -276,7 +276,7 @@ def test_a_misspelt_option_of_a_section_is_refused(
     run.file.write_text(f"[{command}]\n{wrong} = 1\n")
 
     assert 2 == run.code("--config", str(run.file))
-    assert f"[{command}] {wrong} is no option; the nearest one is {key}\n" in capsys.readouterr().err
+    assert f"[{command}] {wrong} is not an option; the nearest one is {key}\n" in capsys.readouterr().err
     assert 2 == run.code(**{variable: "1"})
     assert f"{variable} is no setting; the nearest one is {option.variables[0]}" in capsys.readouterr().out
 

@@ -193,7 +193,7 @@ def test_long_list_uses_few_queue_places() -> None:
 
 
 def test_full_queue_is_a_429() -> None:
-    """If no input of this request runs, waiting is no option."""
+    """If no input of this request runs, waiting is not an option."""
     engine = Crowded(embed)
     engine.places = 0
 

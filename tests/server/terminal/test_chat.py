@@ -178,7 +178,7 @@ def test_commands_and_their_errors(url: str, home: Home, tmp_path: Path) -> None
         session.wait(PROMPT)
         assert "/retry" in session.ask("/help")
         assert "/retry" in session.ask("/?")
-        assert "/hlp is no command; the nearest one is /help" in session.ask("/hlp")
+        assert "/hlp is not a command; the nearest one is /help" in session.ask("/hlp")
         assert "A space before / makes it text." in " ".join(session.ask("/usr is a folder").split())
         assert "temprature is no parameter; the nearest one is temperature" in session.ask("/set temprature 1")
         assert "model is set by the chat itself" in session.ask("/set model x")
