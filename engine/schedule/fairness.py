@@ -157,19 +157,17 @@ class Fairness:
             if others or same:
                 return Preemption(sequence, shares.latest_of_largest(others or same))
             added = 0 if sequence.has_started else len(sequence.tokens)
-            is_evicted = started_tokens + added > cells
-            equal = [
-                one for one in served if excess[one] == 1 and (one.is_unread or self._slice_ended(one, is_evicted))
-            ]
+            evicted = len(sequence.tokens) if started_tokens + added > cells else 0
+            equal = [one for one in served if excess[one] == 1 and (one.is_unread or self._slice_ended(one, evicted))]
             if equal:
                 victim = max(equal, key=lambda one: (one.rank, one.is_unread, self._steps[one]))
                 return Preemption(sequence, victim, is_time_slice=True)
         return None
 
-    def _slice_ended(self, sequence: Sequence, is_evicted: bool) -> bool:
-        """Whether the slot of a running sequence goes to an equal one; `is_evicted`: its cells would be evicted."""
-        evicted = len(sequence.tokens) if is_evicted else 0
-        return self._steps[sequence] >= TIME_SLICE_STEPS + _STEPS_PER_EVICTED_TOKEN * evicted
+    def _slice_ended(self, sequence: Sequence, evicted: int) -> bool:
+        """Whether the slot of a running sequence goes to an equal one, for which `evicted` cells are evicted."""
+        steps = TIME_SLICE_STEPS + _STEPS_PER_EVICTED_TOKEN * min(evicted, len(sequence.tokens))
+        return self._steps[sequence] >= steps
 
     def _first_of_owner(self, owner: str, ready: Rows[Sequence], shares: _Shares) -> Sequence:
         """The first waiting sequence of an owner."""

@@ -1,0 +1,144 @@
+"""Measures how long a new request waits beside 64 long ones of the same owner, and what their time slices cost.
+
+    python -m benchmarks.sharing [MODEL] [--requests 64] [--newcomers 20] [--rounds 3] [--json FILE]
+
+`frozen` and `busy`: clients of a server stream answers of 4,000 tokens with 20 log-probabilities each and read nothing,
+or everything, while completions of one token arrive one after another. `slices`: the engine alone, in this process,
+computes the same number of answers with and without time slices, in turns; the median ratio of their tokens per second
+counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+
+from bench.launch import cellar
+from benchmarks.result import add_json_option, measured, model_name
+from engine.config import EngineConfig
+from engine.core import Core
+from engine.load.load import load
+from engine.schedule import fairness
+from engine.types.events import Delta
+from engine.types.request import Request, SamplingParams
+
+SLOTS, CONTEXT, WARM_SECONDS = 8, 512, 5.0
+LONG = {"max_tokens": 4000, "ignore_eos": True, "stream": True, "logprobs": 20, "overflow": "shift"}
+ANSWER_TOKENS, PROMPT_TOKENS = 192, 32
+
+
+async def open_stream(port: int, number: int, *, reads: bool) -> tuple[asyncio.Task[None] | None, asyncio.StreamWriter]:
+    """Send a long request; read its answer if `reads`."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    content = json.dumps({**LONG, "prompt": f"f{number}"}).encode()
+    lines = (
+        "POST /v1/completions HTTP/1.1",
+        "Host: localhost",
+        "Content-Type: application/json",
+        f"Content-Length: {len(content)}",
+    )
+    writer.write("\r\n".join(lines).encode() + b"\r\n\r\n" + content)
+
+    async def read() -> None:
+        while await reader.read(2**16):
+            pass
+
+    return asyncio.create_task(read()) if reads else None, writer
+
+
+async def wait_for_newcomers(url: str, requests: int, newcomers: int, *, reads: bool) -> dict[str, Any]:
+    """One row: seconds until completions of one token are answered."""
+    port = urlsplit(url).port
+    assert port is not None, "the server listens on a port"
+    streams = [await open_stream(port, number, reads=reads) for number in range(requests)]
+    await asyncio.sleep(WARM_SECONDS)
+    seconds = []
+    async with httpx.AsyncClient(base_url=url, timeout=120) as client:
+        for number in range(newcomers):
+            began = time.perf_counter()
+            answer = await client.post("/completions", json={"prompt": f"new {number}", "max_tokens": 1})
+            answer.raise_for_status()
+            seconds.append(time.perf_counter() - began)
+            await asyncio.sleep(0.2)
+    for task, writer in streams:
+        if task is not None:
+            task.cancel()
+        writer.close()
+    return {"newcomers": newcomers, "median_seconds": statistics.median(seconds), "worst_seconds": max(seconds)}
+
+
+def tokens_per_second(core: Core, requests: int, round_number: int) -> float:
+    """Generated tokens per second of equal requests with prompts that are not in the cache."""
+    for number in range(requests):
+        prompt = tuple((7 * at + 31 * number + 101 * round_number) % 250 for at in range(PROMPT_TOKENS))
+        sampling = SamplingParams(temperature=0.0)
+        core.submit(Request(f"{number}", prompt, sampling, max_tokens=ANSWER_TOKENS, ignore_eos=True))
+    began, tokens = time.perf_counter(), 0
+    while core.busy:
+        tokens += sum(len(event.tokens) for _, event in core.step() if isinstance(event, Delta))
+    return tokens / (time.perf_counter() - began)
+
+
+def compare_slices(model: str | None, requests: int, rounds: int) -> dict[str, Any]:
+    """One row: tokens per second with and without time slices."""
+    config = EngineConfig(model=model, slots=SLOTS, context=CONTEXT, cells=requests * CONTEXT, drafter="none")
+    core = Core(load(config, lambda _: None), config)
+    steps, ratios, figures = fairness.TIME_SLICE_STEPS, [], []
+    for number in range(rounds + 1):
+        figure = {}
+        for name, limit in (("with", steps), ("without", 10**9)):
+            fairness.TIME_SLICE_STEPS = limit
+            figure[name] = tokens_per_second(core, requests, 2 * number + (name == "with"))
+        # The first round warms up.
+        if number:
+            figures.append(figure)
+            ratios.append(figure["with"] / figure["without"])
+    fairness.TIME_SLICE_STEPS = steps
+    return {
+        "with_slices": statistics.median(figure["with"] for figure in figures),
+        "without_slices": statistics.median(figure["without"] for figure in figures),
+        "ratio": statistics.median(ratios),
+        "time_slices": core.stats().time_slices_total,
+    }
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure and print."""
+    summary, _, epilog = (__doc__ or "").partition("\n")
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("benchmarks.sharing", description=summary, epilog=epilog, formatter_class=raw)
+    parser.add_argument("model", nargs="?", default=None, help="a folder or GGUF file (default: the bundled model)")
+    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--newcomers", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=3)
+    add_json_option(parser)
+    given = parser.parse_args(arguments)
+    rows = [{"cell": "slices", **compare_slices(given.model, given.requests, given.rounds)}]
+    command = (*([given.model] if given.model else []), "--slots", str(SLOTS), "--context", str(CONTEXT))
+    for cell in ("frozen", "busy"):
+        with tempfile.TemporaryDirectory() as folder, cellar(command, Path(folder) / "server.log") as url:
+            row = asyncio.run(wait_for_newcomers(url, given.requests, given.newcomers, reads=cell == "busy"))
+            rows.append({"cell": cell, **row})
+    rows = [
+        {name: round(value, 3) if isinstance(value, float) else value for name, value in row.items()} for row in rows
+    ]
+    for row in rows:
+        print(json.dumps(row))
+    if given.json:
+        model = model_name(given.model or "bundled")
+        measured("sharing", [{"model": model, "requests": given.requests, **row} for row in rows]).write(given.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
