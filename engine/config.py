@@ -156,11 +156,8 @@ class EngineConfig:
 
     @property
     def records_steps(self) -> bool:
-        """Whether decoding steps may be recorded as CUDA graphs.
-
-        A replay broadcasts nothing to other ranks, and gives an MTP layer no hidden states.
-        """
-        return not self.enforce_eager and self.tensor_parallel == 1 and self.drafter != "mtp"
+        """Whether decoding steps may be recorded as CUDA graphs: not those that several ranks compute together."""
+        return not self.enforce_eager and self.tensor_parallel == 1
 
     def __post_init__(self) -> None:
         """Raise ConfigError for an invalid setting."""

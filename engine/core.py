@@ -55,9 +55,9 @@ class Core:
         self.capacity = loaded.capacity
         self.cache = model_cache(config, loaded)
         self._loaded, self._config, self._clock = loaded, config, clock
-        self._stepper = Stepper(loaded, self.cache)
         self._cost = speculation.cost if speculation else StepCost()
         self._speculation = speculation or self._no_speculation()
+        self._stepper = Stepper(loaded, self.cache, returns_states=self._speculation.reads_hidden_states)
         budget = Budget(self._cost, most=config.chunk, target_seconds=config.itl_target_seconds)
         scored = max(_SCORED_LOGITS_BYTES // (4 * loaded.info.vocabulary), _MIN_SCORED_TOKENS)
         self._scheduler = Scheduler(self.cache, budget, max_scored=scored, on_start=self._on_slot_assigned)
@@ -237,15 +237,13 @@ class Core:
         return limit if free >= limit else free + self.cache.evict(limit - free)
 
     def _notify_drafters(self, results: Rows[StepResult]) -> None:
-        """Pass the batch positions of accepted tokens to drafters that read hidden states."""
-        row = 0
+        """Pass the hidden states of accepted tokens to drafters that read them."""
         try:
             for result in results:
                 sequence, span = result.scheduled.sequence, result.scheduled.span
-                if sequence.request.id in self._sequences:
+                if sequence.request.id in self._sequences and result.batch_states is not None:
                     accepted = span.length + max(len(result.tokens) - 1, 0)
-                    self._speculation.computed(sequence, span.start, row, accepted)
-                row += span.length + len(result.scheduled.draft_tokens)
+                    self._speculation.computed(sequence, span.start, result.batch_states[:accepted])
         except Exception:
             log.exception("a drafter failed; speculative decoding is disabled")
             self._speculation = self._no_speculation()

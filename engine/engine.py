@@ -19,7 +19,7 @@ from functools import partial
 from engine.client import EngineClient
 from engine.config import EngineConfig
 from engine.core import Core
-from engine.draft.loading import load_draft, make_speculation, omits_mtp
+from engine.draft.loading import load_draft, make_speculation
 from engine.embedder.loading import LoadedEmbedder, load_embedder
 from engine.embedder.scheduler import EmbeddingScheduler
 from engine.embedder.tokenizer import EmbeddingTokenizer
@@ -364,7 +364,7 @@ class Engine(EngineClient):
             speculation = make_speculation(config, loaded, draft, time.monotonic, self._set_phase)
             core = Core(loaded, config, speculation)
             record_steps(config, loaded, core.cache, self._set_phase)
-        drafting = DraftingInfo(speculation.kinds, omits_mtp=omits_mtp(config, loaded))
+        drafting = DraftingInfo(speculation.kinds)
         if isinstance(draft, LoadedModel):
             drafting = replace(drafting, model=draft.info, memory=draft.memory)
         self._set_phase("ready")

@@ -7,6 +7,7 @@ from math import inf
 
 from engine.errors import ContextTooLong, InvalidRequest
 from engine.load.load import LoadedModel
+from engine.step.input import StepFeatures
 from engine.types.request import Dry, ReasoningLimit, Request, SamplingParams, Xtc
 
 
@@ -23,13 +24,16 @@ def check_request(request: Request, loaded: LoadedModel, *, max_step_tokens: int
         encoder.check(request.media, request.prompt)
     else:
         _require("media", request.media is None, "this model has no encoder for media")
-    is_supported = loaded.runner.supports_bidirectional or not request.bidirectional
-    _require("bidirectional", is_supported, "this model cannot run packed")
+    _require_feature("bidirectional", loaded, StepFeatures(bidirectional=bool(request.bidirectional)))
     _check_bidirectional(request, max_step_tokens)
     _check_scores(request, info.vocabulary)
-    has_states = request.pooling is None or loaded.runner.has_hidden_states
-    _require("pooling", has_states, "the hidden states of this model are not accessible")
+    _require_feature("pooling", loaded, StepFeatures(hidden_states=request.pooling is not None))
     _check_drafter(request.speculation.drafter, drafters)
+
+
+def _require_feature(field: str, loaded: LoadedModel, features: StepFeatures) -> None:
+    reason = loaded.runner.supports(features)
+    _require(field, reason is None, reason or "")
 
 
 def _check_prompt(prompt: Sequence[int], vocabulary: int, image_token: int | None) -> None:

@@ -25,7 +25,7 @@ from fastapi import FastAPI
 from engine.errors import EngineError, ModelError
 from engine.load.resources import release_freed_memory
 from engine.types.sizes import format_size
-from engine.types.status import MTP_OMITTED, DraftingInfo, EmbeddingModelInfo, MemoryPlan, ModelInfo
+from engine.types.status import DraftingInfo, EmbeddingModelInfo, MemoryPlan, ModelInfo
 from server.configuration.settings import Settings
 from server.hosting import Hosting
 from server.http.descriptors import ListeningSocket, connection_limit, log_exhaustion
@@ -334,8 +334,6 @@ def _draft_text(drafting: DraftingInfo, tokens: Literal["auto"] | int) -> str:
         return "none"
     depth = "depth chosen at run time" if tokens == "auto" else f"depth {tokens}"
     text = f"{' and '.join(drafting.kinds)}, {depth}"
-    if drafting.omits_mtp:
-        text += f"; the MTP layer of the model is not used: {MTP_OMITTED}"
     if drafting.model is None or drafting.memory is None:
         return text
     model, memory = drafting.model, drafting.memory

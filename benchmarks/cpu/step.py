@@ -30,12 +30,14 @@ from engine.load.resources import processor_count
 from engine.load.selection import select
 from engine.load.selftest import ModelTraits, find_runner
 from engine.model import hooks
+from engine.model.model_runner import LocalRunner, runners_of
 from engine.model.runner import PackedRunner
 from engine.native.runner import NativeRunner
 from engine.native.step_library import StepFields
 from engine.quantize.plan import LayerSurvey
 from engine.quantize.quantize import quantize
 from engine.quantize.store import WeightStore
+from engine.step.input import StepInput
 from kvcache.cache import Cache
 from kvcache.spec import Span
 
@@ -100,7 +102,7 @@ class LibraryTimer:
         self.seconds += time.perf_counter() - begin
 
 
-def load(name: str, layers: int, quantized: Quantize) -> tuple[PackedRunner, NativeRunner]:
+def load(name: str, layers: int, quantized: Quantize) -> tuple[PackedRunner, LocalRunner]:
     """A model with random weights, its module runner and its native runner."""
     shape = SHAPES[name]
     config = AutoConfig.for_model(shape.family, **shape.settings(layers), tie_word_embeddings=True)
@@ -116,11 +118,11 @@ def load(name: str, layers: int, quantized: Quantize) -> tuple[PackedRunner, Nat
             quantize(model, choice, WeightStore(name, 8 if quantized == "int8" else 4, Path(folder)), best_linear())
     native = select(model, plain, facts, context=4096).runner
     assert isinstance(plain, PackedRunner)
-    assert isinstance(native, NativeRunner), "the native step does not support the model"
+    assert isinstance(runners_of(native)[0], NativeRunner), "the native step does not support the model"
     return plain, native
 
 
-def call(runner: PackedRunner | NativeRunner, step_shape: StepShape) -> Callable[[], None]:
+def call(runner: LocalRunner, step_shape: StepShape) -> Callable[[], None]:
     """A step with a cache of its own, which is truncated after each call."""
     specs = [plan.spec for plan in runner.layers]
     length = DEPTH + step_shape.rows
@@ -134,13 +136,13 @@ def call(runner: PackedRunner | NativeRunner, step_shape: StepShape) -> Callable
     )
     for slot in range(step_shape.sequences):
         with cache.forward([Span(slot, 0, DEPTH)]) as forward:
-            runner.run(forward, list(range(DEPTH)), [DEPTH - 1])
+            runner.run(StepInput(forward, list(range(DEPTH)), [DEPTH - 1]))
     tokens = [7] * step_shape.rows * step_shape.sequences
     logit_tokens = [(slot + 1) * step_shape.rows - 1 for slot in range(step_shape.sequences)]
 
     def step() -> None:
         with cache.forward([Span(slot, DEPTH, step_shape.rows) for slot in range(step_shape.sequences)]) as forward:
-            runner.run(forward, tokens, logit_tokens)
+            runner.run(StepInput(forward, tokens, logit_tokens))
             for slot in range(step_shape.sequences):
                 forward.keep(slot, DEPTH)
 

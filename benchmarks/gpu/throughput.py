@@ -33,6 +33,8 @@ from engine.core import Core
 from engine.load.load import LoadedModel, load
 from engine.load.recording import record_steps
 from engine.quantize.quantize import bytes_of, weights_of
+from engine.step.input import StepInput
+from engine.step.output import StepOutput
 from engine.types.events import Delta
 from engine.types.request import Request, SamplingParams
 
@@ -173,15 +175,15 @@ def decode_seconds(core: Core, loaded: LoadedModel, streams: int) -> tuple[float
     """The median seconds of a decoding step of all streams, and of its part outside the model and its sampler."""
     start_streams(core, streams)
     inside: list[float] = []
-    run = loaded.runner.run_and_sample
+    run = loaded.runner.run
 
-    def timed(*arguments: Any) -> list[int | None]:
+    def timed(step: StepInput) -> StepOutput:
         began = time.perf_counter()
-        tokens = run(*arguments)
+        output = run(step)
         inside.append(time.perf_counter() - began)
-        return tokens
+        return output
 
-    with patch.object(loaded.runner, "run_and_sample", timed):
+    with patch.object(loaded.runner, "run", timed):
         whole = [seconds(core.step) for _ in range(STEPS)]
     for number in range(streams):
         core.cancel(f"{streams}-{number}")

@@ -48,6 +48,7 @@ from benchmarks.serving.peer_programs import PEERS, Resources
 from benchmarks.shapes import write_gguf
 from engine.config import EngineConfig
 from engine.load.load import LoadedModel, load
+from engine.step.input import StepInput
 from kvcache.cache import Cache
 from kvcache.spec import Span
 
@@ -246,7 +247,7 @@ def predictions(loaded: LoadedModel, text: list[int]) -> Iterator[tuple[int, Ten
     for start in range(0, len(text) - 1, CHUNK):
         tokens = text[start : start + CHUNK]
         with cache.forward([Span(0, start, len(tokens))]) as forward:
-            logits = loaded.runner.run(forward, tokens, list(range(len(tokens))))
+            logits = loaded.runner.run(StepInput(forward, tokens, list(range(len(tokens))))).logits
         yield from enumerate(logits.float().log_softmax(-1), start=start + 1)
 
 

@@ -24,9 +24,6 @@ from engine.load.checkpoint import resolve
 from engine.load.load import LoadedModel, load, read_max_context
 from engine.load.memory import available_bytes
 from engine.load.recording import record_steps
-from engine.model.graph_runner import GraphRunner
-from engine.native.runner import NativeRunner
-from engine.types.status import MTP_OMITTED
 from kvcache.spec import group_layers
 
 log = logging.getLogger("cellar.engine")
@@ -66,18 +63,9 @@ def load_draft(
     return draft
 
 
-def omits_mtp(config: EngineConfig, target: LoadedModel) -> bool:
-    """Whether `--drafter auto` leaves out the MTP layer of the checkpoint: see MTP_OMITTED."""
-    is_default = config.drafter == "auto" and config.draft_model is None
-    return is_default and isinstance(target.runner, NativeRunner | GraphRunner) and has_mtp(target)
-
-
 def _mtp(config: EngineConfig, target: LoadedModel, on_phase: Callable[[str], None]) -> MtpHead | None:
-    """The MTP layer; with `--drafter auto` None where it is missing, cannot be used, or would slow down all steps."""
+    """The MTP layer; with `--drafter auto` None where it is missing or cannot be used."""
     if config.tensor_parallel > 1:
-        return None
-    if omits_mtp(config, target):
-        log.info("the MTP layer is not used: %s", MTP_OMITTED)
         return None
     if not has_mtp(target):
         if config.drafter == "mtp":
@@ -142,7 +130,7 @@ def make_speculation(
 
 def _mtp_drafter(config: EngineConfig, target: LoadedModel, head: MtpHead) -> MtpDrafter:
     cache = mtp_cache(config, target, head.runner.layers)
-    return MtpDrafter(cache, head.runner, head.states, chunk=config.chunk)
+    return MtpDrafter(cache, head.runner, chunk=config.chunk)
 
 
 def _model_drafter(

@@ -15,6 +15,7 @@ from engine.draft.slots import DraftSlot, NextTokens, SlotsBySequence, draft_loo
 from engine.model.model_runner import DraftLoopInput, DraftLoopRunner, ModelRunner
 from engine.native.sampler import is_native
 from engine.schedule.draft import DraftRequest
+from engine.step.input import StepInput
 from kvcache.cache import Cache
 from kvcache.spec import Span
 
@@ -104,7 +105,7 @@ class ModelDrafter:
             logit_rows.append(last)
         with self._cache.forward(spans) as forward:
             batch = [token for own in tokens.values() for token in own]
-            logits = self._runner.run(forward, self._input_tokens(batch), logit_rows)
+            logits = self._runner.run(StepInput(forward, self._input_tokens(batch), logit_rows)).logits
         for at, own in tokens.items():
             slots[at].tokens += own
         missing = self._vocabulary - logits.shape[-1]

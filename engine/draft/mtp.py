@@ -27,8 +27,10 @@ from engine.load.checkpoint import is_gguf, weight_files
 from engine.load.load import LoadedModel
 from engine.model import hooks
 from engine.model.layers import CachedLayer, find_cached_layers
+from engine.model.model_runner import runners_of
 from engine.model.runner import PackedRunner
 from engine.schedule.draft import ComputedTokens, DraftRequest
+from engine.step.input import StepFeatures
 from kvcache.cache import Cache
 from kvcache.forward import Forward
 from kvcache.spec import Span
@@ -92,23 +94,11 @@ class MtpRunner(PackedRunner):
         return _MtpOutput(output.logits[0], output.states[0])
 
 
-class HiddenStates:
-    """The hidden states [tokens, width] after a model's last layer, of its latest forward."""
-
-    def __init__(self, model: Any) -> None:
-        self.rows = torch.empty(0)
-        model.get_decoder().register_forward_hook(self._capture)
-
-    def _capture(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        self.rows = output[0][0]
-
-
 @dataclass(frozen=True, slots=True)
 class MtpHead:
-    """A loaded MTP layer, and the model's hidden states."""
+    """A loaded MTP layer."""
 
     runner: MtpRunner
-    states: HiddenStates
     weights_bytes: int
 
 
@@ -163,18 +153,16 @@ class MtpDrafter:
 
     kind = "mtp"
 
-    def __init__(
-        self, cache: Cache, runner: MtpRunner, states: HiddenStates, *, chunk: int, pending: int = _PENDING_STATES
-    ) -> None:
-        self._cache, self._runner, self._states = cache, runner, states
+    def __init__(self, cache: Cache, runner: MtpRunner, *, chunk: int, pending: int = _PENDING_STATES) -> None:
+        self._cache, self._runner = cache, runner
         self._chunk, self._most_pending = chunk, pending
         self._slots = SlotsBySequence(cache)
         self._pending: dict[str, _PendingStates] = {}
 
     def read_hidden_states(self, computed: Sequence[ComputedTokens]) -> None:
-        """Keep the hidden states of the latest step, and compute pairs where too many are kept."""
+        """Keep the hidden states of a step, and compute pairs where too many are kept."""
         for one in computed:
-            request, states = one.request, self._states.rows[one.row : one.row + one.length].clone()
+            request, states = one.request, one.hidden_states.clone()
             dropped = request.draw.position - len(request.tokens)
             pending = self._pending.setdefault(request.sequence_id, _PendingStates(one.start, states[:0], dropped))
             pending.append(one, states, dropped)
@@ -289,9 +277,12 @@ def has_mtp(target: LoadedModel) -> bool:
 
 def load_mtp(target: LoadedModel) -> MtpHead:
     """The first MTP layer of a model. Raises ModelUnsupported."""
-    runner = target.runner
-    if not isinstance(runner, PackedRunner):
+    packed = next((runner for runner in runners_of(target.runner) if isinstance(runner, PackedRunner)), None)
+    if packed is None:
         raise ModelUnsupported(target.info.name, "it runs one sequence at a time, but its MTP layer needs batches")
+    reason = target.runner.supports(StepFeatures(hidden_states=True))
+    if reason is not None:
+        raise ModelUnsupported(target.info.name, f"{reason}, and its MTP layer reads them")
     if target.encoder is not None:
         raise ModelUnsupported(target.info.name, "its MTP layer has tokens as input, not the output of an encoder")
     try:
@@ -304,7 +295,7 @@ def load_mtp(target: LoadedModel) -> MtpHead:
             target.info.name, f"its MTP layer cannot be used ({type(error).__name__}: {reason})"
         ) from error
     weights = sum(parameter.numel() * parameter.element_size() for parameter in layers.layers.parameters())
-    return MtpHead(MtpRunner(layer, plans, runner), HiddenStates(target.model), weights)
+    return MtpHead(MtpRunner(layer, plans, packed), weights)
 
 
 def _weight_keys(model: Any) -> str:

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple, TypeAlias
 
+from torch import Tensor
+
 from engine.draft.depth import Candidate, Depth, DraftCall, StepOutcome, VerifiedDraft
 from engine.schedule.draft import ComputedTokens, Draft, Drafter, DraftRequest, HiddenStateDrafter
 from engine.schedule.sequence import Sequence as Running
@@ -139,11 +141,11 @@ class Speculation:
         outcome.seconds = seconds - self._drafting_seconds
         self._depth.observe(outcome)
 
-    def computed(self, sequence: Running, start: int, row: int, length: int) -> None:
-        """Give a drafter the hidden states of tokens [start, start + length), which are batch tokens from `row` on."""
+    def computed(self, sequence: Running, start: int, hidden_states: Tensor) -> None:
+        """Give a drafter the hidden states [tokens, width] of tokens from `start` on."""
         if self._reader is not None and sequence.allows_drafter(self._reader.kind):
             request = _draft_request(sequence, self._limit(sequence))
-            self._reader.read_hidden_states([ComputedTokens(request, start, row, length)])
+            self._reader.read_hidden_states([ComputedTokens(request, start, hidden_states)])
 
     def forget(self, sequence: Running) -> None:
         """Release what drafters keep of a finished sequence."""

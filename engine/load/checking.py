@@ -25,7 +25,6 @@ from engine.model.margins import Margin, Margins
 from engine.model.model_runner import LocalRunner
 from engine.model.rope import RopeSwitch
 from engine.model.runner import PackedRunner
-from engine.native.runner import NativeRunner
 from engine.quantize.plan import LayerSurvey, QuantizationPlan, QuantizationPlanNames, plan_from_names
 
 log = logging.getLogger("cellar.engine")
@@ -147,7 +146,7 @@ class ModelChecks:
         """
         passed = self.earlier if self.earlier is not None and self.earlier.format == format else None
         selection = self._select(context, checked=passed is not None and passed.native)
-        invariant = self._is_batch_invariant(selection.runner, format, passed)
+        invariant = self._is_batch_invariant(selection, format, passed)
         self._save(format, selection, batch_invariant=invariant)
         return selection, invariant
 
@@ -160,17 +159,15 @@ class ModelChecks:
         if config.tensor_parallel > 1:
             graphs = ", without CUDA graphs" if isinstance(runner, DeviceRunner) else ""
             return RunnerSelection(runner, f"--tensor-parallel {config.tensor_parallel} is computed by torch{graphs}")
-        if config.drafter == "mtp":
-            return RunnerSelection(runner, "--drafter mtp reads hidden states of torch modules")
         if config.kernels == "torch" or config.device != "cpu":
             return RunnerSelection(runner, "C++ kernels are not used")
         return select(self._model, runner, self._traits, context=context, checked=checked)
 
-    def _is_batch_invariant(self, runner: LocalRunner, format: str | None, passed: Outcome | None) -> bool:
+    def _is_batch_invariant(self, selection: RunnerSelection, format: str | None, passed: Outcome | None) -> bool:
         """See ModelInfo. Models that quantise rows are made batch invariant too, as they amplify rounding; the result
         is checked. Raises ModelUnsupported.
         """
-        native, is_required = isinstance(runner, NativeRunner), self._config.batch_invariant
+        runner, native, is_required = selection.runner, selection.reason is None, self._config.batch_invariant
         quantises_rows = format is not None and self._config.device == "cpu"
         if self._dtype == torch.float64 or not (quantises_rows or (is_required and not native)):
             return native
@@ -238,6 +235,6 @@ def _outcome_file(
     if is_small(checkpoint.path) or config.tensor_parallel > 1:
         return None
     settings: tuple[object, ...] = (config.device, config.kernels, config.mla)
-    settings += (config.quantize == "none", config.dtype, config.batch_invariant, config.drafter == "mtp")
+    settings += (config.quantize == "none", config.dtype, config.batch_invariant)
     kernel = getattr(attend, "__qualname__", type(attend).__qualname__)
     return OutcomeFile((weights, checkpoint.configuration, settings, kernel))

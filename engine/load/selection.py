@@ -17,7 +17,7 @@ from engine.kernels.packing import PackedMatrix
 from engine.load.selftest import ModelTraits, logit_difference
 from engine.model import rope
 from engine.model.margins import within
-from engine.model.model_runner import LocalRunner
+from engine.model.model_runner import FirstSupporting, LocalRunner
 from engine.model.runner import PackedRunner
 from engine.native.decoder import DecoderSpec, UnsupportedArchitecture
 from engine.native.detection import find_decoder, linears
@@ -75,7 +75,7 @@ def select(
     if reason is not None:
         log.warning("layers run in torch operations, because %s", reason)
         return RunnerSelection(runner, reason)
-    return RunnerSelection(native)
+    return RunnerSelection(FirstSupporting([native, runner]))
 
 
 def _difference(

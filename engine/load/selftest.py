@@ -26,17 +26,18 @@ from engine.kernels.reference import AttentionFunction
 from engine.model import hooks, rope
 from engine.model.device_runner import DeviceRunner
 from engine.model.encoder import Encoder
-from engine.model.encoder_mask import EncoderMask
 from engine.model.graph_runner import GraphRunner, recorder_for
 from engine.model.invariant import StableTopK, UnreplacedOperations
 from engine.model.layers import CachedLayer, find_cached_layers
 from engine.model.margins import within
-from engine.model.model_runner import LocalRunner, ModelRunner
+from engine.model.model_runner import ModelRunner
 from engine.model.rope import RopeSwitch
 from engine.model.runner import PackedRunner
 from engine.model.sequential_runner import SequentialRunner
 from engine.native.float32_mode import Float32Mode
 from engine.quantize.quantize import weights_of
+from engine.step.encoder_mask import EncoderMask
+from engine.step.input import StepInput
 from engine.types.request import MlaMode
 from kvcache.cache import Cache
 from kvcache.spec import Span
@@ -89,7 +90,7 @@ class _TestSequence:
 _StepPlan: TypeAlias = tuple[tuple[tuple[int, int], ...], ...]
 
 
-def find_runner(name: str, model: Any, traits: ModelTraits) -> LocalRunner:
+def find_runner(name: str, model: Any, traits: ModelTraits) -> PackedRunner | SequentialRunner:
     """The fastest runner with the logits of the unmodified model. Raises ModelUnsupported.
 
     The model's hooks (hooks.py, recurrence.py) must be installed; the attention implementation of the model is set for
@@ -175,7 +176,7 @@ class LogitsDiffer(Exception):
     """Logits of a batch differ from the logits of the model alone."""
 
 
-_MakeRunner: TypeAlias = Callable[[Any], LocalRunner]
+_MakeRunner: TypeAlias = Callable[[Any], PackedRunner | SequentialRunner]
 
 
 def _candidates(traits: ModelTraits) -> Iterator[tuple[str, _MakeRunner]]:
@@ -346,7 +347,7 @@ class _CheckBatches:
             spans, tokens, encoder_masks = self._batch(cache, step, long_factors=long_factors)
             logit_rows = [end - 1 for end in accumulate(span.length for span in spans)]
             with cache.forward(spans) as forward:
-                logits = runner.run(forward, tokens, logit_rows, encoder_masks)
+                logits = runner.run(StepInput(forward, tokens, logit_rows, (), encoder_masks)).logits
             for span, row in zip(spans, logits, strict=True):
                 logits_by_slot[span.slot].append(row)
         return [torch.stack(rows) for rows in logits_by_slot]
@@ -358,7 +359,7 @@ class _CheckBatches:
         for step in steps:
             spans, tokens, encoder_masks = self._batch(cache, step)
             with cache.forward(spans) as forward:
-                logits = runner.run(forward, tokens, list(range(len(tokens))), encoder_masks)
+                logits = runner.run(StepInput(forward, tokens, range(len(tokens)), (), encoder_masks)).logits
             for span, rows in zip(spans, torch.split(logits, [span.length for span in spans]), strict=True):
                 logits_by_slot[span.slot].append(rows)
         return [torch.cat(rows) for rows in logits_by_slot]

@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.kernels.cell_kernels import CellKernels
-from engine.model.encoder_mask import EncoderMask
-from engine.model.runner import BatchInputs, PackedRunner, single_rows
+from engine.model.hooks import OutputIndices
+from engine.model.runner import BatchInputs, PackedRunner, output_arrays, single_rows
 from engine.sample.device_sampler import DeviceReport, DeviceSampler
 from engine.sample.device_sampling import SamplingBatch, sample_batch
-from engine.sample.logprobs import LogprobQuery
-from engine.sample.sampler import LogitReport, SamplingContext
+from engine.step.input import StepInput
+from engine.step.output import NO_STATES, StepOutput
 from kvcache.forward import Forward
 from kvcache.row_forward import StateRows, batch_positions
 from kvcache.staging import StagingBuffer
@@ -31,56 +31,52 @@ class DeviceRunner(PackedRunner):
         self.sampler = DeviceSampler(self._staging)
         self._vocabulary = int(model.config.get_text_config().vocab_size)
 
-    def run_and_sample(
-        self,
-        forward: Forward,
-        tokens: Sequence[int],
-        logit_rows: Sequence[int],
-        encoder_masks: Sequence[EncoderMask | None],
-        contexts: Sequence[SamplingContext],
-    ) -> list[int | None]:
+    def run(self, step: StepInput) -> StepOutput:
         """See ModelRunner."""
-        batch = SamplingBatch(contexts, self._vocabulary)
-        inputs, arrays = self._upload(forward, tokens, logit_rows, list(batch.arrays.values()))
-        return sample_batch(self._run(forward, inputs, encoder_masks), batch, arrays)
-
-    def run_and_report(
-        self,
-        forward: Forward,
-        tokens: Sequence[int],
-        logit_rows: Sequence[int],
-        encoder_masks: Sequence[EncoderMask | None],
-        sampled_rows: Sequence[int],
-        queries: Sequence[LogprobQuery],
-    ) -> LogitReport:
-        """See ModelRunner."""
+        sampling = step.sampling
+        if sampling is None:
+            return super().run(step)
+        if sampling.queries is None and sampling.rows is None:
+            batch = SamplingBatch(sampling.contexts, self._vocabulary)
+            inputs, arrays = self._upload(step, list(batch.arrays.values()))
+            logits, states = self._run(step, inputs)
+            return StepOutput(tokens=sample_batch(logits, batch, arrays), hidden_states=states)
+        states = NO_STATES
 
         def compute(arrays: Sequence[NDArray[Any]]) -> tuple[Tensor, list[Tensor]]:
-            inputs, copies = self._upload(forward, tokens, logit_rows, arrays)
-            return self._run(forward, inputs, encoder_masks), copies
+            nonlocal states
+            inputs, copies = self._upload(step, arrays)
+            logits, states = self._run(step, inputs)
+            return logits, copies
 
-        return DeviceReport(self._staging, compute, self._vocabulary, sampled_rows, queries)
+        rows = range(len(step.logit_rows)) if sampling.rows is None else sampling.rows
+        report = DeviceReport(self._staging, compute, self._vocabulary, rows, sampling.queries or ())
+        tokens = report.sample(sampling.contexts)
+        return StepOutput(tokens=tokens, report=report, hidden_states=states)
 
-    def _inputs(self, forward: Forward, tokens: Sequence[int], logit_rows: Sequence[int]) -> BatchInputs:
-        return self._upload(forward, tokens, logit_rows, [])[0]
+    def _inputs(self, step: StepInput) -> BatchInputs:
+        return self._upload(step, [])[0]
 
-    def _upload(
-        self, forward: Forward, tokens: Sequence[int], logit_rows: Sequence[int], more: Sequence[NDArray[Any]]
-    ) -> tuple[BatchInputs, list[Tensor]]:
+    def _upload(self, step: StepInput, more: Sequence[NDArray[Any]]) -> tuple[BatchInputs, list[Tensor]]:
         """The inputs of the model and `more` arrays on the device; the forward gets its cells there."""
+        forward = step.forward
         has_pool = forward.cache.recurrent_states is not None and self._invariant is None
         single = single_rows(forward.spans) if has_pool else {}
         state_rows = [np.asarray([*single], np.int64), *forward.token_state_rows([*single.values()])]
-        own = [np.asarray(tokens, np.int64), batch_positions(forward.spans), np.asarray(logit_rows, np.int64)]
+        rows = output_arrays(step.logit_rows, step.hidden_rows)
+        own = [np.asarray(step.tokens, np.int64), batch_positions(forward.spans)]
         cells = forward.device_arrays()
         tables = self._table_arrays(forward)
-        parts = iter(self._staging.upload([*own, *state_rows, *cells, *tables, *more]))
-        batch_tokens, positions, rows = islice(parts, len(own))
+        outputs = [np.asarray(numbers, np.int64) for numbers in rows]
+        parts = iter(self._staging.upload([*own, *outputs, *state_rows, *cells, *tables, *more]))
+        batch_tokens, positions = islice(parts, len(own))
+        output_rows, *places = islice(parts, len(outputs))
         states = StateRows(*islice(parts, len(state_rows)))
         forward.set_device_arrays([*islice(parts, len(cells))])
         if tables and isinstance(self._attend, CellKernels):
             self._attend.set_batch_arrays([*islice(parts, len(tables))])
-        return BatchInputs(batch_tokens, positions, rows, states if single else None), [*parts]
+        hidden = OutputIndices(*places) if places else None
+        return BatchInputs(batch_tokens, positions, output_rows, hidden, states if single else None), [*parts]
 
     def _table_arrays(self, forward: Forward) -> list[NDArray[np.int32]]:
         """The tables of the attention kernels."""

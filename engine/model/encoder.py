@@ -17,7 +17,7 @@ from torch import Tensor
 
 from engine.errors import InvalidRequest
 from engine.model import hooks
-from engine.model.encoder_mask import EncoderMask
+from engine.step.encoder_mask import EncoderMask
 from engine.types.request import Array, Media, media_digest
 from kvcache.encoder_cache import EncoderEntry
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import takewhile
 from typing import Any, Protocol, TypeAlias
@@ -25,11 +25,12 @@ from engine.kernels.cell_kernels import CellKernels
 from engine.kernels.reference import AttentionFunction
 from engine.model import hooks
 from engine.model.device_runner import DeviceRunner
-from engine.model.encoder_mask import EncoderMask
 from engine.model.graph_sizes import BATCH_SIZES, all_sizes, batch_size, positions
 from engine.model.model_runner import DraftLoopInput
 from engine.model.runner import BatchInputs, recur_rows, single_rows
 from engine.sample.device_sampling import sample_numbered, sampling_numbers
+from engine.step.input import StepInput
+from engine.step.output import NO_STATES, StepOutput
 from kvcache.cache import Cache
 from kvcache.forward import Forward
 from kvcache.kv_buffer import store_rows
@@ -101,7 +102,9 @@ class RecordedStep:
         self.numbers = torch.from_numpy(self.arrange((), ())).to(device)
         self.cells = RowForward(cache, self.numbers[1:], most)
         rows = torch.arange(size, device=device)
-        self.inputs = _RecordedInputs(self.numbers[0], self.cells.positions, rows, self.cells.state_rows, step=self)
+        self.inputs = _RecordedInputs(
+            self.numbers[0], self.cells.positions, rows, state_rows=self.cells.state_rows, step=self
+        )
         self.replay: Replay | None = None
 
     def arrange(self, spans: Sequence[Span], tokens: Sequence[int]) -> NDArray[np.int64]:
@@ -113,7 +116,7 @@ class RecordedStep:
 
 @dataclass(frozen=True, slots=True)
 class _RecordedInputs(BatchInputs):
-    """Inputs that are in the memory of a recorded step."""
+    """Inputs that are in the memory of a recorded step; `hidden` is not."""
 
     step: RecordedStep = field(kw_only=True)
 
@@ -122,7 +125,8 @@ class _RecordedInputs(BatchInputs):
         states = self.state_rows
         if states is not None:
             states = StateRows(states.tokens[:count], states.before[:count], states.after[:count])
-        return BatchInputs(self.tokens[:count], self.positions[:count], self.logit_rows[:count], states)
+        tokens, positions, rows = self.tokens[:count], self.positions[:count], self.output_rows[:count]
+        return BatchInputs(tokens, positions, rows, self.hidden, states)
 
 
 class DraftStep(RecordedStep):
@@ -176,42 +180,45 @@ class GraphRunner(DeviceRunner):
         self._recorder = recorder
         self._steps: dict[tuple[int, int], RecordedStep] = {}
         self._draft_steps: dict[tuple[int, int], DraftStep] = {}
-        # Of the recorded steps; the logits of a step are in the first rows.
+        # Of the recorded steps; logits and hidden states of a step are in the first rows.
         self._cache: Cache | None = None
         self._logits: Tensor | None = None
+        self._states: Tensor | None = None
         self._is_recordable = self.switch is None
         # Of the first step of a draft loop: `record_all` records no larger one.
         self._most_loop_tokens = BATCH_SIZES[-1]
 
-    def run(
-        self,
-        forward: Forward,
-        tokens: Sequence[int],
-        logit_rows: Sequence[int],
-        encoder_masks: Sequence[EncoderMask | None] = (),
-    ) -> Tensor:
+    def run(self, step: StepInput) -> StepOutput:
         """See ModelRunner. The logits are a copy: the next replay overwrites its own."""
-        return super().run(forward, tokens, logit_rows, encoder_masks).clone()
+        output = super().run(step)
+        return output if step.sampling is not None else replace(output, logits=output.logits.clone())
 
-    def _upload(
-        self, forward: Forward, tokens: Sequence[int], logit_rows: Sequence[int], more: Sequence[NDArray[Any]]
-    ) -> tuple[BatchInputs, list[Tensor]]:
-        step = self._step(forward, logit_rows)
-        if step is None:
-            return super()._upload(forward, tokens, logit_rows, more)
+    def _upload(self, step: StepInput, more: Sequence[NDArray[Any]]) -> tuple[BatchInputs, list[Tensor]]:
+        recorded, forward = self._step(step), step.forward
+        if recorded is None:
+            return super()._upload(step, more)
+        places = [np.asarray(step.hidden_rows, np.int64)] if step.hidden_rows else []
         changes = forward.table_changes()
-        numbers, *parts = self._staging.upload([step.arrange(forward.spans, tokens), *changes, *more])
+        numbers, *parts = self._staging.upload([recorded.arrange(forward.spans, step.tokens), *changes, *places, *more])
         forward.write_table_changes(parts[: len(changes)])
-        step.numbers.copy_(numbers)
-        return step.inputs, parts[len(changes) :]
+        recorded.numbers.copy_(numbers)
+        rest = parts[len(changes) :]
+        if not places:
+            return recorded.inputs, rest
+        hidden = hooks.OutputIndices(recorded.inputs.output_rows[: forward.batch_tokens], rest[0])
+        return replace(recorded.inputs, hidden=hidden), rest[1:]
 
-    def _run(self, forward: Forward, inputs: BatchInputs, encoder_masks: Sequence[EncoderMask | None]) -> Tensor:
+    def _run(self, step: StepInput, inputs: BatchInputs) -> tuple[Tensor, Tensor]:
         if not isinstance(inputs, _RecordedInputs):
-            return super()._run(forward, inputs, encoder_masks)
-        count, replay = forward.batch_tokens, self._record(inputs.step)
+            return super()._run(step, inputs)
+        count, replay = step.forward.batch_tokens, self._record(inputs.step)
         if replay is None:
-            return super()._run(forward, inputs.first(count), encoder_masks)
-        return replay()[:count]
+            return super()._run(step, inputs.first(count))
+        logits, states = replay()[:count], NO_STATES
+        if inputs.hidden is not None:
+            assert self._states is not None, "recorded with the logits"
+            states = self._states.index_select(0, inputs.hidden.hidden_states)
+        return logits, states
 
     def record_all(self, cache: Cache, tokens: int, draft_vocabulary: int = 0) -> Iterator[tuple[int, int]]:
         """Record the steps of up to `tokens` tokens over an empty cache; yields how many of how many are recorded.
@@ -221,7 +228,7 @@ class GraphRunner(DeviceRunner):
         # A prompt compiles its kernels, and the pool of recurrent states gets its tensors from the next token.
         for start, length in ((0, 2), (2, 1)):
             with cache.forward([Span(0, start, length)]) as forward:
-                self.run(forward, [0] * length, [length - 1])
+                self.run(StepInput(forward, [0] * length, [length - 1]))
         cache.clear(0)
         sizes = [*all_sizes(tokens, cache.capacity)]
         steps = [self._recorded_step(cache, *size) for size in sizes]
@@ -266,15 +273,21 @@ class GraphRunner(DeviceRunner):
 
     def _compute(self, step: RecordedStep) -> Tensor:
         """The logits [size, vocabulary] of the batch whose numbers are written; of a DraftStep the tokens [size]."""
-        inputs = (step.inputs.tokens, step.inputs.positions, step.inputs.logit_rows)
+        inputs = (step.inputs.tokens, step.inputs.positions, step.inputs.output_rows)
         backend = _RowBackend(step.cells.copy(), self._cache_layers, self._sharing_layers, self._attend)
         with torch.inference_mode(), hooks.use_backend(backend), self._invariant or nullcontext():
-            logits = hooks.forward(self.model, *inputs)
             if isinstance(step, DraftStep):
-                return sample_numbered(logits[:, : step.vocabulary], step.sampling)
+                return sample_numbered(hooks.forward(self.model, *inputs)[:, : step.vocabulary], step.sampling)
             # One place for all steps: each recording keeps the memory of its result.
-            if self._logits is None:
-                self._logits = logits.new_empty(BATCH_SIZES[-1], logits.shape[-1])
+            if self.has_hidden_states:
+                rows = step.inputs.output_rows
+                with hooks.capture_hidden_states(self.model, rows, hooks.OutputIndices(rows, rows)) as capture:
+                    logits = hooks.forward(self.model, *inputs)
+                self._states = _rows_like(self._states, capture.hidden_states)
+                self._states[: step.size].copy_(capture.hidden_states)
+            else:
+                logits = hooks.forward(self.model, *inputs)
+            self._logits = _rows_like(self._logits, logits)
             return self._logits[: step.size].copy_(logits)
 
     def supports_draft_loop(self, forward: Forward, first_tokens: int = 1) -> bool:
@@ -326,35 +339,23 @@ class GraphRunner(DeviceRunner):
             raise RuntimeError("the steps of a draft loop cannot be recorded")
         return replay()
 
-    def run_with_hidden_states(
-        self,
-        forward: Forward,
-        tokens: Sequence[int],
-        logit_rows: Sequence[int],
-        hidden_rows: Sequence[int],
-        encoder_masks: Sequence[EncoderMask | None] = (),
-    ) -> tuple[Tensor, Tensor]:
-        """See ModelRunner; never recorded, because a replay calls no hook of the model."""
-        recordable, self._is_recordable = self._is_recordable, False
-        try:
-            return super().run_with_hidden_states(forward, tokens, logit_rows, hidden_rows, encoder_masks)
-        finally:
-            self._is_recordable = recordable
-
-    def _step(self, forward: Forward, logit_rows: Sequence[int]) -> RecordedStep | None:
+    def _step(self, step: StepInput) -> RecordedStep | None:
         """The recorded step for a batch; None for one to run as before."""
-        count = forward.batch_tokens
-        # A replay calls no hook.
-        is_watched = bool(getattr(self.model.get_decoder(), "_forward_hooks", None))
-        if not self._records(forward.cache) or is_watched or type(forward) is not Forward:
+        forward, count = step.forward, step.forward.batch_tokens
+        if not self._records(forward.cache) or type(forward) is not Forward:
             return None
-        if len(logit_rows) != count or count > BATCH_SIZES[-1] or any(span.bidirectional for span in forward.spans):
+        if len(step.logit_rows) != count or count > BATCH_SIZES[-1] or step.features.bidirectional:
             return None
         # A token reads the state that the one before it wrote.
         if forward.cache.recurrent_states is not None and len(single_rows(forward.spans)) < len(forward.spans):
             return None
         longest = max(span.stop for span in forward.spans)
         return self._recorded_step(forward.cache, batch_size(count), positions(longest, forward.capacity))
+
+
+def _rows_like(memory: Tensor | None, rows: Tensor) -> Tensor:
+    """Memory for rows of the largest recorded batch."""
+    return rows.new_empty(BATCH_SIZES[-1], rows.shape[-1]) if memory is None else memory
 
 
 class _RowBackend:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -142,45 +142,40 @@ def watch_output_layer(model: Any) -> Iterator[Callable[[], bool]]:
             handle.remove()
 
 
+@dataclass(frozen=True, slots=True)
+class OutputIndices:
+    """Indices into the output rows of a forward, int64: of those with logits, and of those with hidden states."""
+
+    logits: Tensor
+    hidden_states: Tensor
+
+
 @dataclass(slots=True)
 class HiddenStateCapture:
-    """Hidden states at the input of a model's output layer.
+    """Hidden states [rows, width] at the input of a model's output layer, set by the forward."""
 
-    output_rows    rows to pass as logits_to_keep of the forward
-    hidden_states  [hidden_rows, width], set by the forward
-    """
-
-    output_rows: list[int]
     hidden_states: Tensor
 
 
 @contextmanager
-def capture_hidden_states(
-    model: Any, logit_rows: Sequence[int], hidden_rows: Sequence[int]
-) -> Iterator[HiddenStateCapture]:
-    """Inside the block, a forward with `output_rows` captures states of `hidden_rows` and computes logits of
-    `logit_rows`.
+def capture_hidden_states(model: Any, output_rows: Tensor, indices: OutputIndices) -> Iterator[HiddenStateCapture]:
+    """Inside the block, a forward with these `output_rows` captures hidden states and computes logits by `indices`.
 
-    Both are ascending. States are captured behind the last norm. Rows only in `hidden_rows` get no logits, which take
-    most memory.
+    States are captured after the last norm. Rows with hidden states alone get no logits, which take most memory.
     """
-    capture = HiddenStateCapture(sorted({*logit_rows, *hidden_rows}), torch.empty(0))
-    places = {row: place for place, row in enumerate(capture.output_rows)}
+    capture = HiddenStateCapture(torch.empty(0))
 
     def narrow(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         rows = inputs[0][0]
         # A model that ignores logits_to_keep passes every row.
-        every_row = rows.shape[0] != len(places)
-        own_logit_rows, own_hidden_rows = (
-            torch.tensor([row if every_row else places[row] for row in each], dtype=torch.long, device=rows.device)
-            for each in (logit_rows, hidden_rows)
-        )
-        capture.hidden_states = rows[own_hidden_rows]
-        return rows[own_logit_rows][None], *inputs[1:]
+        if rows.shape[0] != output_rows.shape[0]:
+            rows = rows[output_rows]
+        capture.hidden_states = rows[indices.hidden_states]
+        return rows[indices.logits][None], *inputs[1:]
 
     with model.get_output_embeddings().register_forward_pre_hook(narrow):
         yield capture
-    if capture.hidden_states.shape[0] != len(hidden_rows):
+    if capture.hidden_states.shape[0] != indices.hidden_states.shape[0]:
         raise NotImplementedError("the model computes logits without its output layer")
 
 

@@ -1,4 +1,4 @@
-"""The interfaces of the runners.
+"""The interface of the runners, and the list of those of a model.
 
 Local ones are PackedRunner, SequentialRunner, and NativeRunner (engine/native/runner.py); TensorParallelRunner
 (engine/parallel/runner.py) runs a local one on every rank.
@@ -11,85 +11,38 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from torch import Tensor
-
 from engine.kernels.products import RowInvariantProduct
-from engine.model.encoder_mask import EncoderMask
 from engine.model.layers import CachedLayer
 from engine.model.rope import RopeSwitch
-from engine.sample.logprobs import LogprobQuery
-from engine.sample.sampler import LogitReport, Sampler, SamplingContext
+from engine.sample.sampler import Sampler, SamplingContext
+from engine.step.input import StepFeatures, StepInput
+from engine.step.output import StepOutput
 from kvcache.forward import Forward
 
 
 class ModelRunner(Protocol):
     """Runs a model over the spans of open forwards of the cache.
 
-    layers                  with KV cells, in the order of the cache
-    long_factor_layers      the same with the rotation of sequences beyond the original length; equal without a switch
-    switch                  when the rotary factors change; None: never
-    sampler                 for the logits of `run`
-    has_hidden_states       whether the self-test found that `run_with_hidden_states` can be called
-    supports_bidirectional  whether spans may have bidirectional ranges
+    layers              with KV cells, in the order of the cache
+    long_factor_layers  the same with the rotation of sequences beyond the original length; equal without a switch
+    switch              when the rotary factors change; None: never
+    sampler             of its logits
     """
 
     layers: tuple[CachedLayer, ...]
     long_factor_layers: tuple[CachedLayer, ...]
     switch: RopeSwitch | None
     sampler: Sampler
-    has_hidden_states: bool
-    supports_bidirectional: bool
 
     @abstractmethod
-    def run(
-        self,
-        forward: Forward,
-        tokens: Sequence[int],
-        logit_rows: Sequence[int],
-        encoder_masks: Sequence[EncoderMask | None] = (),
-    ) -> Tensor:
-        """Logits [logit_rows, vocabulary] of an open forward.
-
-        tokens         of all spans, concatenated
-        logit_rows     batch rows, ascending
-        encoder_masks  the encoder output that each span attends to; None: none. Empty: none for all spans
-        """
+    def supports(self, features: StepFeatures) -> str | None:
+        """Why it computes no step with these features; None: it does."""
         ...
 
     @abstractmethod
-    def run_with_hidden_states(
-        self,
-        forward: Forward,
-        tokens: Sequence[int],
-        logit_rows: Sequence[int],
-        hidden_rows: Sequence[int],
-        encoder_masks: Sequence[EncoderMask | None] = (),
-    ) -> tuple[Tensor, Tensor]:
-        """As `run`, and the hidden states [hidden_rows, width] before the output layer; all rows ascending."""
+    def run(self, step: StepInput) -> StepOutput:
+        """Compute a step with supported features."""
         ...
-
-    def run_and_sample(
-        self,
-        forward: Forward,
-        tokens: Sequence[int],
-        logit_rows: Sequence[int],
-        encoder_masks: Sequence[EncoderMask | None],
-        contexts: Sequence[SamplingContext],
-    ) -> list[int | None]:
-        """The token that `sampler` samples from the logits of each row; None where these are not finite."""
-        return self.sampler.sample(self.run(forward, tokens, logit_rows, encoder_masks), contexts)
-
-    def run_and_report(
-        self,
-        forward: Forward,
-        tokens: Sequence[int],
-        logit_rows: Sequence[int],
-        encoder_masks: Sequence[EncoderMask | None],
-        sampled_rows: Sequence[int],
-        queries: Sequence[LogprobQuery],
-    ) -> LogitReport:
-        """The report of the logits that `run` returns; see Sampler. They may be computed by its `sample`."""
-        return self.sampler.report(self.run(forward, tokens, logit_rows, encoder_masks), sampled_rows, queries)
 
 
 class LocalRunner(ModelRunner, Protocol):
@@ -99,6 +52,53 @@ class LocalRunner(ModelRunner, Protocol):
     def make_invariant(self, product: RowInvariantProduct) -> None:
         """Give each row the same bits in any batch and for any chunks, from now on; see engine/model/invariant.py."""
         ...
+
+
+class FirstSupporting(LocalRunner):
+    """The runners of one model, fastest first: the first that supports a step computes it.
+
+    Their logits differ by rounding.
+    """
+
+    def __init__(self, runners: Sequence[LocalRunner]) -> None:
+        self.runners = tuple(runners)
+        first, last = self.runners[0], self.runners[-1]
+        self.layers, self.long_factor_layers, self.switch = last.layers, last.long_factor_layers, last.switch
+        self.sampler = first.sampler
+
+    def supports(self, features: StepFeatures) -> str | None:
+        """See ModelRunner."""
+        return None if self._first(features) is not None else self.runners[-1].supports(features)
+
+    def run(self, step: StepInput) -> StepOutput:
+        """See ModelRunner."""
+        runner = self._first(step.features)
+        assert runner is not None, "requests are checked before"
+        return runner.run(step)
+
+    def make_invariant(self, product: RowInvariantProduct) -> None:
+        """See LocalRunner."""
+        for runner in self.runners:
+            runner.make_invariant(product)
+
+    def supports_draft_loop(self, forward: Forward, first_tokens: int = 1) -> bool:
+        """See DraftLoopRunner."""
+        first = self.runners[0]
+        return isinstance(first, DraftLoopRunner) and first.supports_draft_loop(forward, first_tokens)
+
+    def run_draft_loop(self, forward: Forward, inputs: Sequence[DraftLoopInput], vocabulary: int) -> list[list[int]]:
+        """See DraftLoopRunner."""
+        first = self.runners[0]
+        assert isinstance(first, DraftLoopRunner), "not checked by the caller"
+        return first.run_draft_loop(forward, inputs, vocabulary)
+
+    def _first(self, features: StepFeatures) -> LocalRunner | None:
+        return next((runner for runner in self.runners if runner.supports(features) is None), None)
+
+
+def runners_of(runner: ModelRunner) -> tuple[ModelRunner, ...]:
+    """The runners of a FirstSupporting, fastest first, or the runner itself."""
+    return runner.runners if isinstance(runner, FirstSupporting) else (runner,)
 
 
 @dataclass(frozen=True, slots=True)

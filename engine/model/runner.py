@@ -16,30 +16,45 @@ from engine.kernels.cell_kernels import CellKernels
 from engine.kernels.products import RowInvariantProduct
 from engine.kernels.reference import AttentionFunction
 from engine.model import hooks, rope
-from engine.model.encoder_mask import EncoderMask
 from engine.model.invariant import RowInvariant
 from engine.model.layers import CachedLayer
 from engine.model.model_runner import LocalRunner
 from engine.model.rope import RopeSwitch
 from engine.sample.sampler import Sampler, TorchSampler
+from engine.step.encoder_mask import EncoderMask
+from engine.step.input import StepFeatures, StepInput
+from engine.step.output import NO_STATES, StepOutput, sampled_output
 from engine.types.request import MlaMode
 from kvcache.forward import Forward
 from kvcache.kv_buffer import store_rows
 from kvcache.row_forward import StateRows
 from kvcache.spec import Span
 
+NO_HIDDEN_STATES = "the hidden states of this model are not accessible"
+
+
+def output_arrays(logit_rows: Sequence[int], hidden_rows: Sequence[int]) -> list[Sequence[int]]:
+    """The rows with logits or hidden states; with hidden states also which of them have logits, and which states."""
+    if not hidden_rows:
+        return [logit_rows]
+    rows = sorted({*logit_rows, *hidden_rows})
+    place = {row: at for at, row in enumerate(rows)}
+    return [rows, [place[row] for row in logit_rows], [place[row] for row in hidden_rows]]
+
 
 @dataclass(frozen=True, slots=True)
 class BatchInputs:
     """Inputs of the model, int64 on its device: tokens and positions [batch tokens], and indices of rows.
 
-    logit_rows  rows with logits
-    state_rows  tokens of `single_rows`, whose recurrent operations are computed together; None: there are none
+    output_rows  rows with logits or hidden states
+    hidden       which of the output rows have logits and which hidden states; None: all have logits alone
+    state_rows   tokens of `single_rows`, whose recurrent operations are computed together; None: there are none
     """
 
     tokens: Tensor
     positions: Tensor
-    logit_rows: Tensor
+    output_rows: Tensor
+    hidden: hooks.OutputIndices | None = None
     state_rows: StateRows | None = None
 
 
@@ -74,8 +89,6 @@ class PackedRunner(LocalRunner):
     model  transformers' model, with the hooks of engine/model/hooks.py
     """
 
-    supports_bidirectional = True
-
     def __init__(
         self,
         model: Any,
@@ -98,6 +111,7 @@ class PackedRunner(LocalRunner):
         self._sharing_layers = frozenset(layer for cached in layers for layer in cached.sharing_layers)
         self._mla, self._attend = mla, attend
         self._invariant: RowInvariant | None = None
+        # Whether the self-test found that the model calls its output layer.
         self.has_hidden_states = False
 
     def make_invariant(self, product: RowInvariantProduct) -> None:
@@ -117,40 +131,34 @@ class PackedRunner(LocalRunner):
         """The attention kernel over cells, except for latent and cross attention."""
         return self._attend
 
-    def run(
-        self,
-        forward: Forward,
-        tokens: Sequence[int],
-        logit_rows: Sequence[int],
-        encoder_masks: Sequence[EncoderMask | None] = (),
-    ) -> Tensor:
+    def supports(self, features: StepFeatures) -> str | None:
         """See ModelRunner."""
-        return self._run(forward, self._inputs(forward, tokens, logit_rows), encoder_masks)
+        return NO_HIDDEN_STATES if features.hidden_states and not self.has_hidden_states else None
 
-    def run_with_hidden_states(
-        self,
-        forward: Forward,
-        tokens: Sequence[int],
-        logit_rows: Sequence[int],
-        hidden_rows: Sequence[int],
-        encoder_masks: Sequence[EncoderMask | None] = (),
-    ) -> tuple[Tensor, Tensor]:
+    def run(self, step: StepInput) -> StepOutput:
         """See ModelRunner."""
-        with hooks.capture_hidden_states(self.model, logit_rows, hidden_rows) as capture:
-            logits = self._run(forward, self._inputs(forward, tokens, capture.output_rows), encoder_masks)
-        return logits, capture.hidden_states
+        return sampled_output(step, self.sampler, *self._run(step, self._inputs(step)))
 
-    def _inputs(self, forward: Forward, tokens: Sequence[int], logit_rows: Sequence[int]) -> BatchInputs:
-        positions = [position for span in forward.spans for position in range(span.start, span.stop)]
-        return BatchInputs(self._tensor(tokens), self._tensor(positions), self._tensor(logit_rows))
+    def _inputs(self, step: StepInput) -> BatchInputs:
+        positions = [position for span in step.forward.spans for position in range(span.start, span.stop)]
+        output_rows, *places = output_arrays(step.logit_rows, step.hidden_rows)
+        hidden = hooks.OutputIndices(*map(self._tensor, places)) if places else None
+        return BatchInputs(self._tensor(step.tokens), self._tensor(positions), self._tensor(output_rows), hidden)
 
-    def _run(self, forward: Forward, inputs: BatchInputs, encoder_masks: Sequence[EncoderMask | None]) -> Tensor:
-        rows = (inputs.tokens, inputs.positions, inputs.logit_rows)
+    def _run(self, step: StepInput, inputs: BatchInputs) -> tuple[Tensor, Tensor]:
+        """Logits and hidden states."""
+        forward, masks = step.forward, step.encoder_masks
+        rows = (inputs.tokens, inputs.positions, inputs.output_rows)
         invariant = self._invariant or nullcontext()
         factors = rope.use_long_factors(None if self.switch is None else self.switch.long_factors(forward.spans))
-        backend = self._backend(forward, encoder_masks, inputs.state_rows)
+        backend = self._backend(forward, masks, inputs.state_rows)
         with torch.inference_mode(), hooks.use_backend(backend), factors, invariant:
-            return hooks.forward(self.model, *rows, cross_mask=self._cross_mask(forward, encoder_masks))
+            cross_mask = self._cross_mask(forward, masks)
+            if inputs.hidden is None:
+                return hooks.forward(self.model, *rows, cross_mask=cross_mask), NO_STATES
+            with hooks.capture_hidden_states(self.model, inputs.output_rows, inputs.hidden) as capture:
+                logits = hooks.forward(self.model, *rows, cross_mask=cross_mask)
+            return logits, capture.hidden_states
 
     def _backend(
         self, forward: Forward, encoder_masks: Sequence[EncoderMask | None], state_rows: StateRows | None = None

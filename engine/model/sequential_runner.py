@@ -21,13 +21,15 @@ from transformers.cache_utils import DynamicCache, DynamicIndexedLayer, DynamicL
 
 from engine.kernels.products import RowInvariantProduct
 from engine.model import hooks, rope
-from engine.model.encoder_mask import EncoderMask
 from engine.model.invariant import RowInvariant, StableTopK
 from engine.model.layers import CachedLayer
 from engine.model.model_runner import LocalRunner
 from engine.model.rope import RopeSwitch
+from engine.model.runner import NO_HIDDEN_STATES, output_arrays
 from engine.sample.device_sampler import sampler_for
 from engine.sample.sampler import Sampler
+from engine.step.input import StepFeatures, StepInput
+from engine.step.output import NO_STATES, StepOutput, sampled_output
 from kvcache.forward import Forward
 from kvcache.kv_buffer import LayerKV
 from kvcache.spec import LayerSpec, Span
@@ -98,9 +100,6 @@ class SequentialRunner(LocalRunner):
     model  transformers' model; running two tokens shows the layers that store cells
     """
 
-    # The masks are the model's own.
-    supports_bidirectional = False
-
     def __init__(self, model: Any, switch: RopeSwitch | None = None) -> None:
         """Raises UnsupportedCache, or whatever the model raises."""
         self.model, self.switch = model, switch
@@ -121,46 +120,35 @@ class SequentialRunner(LocalRunner):
         """See LocalRunner."""
         self._invariant = RowInvariant(product)
 
-    def run(
-        self,
-        forward: Forward,
-        tokens: Sequence[int],
-        logit_rows: Sequence[int],
-        encoder_masks: Sequence[EncoderMask | None] = (),
-    ) -> Tensor:
+    def supports(self, features: StepFeatures) -> str | None:
         """See ModelRunner."""
-        return self.run_with_hidden_states(forward, tokens, logit_rows, (), encoder_masks)[0]
+        if features.bidirectional:
+            return "this model cannot run packed"
+        return NO_HIDDEN_STATES if features.hidden_states and not self.has_hidden_states else None
 
-    def run_with_hidden_states(
-        self,
-        forward: Forward,
-        tokens: Sequence[int],
-        logit_rows: Sequence[int],
-        hidden_rows: Sequence[int],
-        encoder_masks: Sequence[EncoderMask | None] = (),
-    ) -> tuple[Tensor, Tensor]:
-        """See ModelRunner. Raises ValueError for bidirectional ranges."""
-        if any(span.bidirectional for span in forward.spans):
-            raise ValueError("the sequential runner does not support bidirectional ranges")
+    def run(self, step: StepInput) -> StepOutput:
+        """See ModelRunner."""
         logits, states, caches, row = [], [], [], 0
+        forward = step.forward
         for number, span in enumerate(forward.spans):
             stop = row + span.length
-            cache = self._fill_cache(forward, number)
-            own_logit_rows, own_hidden_rows = (
-                [at - row for at in rows if row <= at < stop] for rows in (logit_rows, hidden_rows)
+            cache, tokens = self._fill_cache(forward, number), step.tokens[row:stop]
+            logit_rows, hidden_rows = (
+                [at - row for at in rows if row <= at < stop] for rows in (step.logit_rows, step.hidden_rows)
             )
-            if own_hidden_rows:
-                with hooks.capture_hidden_states(self.model, own_logit_rows, own_hidden_rows) as capture:
-                    logits.append(self._run(cache, span, tokens[row:stop], self._tensor(capture.output_rows)))
+            output_rows, *places = map(self._tensor, output_arrays(logit_rows, hidden_rows))
+            if places:
+                with hooks.capture_hidden_states(self.model, output_rows, hooks.OutputIndices(*places)) as capture:
+                    logits.append(self._run(cache, span, tokens, output_rows))
                 states.append(capture.hidden_states)
             else:
-                logits.append(self._run(cache, span, tokens[row:stop], self._tensor(own_logit_rows)))
+                logits.append(self._run(cache, span, tokens, output_rows))
             caches.append(cache)
             row = stop
         for index, layer in enumerate(self.layers):
             keys, values = zip(*(cache.layers[layer.index].new_rows() for cache in caches), strict=True)
             forward.store_kv(index, torch.cat(keys, 1), torch.cat(values, 1))
-        return torch.cat(logits), torch.cat(states) if states else logits[0][:0]
+        return sampled_output(step, self.sampler, torch.cat(logits), torch.cat(states) if states else NO_STATES)
 
     def _fill_cache(self, forward: Forward, number: int) -> HFCache:
         """A cache of transformers with the contents of the slot before the span `number`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -20,7 +20,6 @@ from engine.kernels.cpu.attention import (
     write_segments,
 )
 from engine.kernels.products import RowInvariantProduct
-from engine.model.encoder_mask import EncoderMask
 from engine.model.model_runner import DraftLoopInput, LocalRunner
 from engine.model.runner import PackedRunner
 from engine.native.attention import rotary_angles, switched_rotary_angles
@@ -37,7 +36,8 @@ from engine.native.draft_loop import context_table, describe_draft_loop
 from engine.native.recurrent_states import RecurrentStates
 from engine.native.sampler import NativeSampler, SamplingCall, is_native
 from engine.native.step_library import CellGroupFields, LayerFields, RotaryFields, StepFields, StepLibrary
-from engine.sample.sampler import SamplingContext
+from engine.step.input import Sampling, StepFeatures, StepInput
+from engine.step.output import NO_STATES, StepOutput, sampled_output
 from kvcache.attention_group import AttentionGroup
 from kvcache.forward import Forward
 from kvcache.kv_buffer import LayerKV
@@ -59,20 +59,18 @@ class _OutputBuffers:
         logits, hidden_states = torch.empty(logit_rows, vocabulary), torch.empty(output_rows, width)
         return cls(logit_rows, logits, hidden_states, logits.data_ptr(), hidden_states.data_ptr())
 
+    def with_states(self, output_rows: int) -> _OutputBuffers:
+        """These logits with new memory for the hidden states of `output_rows`."""
+        states = torch.empty(output_rows, self.hidden_states.shape[1])
+        return replace(self, hidden_states=states, hidden_states_address=states.data_ptr())
+
 
 class NativeRunner(LocalRunner):
-    """Runs forwards in the native step, and those that it does not support with the packed runner of the same model.
-
-    The logits of both differ by rounding. Belongs to the engine thread.
-
-    fallback  the packed runner
-    """
-
-    supports_bidirectional = True
+    """Runs forwards in the native step. Belongs to the engine thread."""
 
     def __init__(
         self,
-        fallback: PackedRunner,
+        packed: PackedRunner,
         decoder: DecoderSpec,
         library: StepLibrary,
         *,
@@ -81,17 +79,15 @@ class NativeRunner(LocalRunner):
     ) -> None:
         """Raises UnsupportedArchitecture for a matrix in a dtype or memory layout that the step does not read.
 
+        packed              the packed runner of the same model, with the layers of the cache
         rounds_to_bfloat16  whether rows may be rounded for products with bfloat16 weights, keys and values, where the
                             processor is faster so
         long_decoder        the decoder with the rotary factors beyond the original length, if they change
         """
-        self.fallback = fallback
-        self.layers, self.switch = fallback.layers, fallback.switch
-        self.long_factor_layers = fallback.long_factor_layers
+        self.layers, self.switch = packed.layers, packed.switch
+        self.long_factor_layers = packed.long_factor_layers
         self.sampler: NativeSampler = NativeSampler(library)
-        self.has_hidden_states = True
         self._decoder, self._library = decoder, library
-        self._hooked_module = fallback.model.get_decoder()
         mixers = [attention.mixer for attention, _ in decoder.layers]
         rotaries = _rotaries(decoder)
         self._rotaries = tuple(dict.fromkeys(rotaries))
@@ -116,80 +112,54 @@ class NativeRunner(LocalRunner):
         # Segment tables by group, of steps with `_spans` spans.
         self._spans = 0
         self._tables: list[array[int]] = []
-        # Logits of `run_and_sample`, and the sampling call that reads them.
+        # Logits of sampled steps, and the sampling call that reads them.
         self._buffers = self._allocate(0, 0)
         self._sampling = self._sampling_call(self._buffers)
 
-    def supports(self, forward: Forward, encoder_masks: Sequence[EncoderMask | None] = ()) -> bool:
-        """Whether the native step computes a forward: causal, without hooks on the modules, in a known KV dtype."""
-        if any(encoder_masks) or any([span.bidirectional for span in forward.spans]):
-            return False
-        # The native step calls no hooks on the decoder.
-        return not self._hooked_module._forward_hooks and self._reads_kv(forward)
-
-    def run(
-        self,
-        forward: Forward,
-        tokens: Sequence[int],
-        logit_rows: Sequence[int],
-        encoder_masks: Sequence[EncoderMask | None] = (),
-    ) -> Tensor:
+    def supports(self, features: StepFeatures) -> str | None:
         """See ModelRunner."""
-        if not self.supports(forward, encoder_masks):
-            return self.fallback.run(forward, tokens, logit_rows, encoder_masks)
-        output = self._allocate(len(logit_rows), len(logit_rows))
-        self._run_step(forward, tokens, logit_rows, (), output)
-        return self._scale_and_cap(output.logits)
+        if features.encoder or features.bidirectional:
+            return "the native step attends to earlier tokens only"
+        return None
 
-    def run_with_hidden_states(
-        self,
-        forward: Forward,
-        tokens: Sequence[int],
-        logit_rows: Sequence[int],
-        hidden_rows: Sequence[int],
-        encoder_masks: Sequence[EncoderMask | None] = (),
-    ) -> tuple[Tensor, Tensor]:
+    def run(self, step: StepInput) -> StepOutput:
         """See ModelRunner."""
-        if not self.supports(forward, encoder_masks):
-            return self.fallback.run_with_hidden_states(forward, tokens, logit_rows, hidden_rows, encoder_masks)
-        output = self._allocate(len(logit_rows), len(logit_rows) + len(hidden_rows))
-        self._run_step(forward, tokens, logit_rows, hidden_rows, output)
-        return self._scale_and_cap(output.logits), output.hidden_states[len(logit_rows) :]
+        sampling, logit_count = step.sampling, len(step.logit_rows)
+        if sampling is not None and sampling.queries is None and all(map(is_native, sampling.contexts)):
+            return self._run_and_sample(step, sampling)
+        output = self._allocate(logit_count, logit_count + len(step.hidden_rows))
+        self._run_step(step, output)
+        return sampled_output(
+            step, self.sampler, self._scale_and_cap(output.logits), output.hidden_states[logit_count:]
+        )
 
-    def run_and_sample(
-        self,
-        forward: Forward,
-        tokens: Sequence[int],
-        logit_rows: Sequence[int],
-        encoder_masks: Sequence[EncoderMask | None],
-        contexts: Sequence[SamplingContext],
-    ) -> list[int | None]:
-        """See ModelRunner.
+    def _run_and_sample(self, step: StepInput, sampling: Sampling) -> StepOutput:
+        """A step whose logits stay in memory that is kept.
 
         No torch operation follows the step: caches are cold after it, and the first operation takes 60 microseconds.
         """
-        if not (self.supports(forward, encoder_masks) and all(map(is_native, contexts))):
-            return super().run_and_sample(forward, tokens, logit_rows, encoder_masks, contexts)
-        if self._buffers.rows < len(logit_rows):
+        logit_count = len(step.logit_rows)
+        if self._buffers.rows < logit_count:
             # Kept from step to step: new memory has a page fault for each page during the step.
-            rows = 1 << (len(logit_rows) - 1).bit_length()
+            rows = 1 << (logit_count - 1).bit_length()
             self._buffers = self._allocate(rows, rows)
             self._sampling = self._sampling_call(self._buffers)
+        buffers = self._buffers.with_states(logit_count + len(step.hidden_rows)) if step.hidden_rows else self._buffers
         # Before the step, because caches are cold after it.
-        self._sampling.prepare(contexts)
-        self._run_step(forward, tokens, logit_rows, (), self._buffers)
+        self._sampling.prepare(sampling.contexts)
+        self._run_step(step, buffers)
         if not self._decoder.output_head.is_linear:
-            self._scale_and_cap(self._buffers.logits[: len(logit_rows)])
+            self._scale_and_cap(self._buffers.logits[:logit_count])
         self._library.sample(self._sampling.fields)
-        return self._sampling.tokens
+        states = buffers.hidden_states[logit_count:] if step.hidden_rows else NO_STATES
+        return StepOutput(tokens=self._sampling.tokens, hidden_states=states)
 
     def make_invariant(self, product: RowInvariantProduct) -> None:
-        """The native step is row-invariant; this makes the fallback so, see LocalRunner."""
-        self.fallback.make_invariant(product)
+        """The native step is row-invariant."""
 
     def supports_draft_loop(self, forward: Forward, first_tokens: int = 1) -> bool:
         """See DraftLoopRunner. Recurrent states could not be rewound to rejected drafts."""
-        return not self._recurrent and self.supports(forward)
+        return not self._recurrent
 
     def run_draft_loop(self, forward: Forward, inputs: Sequence[DraftLoopInput], vocabulary: int) -> list[list[int]]:
         """See DraftLoopRunner."""
@@ -201,12 +171,6 @@ class NativeRunner(LocalRunner):
         self._library.run_draft_loop(describe_draft_loop(self._decoder, step, contexts, tokens, vocabulary, sampled))
         rows = [sampled[at * max_count : (at + 1) * max_count] for at in range(len(inputs))]
         return [[token for token in row if token >= 0] for row in rows]
-
-    def _reads_kv(self, forward: Forward) -> bool:
-        """Whether the step reads keys and values in their dtype."""
-        if forward.groups is self._bound:
-            return True
-        return not self._cached or all(map(kernel_buffer, forward.layer_kv(0)))
 
     def _describe_step(self, decoder: DecoderSpec, rounds_to_bfloat16: bool) -> StepFields:
         """The fields that are the same in all steps."""
@@ -226,26 +190,16 @@ class NativeRunner(LocalRunner):
     def _sampling_call(self, output: _OutputBuffers) -> SamplingCall:
         return SamplingCall(output.rows, output.logits_address, self._head.outputs)
 
-    def _run_step(
-        self,
-        forward: Forward,
-        tokens: Sequence[int],
-        logit_rows: Sequence[int],
-        hidden_rows: Sequence[int],
-        output: _OutputBuffers,
-    ) -> None:
+    def _run_step(self, step: StepInput, output: _OutputBuffers) -> None:
         """Compute the logits of `logit_rows`, and the hidden states of these rows and after them of `hidden_rows`."""
         # The arrays must live until the step is over, which reads them by address.
-        token_array, output_rows, step = (
-            array("q", tokens),
-            array("q", (*logit_rows, *hidden_rows)),
-            self._describe(forward),
-        )
-        step.tokens, step.output_rows = address(token_array), address(output_rows)
-        step.output_count, step.logit_count = len(output_rows), len(logit_rows)
-        step.hidden_states, step.logits = output.hidden_states_address, output.logits_address
-        states = self._bind_states(forward, step) if self._recurrent else None
-        self._library.run_step(step)
+        tokens, output_rows = array("q", step.tokens), array("q", (*step.logit_rows, *step.hidden_rows))
+        fields = self._describe(step.forward)
+        fields.tokens, fields.output_rows = address(tokens), address(output_rows)
+        fields.output_count, fields.logit_count = len(output_rows), len(step.logit_rows)
+        fields.hidden_states, fields.logits = output.hidden_states_address, output.logits_address
+        states = self._bind_states(step.forward, fields) if self._recurrent else None
+        self._library.run_step(fields)
         if states is not None:
             states.commit()
 
@@ -342,5 +296,5 @@ def _cell_group(forward: Forward, at: int) -> CellGroupFields:
 
 def _kernel_buffer(layer: LayerKV) -> KernelBuffer:
     buffer = kernel_buffer(layer)
-    assert buffer is not None, "not checked by `supports`"
+    assert buffer is not None, "the load checks the dtype of keys and values"
     return buffer

@@ -15,8 +15,9 @@ import numpy as np
 import torch
 
 from engine.load.load import LoadedModel
+from engine.step.input import StepInput
 from kvcache.cell_pool import CellArray
-from kvcache.forward import Forward, ForwardCells
+from kvcache.forward import ForwardCells
 from kvcache.kv_buffer import CellIndex
 from kvcache.spec import Span
 
@@ -35,12 +36,12 @@ class Geometry:
 
 @dataclass(frozen=True, slots=True)
 class RepeatForward:
-    """One forward; cells by group. hidden_rows: see ModelRunner.run_with_hidden_states; None: `run`."""
+    """One step; cells by group. For the other fields see StepInput."""
 
     spans: tuple[Span, ...]
     tokens: tuple[int, ...]
     logit_rows: tuple[int, ...]
-    hidden_rows: tuple[int, ...] | None
+    hidden_rows: tuple[int, ...]
     cells: tuple[ForwardCells, ...]
 
 
@@ -70,13 +71,11 @@ def geometry_of(loaded: LoadedModel) -> Geometry:
 Message: TypeAlias = Geometry | RepeatForward | MoveKeys | StopWorker
 
 
-def forward_message(
-    forward: Forward, tokens: Sequence[int], logit_rows: Sequence[int], hidden_rows: Sequence[int] | None
-) -> RepeatForward:
-    """The message of an open forward."""
+def forward_message(step: StepInput) -> RepeatForward:
+    """The message of a step, whose sampling is rank 0's."""
+    forward = step.forward
     cells = tuple(forward.group_cells(group) for group in forward.groups)
-    hidden = None if hidden_rows is None else tuple(hidden_rows)
-    return RepeatForward(forward.spans, tuple(tokens), tuple(logit_rows), hidden, cells)
+    return RepeatForward(forward.spans, tuple(step.tokens), tuple(step.logit_rows), tuple(step.hidden_rows), cells)
 
 
 def encode(message: Message) -> list[int]:
@@ -110,8 +109,7 @@ def _encode_forward(message: RepeatForward) -> Iterator[int]:
     yield from _counted(chain(*((span.slot, span.start, span.length, span.long_factors) for span in message.spans)))
     yield from _counted(message.tokens)
     yield from _counted(message.logit_rows)
-    yield message.hidden_rows is not None
-    yield from _counted(message.hidden_rows or ())
+    yield from _counted(message.hidden_rows)
     yield len(message.cells)
     for cells in message.cells:
         for index in (cells.new, *cells.attended):
@@ -122,13 +120,12 @@ def _decode_forward(reader: Iterator[int]) -> RepeatForward:
     numbers = _read_counted(reader)
     parts = (numbers[at : at + 4] for at in range(0, len(numbers), 4))
     spans = tuple(Span(slot, start, length, long_factors=bool(factors)) for slot, start, length, factors in parts)
-    tokens, logit_rows = _read_counted(reader), _read_counted(reader)
-    has_hidden_rows, hidden_rows = next(reader), _read_counted(reader)
+    tokens, logit_rows, hidden_rows = (_read_counted(reader) for _ in range(3))
     cells = tuple(
         ForwardCells(_cell_index(_decode_runs(reader)), tuple(_cell_index(_decode_runs(reader)) for _ in spans))
         for _ in range(next(reader))
     )
-    return RepeatForward(spans, tokens, logit_rows, hidden_rows if has_hidden_rows else None, cells)
+    return RepeatForward(spans, tokens, logit_rows, hidden_rows, cells)
 
 
 def _counted(numbers: Iterator[int] | Sequence[int]) -> list[int]:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from torch import Tensor
-
-from engine.model.encoder_mask import EncoderMask
 from engine.model.model_runner import ModelRunner
 from engine.parallel.messages import MoveKeys, forward_message
 from engine.parallel.workers import Workers
+from engine.step.input import StepFeatures, StepInput
+from engine.step.output import StepOutput
 from kvcache.cell_pool import CellArray
-from kvcache.forward import Forward
 
 
 class TensorParallelRunner(ModelRunner):
@@ -22,39 +18,22 @@ class TensorParallelRunner(ModelRunner):
     An exception inside a forward leaves the ranks out of step: it ends the engine.
     """
 
-    # Only media have bidirectional ranges, and models with an encoder are refused.
-    supports_bidirectional = False
-
     def __init__(self, runner: ModelRunner, workers: Workers) -> None:
         self._runner, self.workers = runner, workers
         self.layers, self.long_factor_layers = runner.layers, runner.long_factor_layers
         self.switch, self.sampler = runner.switch, runner.sampler
-        self.has_hidden_states = runner.has_hidden_states
 
-    def run(
-        self,
-        forward: Forward,
-        tokens: Sequence[int],
-        logit_rows: Sequence[int],
-        encoder_masks: Sequence[EncoderMask | None] = (),
-    ) -> Tensor:
+    def supports(self, features: StepFeatures) -> str | None:
         """See ModelRunner."""
-        with self.workers.in_step():
-            self.workers.send(forward_message(forward, tokens, logit_rows, None))
-            return self._runner.run(forward, tokens, logit_rows)
+        if features.bidirectional or features.encoder:
+            return "media are not supported with --tensor-parallel"
+        return self._runner.supports(features)
 
-    def run_with_hidden_states(
-        self,
-        forward: Forward,
-        tokens: Sequence[int],
-        logit_rows: Sequence[int],
-        hidden_rows: Sequence[int],
-        encoder_masks: Sequence[EncoderMask | None] = (),
-    ) -> tuple[Tensor, Tensor]:
-        """See ModelRunner."""
+    def run(self, step: StepInput) -> StepOutput:
+        """See ModelRunner. Rank 0 alone samples."""
         with self.workers.in_step():
-            self.workers.send(forward_message(forward, tokens, logit_rows, hidden_rows))
-            return self._runner.run_with_hidden_states(forward, tokens, logit_rows, hidden_rows)
+            self.workers.send(forward_message(step))
+            return self._runner.run(step)
 
     def move_keys(self, group: int, old: CellArray, new: CellArray, distance: int) -> None:
         """Move cached keys on the workers; see Cache, `on_move`."""

@@ -25,6 +25,7 @@ from engine.load.cache import model_cache
 from engine.load.load import LoadedModel, load
 from engine.parallel.channel import Channel
 from engine.parallel.messages import Geometry, MoveKeys, RepeatForward, StopWorker, decode, geometry_of
+from engine.step.input import StepInput
 from kvcache.cache import Cache
 from kvcache.forward import RepeatedForward
 
@@ -112,10 +113,7 @@ def _repeat(channel: Channel, config: EngineConfig, loaded: LoadedModel) -> None
 def _run(loaded: LoadedModel, cache: Cache, message: RepeatForward) -> None:
     """One forward; its logits are those of rank 0 and are not used."""
     forward = RepeatedForward(cache, message.spans, message.cells)
-    if message.hidden_rows is None:
-        loaded.runner.run(forward, message.tokens, message.logit_rows)
-    else:
-        loaded.runner.run_with_hidden_states(forward, message.tokens, message.logit_rows, message.hidden_rows)
+    loaded.runner.run(StepInput(forward, message.tokens, message.logit_rows, message.hidden_rows))
 
 
 if __name__ == "__main__":

@@ -9,12 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
 from engine.sample.sampler import SamplingContext
-
-# Samples the next token behind each row: `sample_tokens` of its logits, or a native implementation of it.
-SampleTokens: TypeAlias = Callable[[Sequence[SamplingContext]], list[int | None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,16 +31,18 @@ class VerifyTokens:
         return len(self.drafts) + 1
 
 
-def verify(sequences: Sequence[VerifyTokens], sample: SampleTokens) -> list[list[int | None]]:
+def contexts_of(sequences: Sequence[VerifyTokens]) -> list[SamplingContext]:
+    """The contexts of all rows, sequence by sequence: each as if all drafts before it were accepted."""
+    return [context for sequence in sequences for context in sequence.context.after_each(sequence.drafts)]
+
+
+def verify(sequences: Sequence[VerifyTokens], tokens: Sequence[int | None]) -> list[list[int | None]]:
     """The tokens that each sequence emits, at least one; None for a token whose row has no finite maximum.
 
-    sample  called once with the contexts of all rows, sequence by sequence
+    tokens  sampled from the rows of `contexts_of`
 
-    Each row is sampled as if all drafts before it were accepted. Tokens behind a rejected draft are discarded, so
-    penalties and constraints are exact for all emitted tokens.
+    Tokens behind a rejected draft are discarded, so penalties and constraints are exact for all emitted tokens.
     """
-    contexts = [context for sequence in sequences for context in sequence.context.after_each(sequence.drafts)]
-    tokens = sample(contexts)
     emitted, start = [], 0
     for sequence in sequences:
         stop = start + sequence.logit_rows
@@ -53,10 +51,10 @@ def verify(sequences: Sequence[VerifyTokens], sample: SampleTokens) -> list[list
     return emitted
 
 
-def _accepted(sequence: VerifyTokens, tokens: list[int | None]) -> list[int | None]:
+def _accepted(sequence: VerifyTokens, tokens: Sequence[int | None]) -> list[int | None]:
     """The tokens up to the first that differs from its draft or ends the text."""
     for row, draft in enumerate(sequence.drafts):
         token = tokens[row]
         if token is None or token != draft or sequence.is_end(token):
-            return tokens[: row + 1]
-    return tokens
+            return [*tokens[: row + 1]]
+    return [*tokens]

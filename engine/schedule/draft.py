@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from torch import Tensor
+
 from engine.sample.sampler import SamplingContext
 
 
@@ -38,12 +40,11 @@ class DraftRequest:
 
 @dataclass(frozen=True, slots=True)
 class ComputedTokens:
-    """Context tokens [start, start + length) of a sequence that a step computed, as batch tokens from `row` on."""
+    """Context tokens of a sequence from `start` on that a step computed, and their hidden states [tokens, width]."""
 
     request: DraftRequest
     start: int
-    row: int
-    length: int
+    hidden_states: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,4 +76,4 @@ class HiddenStateDrafter(Drafter, Protocol):
     """A drafter that reads hidden states of the model."""
 
     def read_hidden_states(self, computed: Sequence[ComputedTokens]) -> None:
-        """Take the hidden states of the latest step. Rejected draft tokens are not among the computed ones."""
+        """Take the hidden states of a step. Rejected draft tokens are not among the computed ones."""

@@ -9,7 +9,6 @@ from functools import cached_property
 from typing import get_args
 
 from engine.grammar.matcher import GrammarMatcher
-from engine.model.encoder_mask import EncoderMask
 from engine.model.rope import RopeSwitch
 from engine.output.text import TextStream
 from engine.sample.constraints import Constraints
@@ -18,6 +17,7 @@ from engine.sample.penalties import PenaltyHistory
 from engine.sample.pooling import PromptPooler
 from engine.sample.sampler import SamplingContext
 from engine.schedule.context import ContextHistory
+from engine.step.encoder_mask import EncoderMask
 from engine.text.tokenizer import Tokenizer
 from engine.types.events import Timings, Usage
 from engine.types.request import Overflow, Request, Tier

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 
+import torch
 from torch import Tensor
 
 from engine.load.load import LoadedModel
-from engine.model.encoder_mask import EncoderMask
 from engine.sample.logprobs import SAMPLED, LogprobQuery
-from engine.sample.sampler import LogitReport
-from engine.sample.verify import SampleTokens, VerifyTokens, verify
+from engine.sample.verify import VerifyTokens, contexts_of, verify
 from engine.schedule.scheduler import ScheduledSequence
+from engine.step.encoder_mask import EncoderMask
+from engine.step.input import Sampling, StepInput
+from engine.step.output import StepOutput
 from engine.types.events import Logprob, TokenLogprob
 from kvcache.cache import Cache
 from kvcache.forward import Forward
@@ -31,6 +33,7 @@ class StepResult:
     logprobs       of the tokens up to a None, if the request asks for them
     scores         of the next tokens of the prompt, in order
     hidden_states  [tokens, width] of the next tokens of the prompt, if the request pools them
+    batch_states   [tokens, width] hidden states of its batch tokens, if a drafter reads them
     """
 
     scheduled: ScheduledSequence
@@ -38,6 +41,7 @@ class StepResult:
     logprobs: tuple[TokenLogprob | None, ...] = ()
     scores: tuple[TokenLogprob | None, ...] = ()
     hidden_states: Tensor | None = None
+    batch_states: Tensor | None = None
 
     @property
     def is_broken(self) -> bool:
@@ -51,30 +55,29 @@ class _BatchSlice:
     """The part of one sequence in the batch and in the outputs of a forward.
 
     first_logit_row  of its rows of logits
-    first_state_row  of its rows of hidden states
+    batch_tokens     of its span and its draft
     logit_tokens     batch tokens with logits: the scored ones, then those to sample after
-    pooled_tokens    batch tokens with hidden states
+    pooled_tokens    batch tokens whose hidden states are pooled
     sampled_rows     rows of logits to sample from
     """
 
     scheduled: ScheduledSequence
     first_logit_row: int
-    first_state_row: int
+    batch_tokens: range
     logit_tokens: Sequence[int]
     pooled_tokens: Sequence[int]
     sampled_rows: range
 
-    def hidden_states(self, states: Tensor | None) -> Tensor | None:
-        """Its rows of the hidden states of the batch."""
-        first = self.first_state_row
-        return None if states is None else states[first : first + len(self.pooled_tokens)]
-
 
 class Stepper:
-    """Computes steps of one model over one cache. Belongs to the engine thread."""
+    """Computes steps of one model over one cache. Belongs to the engine thread.
 
-    def __init__(self, loaded: LoadedModel, cache: Cache) -> None:
+    returns_states  whether results have the hidden states of all batch tokens
+    """
+
+    def __init__(self, loaded: LoadedModel, cache: Cache, *, returns_states: bool = False) -> None:
         self._runner, self._cache = loaded.runner, cache
+        self.returns_states = returns_states
         describe = loaded.tokenizer.describe_token
         # To decode a token takes 30 microseconds, and top tokens repeat.
         self._describe_token = lru_cache(maxsize=8192)(lambda token: describe(token, 0.0))
@@ -92,32 +95,44 @@ class Stepper:
         return results
 
     def _sample_only(self, forward: Forward, scheduled: Sequence[ScheduledSequence]) -> list[StepResult]:
-        """A step in which the runner samples, and logits and hidden states stay inside it."""
+        """A step without logprobs, prompt scores and pooled states: logits stay inside the runner."""
         tokens: list[int] = []
         logit_rows: list[int] = []
         for each in scheduled:
             tokens += each.batch_tokens
             logit_rows += range(len(tokens) - each.sample_count, len(tokens))
-        sample = partial(self._runner.run_and_sample, forward, tokens, logit_rows, _encoder_masks(scheduled))
-        sampled = _verify_drafts(scheduled, sample)
-        return [StepResult(each, tuple(own)) for each, own in zip(scheduled, sampled, strict=True)]
+        verified = _tokens_to_verify(scheduled)
+        hidden_rows = range(len(tokens)) if self.returns_states else ()
+        sampling = Sampling(contexts_of(verified))
+        output = self._runner.run(
+            StepInput(forward, tokens, logit_rows, hidden_rows, _encoder_masks(scheduled), sampling)
+        )
+        sampled = _verify_drafts(scheduled, verified, output.tokens)
+        if not self.returns_states:
+            return [StepResult(each, tuple(own)) for each, own in zip(scheduled, sampled, strict=True)]
+        states = torch.split(output.hidden_states, [span.length for span in forward.spans])
+        return [
+            StepResult(each, tuple(own), batch_states=rows)
+            for each, own, rows in zip(scheduled, sampled, states, strict=True)
+        ]
 
     def _sample_and_report(self, forward: Forward, scheduled: Sequence[ScheduledSequence]) -> list[StepResult]:
-        """A step with logprobs, prompt scores or hidden states."""
-        slices, masks = _batch_slices(scheduled, forward.spans), _encoder_masks(scheduled)
+        """A step with logprobs, prompt scores or pooled states."""
+        slices, verified = _batch_slices(scheduled, forward.spans), _tokens_to_verify(scheduled)
         tokens = [token for each in scheduled for token in each.batch_tokens]
-        logit_rows = [row for one in slices for row in one.logit_tokens]
-        hidden_rows = [row for one in slices for row in one.pooled_tokens]
         rows = [row for one in slices for row in one.sampled_rows]
         queries = [query for one in slices for query in (*_score_queries(one), *_sampled_row_queries(one))]
-        states = None
-        if hidden_rows:
-            logits, states = self._runner.run_with_hidden_states(forward, tokens, logit_rows, hidden_rows, masks)
-            report = self._runner.sampler.report(logits, rows, queries)
-        else:
-            report = self._runner.run_and_report(forward, tokens, logit_rows, masks, rows, queries)
-        sampled = _verify_drafts(scheduled, report.sample)
-        return list(self._step_results(slices, sampled, report, states))
+        step = StepInput(
+            forward,
+            tokens,
+            [row for one in slices for row in one.logit_tokens],
+            range(len(tokens)) if self.returns_states else [row for one in slices for row in one.pooled_tokens],
+            _encoder_masks(scheduled),
+            Sampling(contexts_of(verified), rows, queries),
+        )
+        output = self._runner.run(step)
+        sampled = _verify_drafts(scheduled, verified, output.tokens)
+        return list(self._step_results(slices, sampled, step, output))
 
     def _logprob(self, token: int, logprob: float) -> Logprob:
         described = self._describe_token(token)
@@ -127,23 +142,33 @@ class Stepper:
         self,
         slices: Sequence[_BatchSlice],
         sampled: Sequence[Sequence[int | None]],
-        report: LogitReport,
-        states: Tensor | None,
+        step: StepInput,
+        output: StepOutput,
     ) -> Iterator[StepResult]:
         """A result for each slice; logprobs of all slices are computed at once."""
+        assert output.report is not None, "the step has queries"
         queries = [(_score_queries(one), _logprob_queries(one, own)) for one, own in zip(slices, sampled, strict=True)]
         asked = [query for pair in queries for some in pair for query in some]
-        entries = report.token_logprobs(asked, self._logprob)
+        entries = output.report.token_logprobs(asked, self._logprob)
+        state_rows = {token: row for row, token in enumerate(step.hidden_rows)}
         for one, own, (score_queries, logprob_queries) in zip(slices, sampled, queries, strict=True):
             scores = tuple(next(entries) for _ in score_queries)
             logprobs = tuple(next(entries) for _ in logprob_queries)
-            yield StepResult(one.scheduled, tuple(own), logprobs, scores, one.hidden_states(states))
+            pooled = [state_rows[token] for token in one.pooled_tokens]
+            yield StepResult(
+                one.scheduled,
+                tuple(own),
+                logprobs,
+                scores,
+                output.hidden_states[pooled] if pooled else None,
+                output.hidden_states[one.batch_tokens.start : one.batch_tokens.stop] if self.returns_states else None,
+            )
 
 
 def _batch_slices(scheduled: Sequence[ScheduledSequence], spans: Sequence[Span]) -> list[_BatchSlice]:
     """The slices of the scheduled sequences, one after the other in the batch."""
     slices: list[_BatchSlice] = []
-    row = logits = states = 0
+    row = logits = 0
     for each, span in zip(scheduled, spans, strict=True):
         scored, pooled = each.scored_positions, each.pooled_positions
         stop = row + span.length
@@ -151,10 +176,9 @@ def _batch_slices(scheduled: Sequence[ScheduledSequence], spans: Sequence[Span])
         logit_tokens = [*(offset + position for position in scored), *range(stop - each.sample_count, stop)]
         sampled_rows = range(logits + len(scored), logits + len(logit_tokens))
         pooled_tokens = [offset + position for position in pooled]
-        slices.append(_BatchSlice(each, logits, states, logit_tokens, pooled_tokens, sampled_rows))
+        slices.append(_BatchSlice(each, logits, range(row, stop), logit_tokens, pooled_tokens, sampled_rows))
         row = stop
         logits += len(logit_tokens)
-        states += len(pooled)
     return slices
 
 
@@ -162,17 +186,23 @@ def _encoder_masks(scheduled: Sequence[ScheduledSequence]) -> list[EncoderMask |
     return [each.sequence.encoder_mask for each in scheduled]
 
 
-def _verify_drafts(scheduled: Sequence[ScheduledSequence], sample: SampleTokens) -> list[list[int | None]]:
-    """The sampled tokens of each scheduled sequence; none for sequences in prefill."""
-    decoding = [each for each in scheduled if each.is_sampled]
-    verified = [
+def _tokens_to_verify(scheduled: Sequence[ScheduledSequence]) -> list[VerifyTokens]:
+    """Of the sequences that are sampled."""
+    return [
         VerifyTokens(each.draft_tokens, each.sequence.sampling_context(), each.sequence.sampling.is_stop_token)
-        for each in decoding
+        for each in scheduled
+        if each.is_sampled
     ]
-    sampled = verify(verified, sample)
-    if len(decoding) == len(scheduled):
-        return sampled
-    remaining = iter(sampled)
+
+
+def _verify_drafts(
+    scheduled: Sequence[ScheduledSequence], verified: Sequence[VerifyTokens], tokens: Sequence[int | None]
+) -> list[list[int | None]]:
+    """The emitted tokens of each scheduled sequence; none for sequences in prefill."""
+    emitted = verify(verified, tokens)
+    if len(verified) == len(scheduled):
+        return emitted
+    remaining = iter(emitted)
     return [next(remaining) if each.is_sampled else [] for each in scheduled]
 
 

@@ -76,21 +76,13 @@ class MemoryPlan:
     window_bytes: int = 0
 
 
-# Why `--drafter auto` leaves out the MTP layer of a model that runs in the native step or in CUDA graphs.
-MTP_OMITTED = "with it each step runs in torch operations; --drafter mtp uses it"
-
-
 @dataclass(frozen=True, slots=True)
 class DraftingInfo:
-    """The kinds of drafters, and the draft model with its memory, if there is one.
-
-    omits_mtp  whether the MTP layer of the model is not used: see MTP_OMITTED
-    """
+    """The kinds of drafters, and the draft model with its memory, if there is one."""
 
     kinds: tuple[str, ...] = ()
     model: ModelInfo | None = None
     memory: MemoryPlan | None = None
-    omits_mtp: bool = False
 
 
 @dataclass(frozen=True, slots=True)

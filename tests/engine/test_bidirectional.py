@@ -19,6 +19,7 @@ from engine.draft.outputs import OutputStore
 from engine.draft.speculation import Speculation
 from engine.load.load import LoadedModel
 from engine.model.sequential_runner import SequentialRunner
+from engine.step.input import StepInput
 from engine.types.events import Finished
 from engine.types.request import Request
 from kvcache.cache import Cache
@@ -80,7 +81,7 @@ def feed(model: LoadedModel, cache: Cache, *parts: tuple[int, tuple[int, ...], i
     ]
     wanted = (torch.tensor([span.length for span in spans]).cumsum(0) - 1).tolist()
     with cache.forward(spans) as forward:
-        return list(model.runner.run(forward, rows, wanted))
+        return list(model.runner.run(StepInput(forward, rows, wanted)).logits)
 
 
 @pytest.mark.parametrize("stops", [(30,), (9, 21, 30), (4, 25, 30), (9, 22, 23, 30), (1, 9, 21, 22, 30)])

@@ -15,6 +15,7 @@ import torch
 
 from engine.load.load import LoadedModel
 from engine.model.encoder import Encoder
+from engine.step.input import StepInput
 from engine.types.events import Failed, Finished
 from engine.types.request import Media, Request, SamplingParams
 from kvcache.cache import Cache
@@ -217,7 +218,9 @@ def test_a_copied_prefix_equals_a_computed_one(kind: str, models: Models, refere
     def feed(slot: int, stop: int) -> torch.Tensor:
         span = Span(slot, cells.cached_length(slot), stop - cells.cached_length(slot))
         with cells.forward([span]) as forward:
-            return loaded.runner.run(forward, tokens[span.start : span.stop], [span.length - 1], [mask])[0]
+            return loaded.runner.run(
+                StepInput(forward, tokens[span.start : span.stop], [span.length - 1], encoder_masks=[mask])
+            ).logits[0]
 
     feed(0, 5)
     feed(0, len(tokens))

@@ -16,7 +16,9 @@ from transformers import AutoModelForCausalLM
 
 from engine.config import EngineConfig
 from engine.load.load import LoadedModel, load
+from engine.model.model_runner import runners_of
 from engine.native.runner import NativeRunner
+from engine.step.input import StepInput
 from kvcache.cache import Cache
 from kvcache.rotary import rotate
 from kvcache.spec import Span
@@ -73,7 +75,7 @@ def feed(loaded: LoadedModel, cache: Cache, *parts: tuple[int, list[int]]) -> Te
     spans = [Span(slot, cache.cached_length(slot), len(tokens)) for slot, tokens in parts]
     tokens = [token for _, own in parts for token in own]
     with cache.forward(spans) as forward:
-        return loaded.runner.run(forward, tokens, list(range(len(tokens))))
+        return loaded.runner.run(StepInput(forward, tokens, list(range(len(tokens))))).logits
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -95,7 +97,7 @@ def test_gemma_runs_natively(start: Start, quantize: str) -> None:
     """With each weight type."""
     loaded = start(quantize=quantize)
 
-    assert isinstance(loaded.runner, NativeRunner)
+    assert isinstance(runners_of(loaded.runner)[0], NativeRunner)
     assert loaded.info.not_native_reason is None
 
 

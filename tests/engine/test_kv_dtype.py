@@ -14,6 +14,7 @@ from torch import Tensor
 from engine.config import EngineConfig
 from engine.errors import ModelUnsupported
 from engine.load.load import LoadedModel, load
+from engine.step.input import StepInput
 from kvcache.cache import Cache
 from kvcache.spec import Span
 from tests.engine.kit.mixes import mix, prompts
@@ -46,7 +47,11 @@ def logits(loaded: LoadedModel, tokens: list[int], *chunks: int) -> Tensor:
     rows, start = [], 0
     for length in chunks or (len(tokens),):
         with some.forward([Span(0, start, length)]) as forward:
-            rows.append(loaded.runner.run(forward, tokens[start : start + length], list(range(length)), [None]))
+            rows.append(
+                loaded.runner.run(
+                    StepInput(forward, tokens[start : start + length], list(range(length)), encoder_masks=[None])
+                ).logits
+            )
         start += length
     return torch.cat(rows)
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from engine.core import Core
+from engine.step.input import StepInput
 from kvcache.forward import Forward
 from kvcache.spec import Span
 from tests.engine.kit.models import core, load_model
@@ -83,12 +84,12 @@ def test_a_copied_prefix_is_in_the_upload_of_the_next_step(folder: Folder) -> No
         for loaded in models:
             cache = core(loaded, slots=2).cache
             with cache.forward([Span(0, 0, 20)]) as forward:
-                loaded.runner.run(forward, range(3, 23), [19])
+                loaded.runner.run(StepInput(forward, range(3, 23), [19]))
             device.clear()
             assert cache.copy_prefix(0, 1, 10) == 10
             assert transfers(device) == []
             with cache.forward([Span(0, 20, 1), Span(1, 10, 5)]) as forward:
-                logits.append(loaded.runner.run(forward, range(40, 46), [0, 5]))
+                logits.append(loaded.runner.run(StepInput(forward, range(40, 46), [0, 5])).logits)
                 assert transfers(device) == ([UPLOAD] if loaded is models[1] else [])
                 is_run = isinstance(forward.segments(0)[1].cells, slice)
         on_cpu, on_device = logits[0], logits[1].cpu()

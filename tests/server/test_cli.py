@@ -393,16 +393,6 @@ def test_the_start_up_screen_shows_steps_and_quantisation() -> None:
     assert "one native call, with kernels for avx2\n" in banner(same, MEMORY, DraftingInfo(), Settings(), url)
 
 
-def test_the_start_up_screen_shows_an_mtp_layer_that_is_left_out() -> None:
-    """Next to the drafters that are used."""
-    drafting = DraftingInfo(("lookup",), omits_mtp=True)
-
-    assert (
-        "drafts     lookup, depth chosen at run time; the MTP layer of the model is not used: with it each step runs "
-        "in torch operations; --drafter mtp uses it\n"
-    ) in banner(INFO, MEMORY, drafting, Settings(), "http://127.0.0.1:8000")
-
-
 def test_the_start_up_screen_shows_origins() -> None:
     """None, unless an origin is allowed."""
     url, open_ = "http://127.0.0.1:8000", Settings(allowed_hosts=("x", "https://chat.example.org"))

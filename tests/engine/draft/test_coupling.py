@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from engine.sample.penalties import PenaltyHistory
 from engine.sample.sampler import SamplingContext, sample_tokens
-from engine.sample.verify import VerifyTokens, verify
+from engine.sample.verify import VerifyTokens, contexts_of, verify
 from engine.types.request import SamplingParams
 from tests.selection import quick
 
@@ -77,7 +76,7 @@ def verified_pair(target: Tensor, draft_logits: Tensor, draws: Sequence[Sampling
     verifications = [
         VerifyTokens((draft,), draw, lambda token: False) for draft, draw in zip(drafts.tolist(), draws, strict=True)
     ]
-    sampled = verify(verifications, partial(sample_tokens, rows))
+    sampled = verify(verifications, sample_tokens(rows, contexts_of(verifications)))
     first = torch.tensor([tokens[0] for tokens in sampled])
     second = drawn(target[1, first], later(draws, first))
     drafted = [number for number, tokens in enumerate(sampled) if len(tokens) == 2]

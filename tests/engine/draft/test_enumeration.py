@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from itertools import islice, product, takewhile
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.sample.sampler import SamplingContext, sample_tokens
-from engine.sample.verify import VerifyTokens, verify
+from engine.sample.verify import VerifyTokens, contexts_of, verify
 from tests.engine.draft.enumerated_model import (
     EnumeratedModel,
     Outcomes,
@@ -26,7 +25,7 @@ from tests.engine.draft.enumerated_model import (
 
 def engine(logits: Tensor, sequences: Sequence[VerifyTokens]) -> Outcomes:
     """The sampling rule of the engine."""
-    return [[(1.0, sure(tokens))] for tokens in verify(sequences, partial(sample_tokens, logits))]
+    return [[(1.0, sure(tokens))] for tokens in verify(sequences, sample_tokens(logits, contexts_of(sequences)))]
 
 
 def sure(tokens: Sequence[int | None]) -> list[int]:

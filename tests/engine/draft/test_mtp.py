@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,19 +16,21 @@ from transformers.cache_utils import MtpCache
 from engine.config import EngineConfig
 from engine.core import Core
 from engine.draft.depth import FixedDepth
-from engine.draft.loading import load_draft, make_speculation, omits_mtp
+from engine.draft.loading import load_draft, make_speculation
 from engine.draft.mtp import MtpDrafter, MtpHead, load_mtp
 from engine.draft.speculation import Speculation
 from engine.errors import ModelUnsupported
 from engine.load import selftest
 from engine.load.load import LoadedModel
 from engine.model.graph_runner import CallRecorder, GraphRunner
+from engine.model.model_runner import runners_of
+from engine.native.runner import NativeRunner
 from engine.schedule.draft import DraftRequest
 from engine.types.request import Request, SamplingParams, SpeculationParams
 from kvcache.cache import Cache
 from tests.engine.draft.mtp_models import KINDS, agree, save_headed
 from tests.engine.kit.models import CONTEXT, core, load_model
-from tests.engine.kit.play import Answer, Job, ask, play
+from tests.engine.kit.play import Answer, Job, ask, play, texts
 from tests.fake_device import FAKE, fake_device
 from tests.selection import quick
 
@@ -76,7 +80,7 @@ def drafter(heads: MtpHead, *, slots: int = 4, pending: int = 256, cells: int | 
     specs = [plan.spec for plan in heads.runner.layers]
     cells = slots * CONTEXT if cells is None else cells
     memory = Cache(specs, slots=slots, capacity=CONTEXT, cells=cells, dtype=torch.float64)
-    return MtpDrafter(memory, heads.runner, heads.states, chunk=16, pending=pending)
+    return MtpDrafter(memory, heads.runner, chunk=16, pending=pending)
 
 
 def engine(target: LoadedModel, head: MtpDrafter, recorder: RecordingDrafter | None = None, **settings: int) -> Core:
@@ -244,39 +248,48 @@ def test_a_head_drafts_where_there_is_one(headed: Headed, drafter: str, kinds: t
     assert kinds == make_speculation(config, target, load_draft(config, target, lambda phase: None), lambda: 0.0).kinds
 
 
+@pytest.mark.parametrize("drafter", ["auto", "mtp"])
 @pytest.mark.parametrize("kind", ["glm4_moe", "qwen3_5"])
-def test_a_head_is_left_out_of_the_native_step(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Unless the settings name it: then the model is loaded to run in torch, and its description says so."""
-    folder = save_headed(kind, tmp_path)
-    native, hooked = (load_model(folder, "float32", drafter=drafter) for drafter in ("auto", "mtp"))
-    config = replace(settings(native), dtype="float32")
-    with caplog.at_level("INFO"):
-        assert omits_mtp(config, native)
-        assert load_draft(config, native, lambda phase: None) is None
+def test_a_head_reads_states_of_the_native_step(kind: str, drafter: str, tmp_path: Path) -> None:
+    """All steps are native, as the description says, with the drafts and the text of torch modules."""
+    folder, outcomes = save_headed(kind, tmp_path), []
+    jobs = [Job(ask(f"r{at}", range(at, at + 9), 12, ignore_eos=True), at) for at in range(3)]
+    for kernels in ("torch", "auto"):
+        target = load_model(folder, "float32", drafter=drafter, kernels=kernels)
+        fastest, *others = runners_of(target.runner)
+        assert isinstance(fastest, NativeRunner) == (target.info.not_native_reason is None) == (kernels == "auto")
+        config = replace(settings(target, drafter=drafter, draft_tokens=2), dtype="float32")
+        head = load_draft(config, target, lambda phase: None)
+        assert isinstance(head, MtpHead)
+        drafted = Core(target, config, make_speculation(config, target, head, lambda: 0.0))
+        with ExitStack() as patches:
+            for slower in others:
+                patches.enter_context(patch.object(slower, "run", side_effect=AssertionError("a slower step")))
+            answers = play(drafted, jobs)
+        (counts,) = [counts for counts in drafted.stats().drafts if counts.kind == "mtp"]
+        outcomes.append((texts(answers), counts))
 
-    assert "the MTP layer is not used: with it each step runs in torch operations" in caplog.text
-    assert native.info.not_native_reason is None
-    assert native.info.batch_invariant
-    drafts = replace(config, drafter="mtp")
-    assert isinstance(load_draft(drafts, hooked, lambda phase: None), MtpHead)
-    assert not omits_mtp(drafts, hooked)
-    assert "--drafter mtp reads hidden states of torch modules" == hooked.info.not_native_reason
-    assert not hooked.info.batch_invariant
+    assert outcomes[0] == outcomes[1]
+    assert 0 < sum(counts.drafted)
 
 
-def test_a_head_is_left_out_of_recorded_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU; steps are not recorded for a head that the settings name."""
+def test_a_head_reads_states_of_recorded_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU; with the text of the CPU."""
     monkeypatch.setattr(selftest, "recorder_for", lambda device: CallRecorder())
-    folder, heads = save_headed("glm4_moe", tmp_path), []
+    folder = save_headed("glm4_moe", tmp_path, agree)
+    jobs = [Job(ask(f"r{at}", range(at, at + 9), 12, ignore_eos=True), at) for at in range(3)]
+    expected = texts(play(core(load_model(folder, "float32"), slots=4), jobs))
     with fake_device():
-        for drafter in ("auto", "mtp"):
-            target = load_model(folder, "float32", device=FAKE, drafter=drafter)
-            config = replace(settings(target, device=FAKE, drafter=drafter), dtype="float32")
-            heads.append((isinstance(target.runner, GraphRunner), load_draft(config, target, lambda phase: None)))
-
-    assert (True, None) == heads[0]
-    assert not heads[1][0]
-    assert isinstance(heads[1][1], MtpHead)
+        target = load_model(folder, "float32", device=FAKE)
+        assert isinstance(target.runner, GraphRunner)
+        config = replace(settings(target, device=FAKE, draft_tokens=2), dtype="float32")
+        head = load_draft(config, target, lambda phase: None)
+        assert isinstance(head, MtpHead)
+        drafted = Core(target, config, make_speculation(config, target, head, lambda: 0.0))
+        assert expected == texts(play(drafted, jobs))
+        assert target.runner._steps
+    (counts,) = [counts for counts in drafted.stats().drafts if counts.kind == "mtp"]
+    assert 0 < sum(counts.accepted)
 
 
 def test_a_draft_model_replaces_a_head(headed: Headed, folder: Callable[[str], Path]) -> None:

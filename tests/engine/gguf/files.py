@@ -29,6 +29,7 @@ from engine.load.load import LoadedModel, load
 from engine.quantize.experts import QuantizedExperts
 from engine.quantize.layers import QuantizedLinear
 from engine.quantize.stacks import ExpertStack
+from engine.step.input import StepInput
 from kvcache.cache import Cache
 from kvcache.spec import Span
 from tests.engine.convert.checkpoints import CHECKPOINTS, SIZE, byte_level, conversion, save_checkpoint, save_model
@@ -154,7 +155,7 @@ def empty_cache(loaded: LoadedModel) -> Cache:
 def feed(loaded: LoadedModel, cache: Cache, tokens: list[int]) -> Tensor:
     """The logits after each token."""
     with cache.forward([Span(0, cache.cached_length(0), len(tokens))]) as forward:
-        return loaded.runner.run(forward, tokens, list(range(len(tokens))))
+        return loaded.runner.run(StepInput(forward, tokens, list(range(len(tokens))))).logits
 
 
 def reference_greedy(model: Any, prompt: list[int], count: int) -> list[int]:

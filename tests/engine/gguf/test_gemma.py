@@ -11,6 +11,7 @@ import torch
 from engine.config import EngineConfig
 from engine.load.gguf_model import read_gguf_config, read_gguf_model
 from engine.load.load import load
+from engine.model.model_runner import runners_of
 from engine.native.runner import NativeRunner
 from tests.engine.kit.gemma import text
 from tests.engine.test_gemma import CHUNK, SCORED, cells, feed, loss
@@ -28,7 +29,7 @@ def test_perplexity_equals_the_dequantised_weights(dtype: str) -> None:
     built("step")
     settings: dict[str, Any] = {"model": str(gguf_file()), "context": 4096, "dtype": dtype}
     loaded = load(EngineConfig(**settings), lambda phase: None)
-    assert isinstance(loaded.runner, NativeRunner)
+    assert isinstance(runners_of(loaded.runner)[0], NativeRunner)
     reference, _, _ = read_gguf_model(gguf_file(), read_gguf_config(gguf_file()), torch.float32)
     tokens, cache = loaded.tokenizer.encode(text())[: SCORED + 1], cells(loaded)
 

@@ -22,6 +22,7 @@ from engine.model import hooks, recurrence, rope
 from engine.model.invariant import StableTopK
 from engine.model.model_runner import ModelRunner
 from engine.model.runner import PackedRunner
+from engine.step.input import StepInput
 from kvcache.cache import Cache
 from kvcache.offload import OffloadConfig
 from kvcache.spec import Span
@@ -54,7 +55,7 @@ class Family:
         tokens = [token for _, tokens in parts for token in tokens]
         logit_rows = torch.tensor([span.length for span in spans]).cumsum(0) - 1
         with cache.forward(spans) as forward:
-            return list(self.runner.run(forward, tokens, logit_rows.tolist()))
+            return list(self.runner.run(StepInput(forward, tokens, logit_rows.tolist())).logits)
 
     def alone(self, tokens: tuple[int, ...]) -> Tensor:
         """The logits after some tokens by transformers, with ties of a selection resolved in order."""
@@ -186,7 +187,7 @@ def verified(family: Family) -> bool:
         family.feed(cache, (0, family.prompt[:start]))
         draft = (*family.prompt[known : known + right], 258, 258, 258)[:3]
         with cache.forward([Span(0, start, known - start + 3, draft_tokens=3)]) as forward:
-            rows = family.runner.run(forward, (*family.prompt[start:known], *draft), [1, 2, 3, 4])
+            rows = family.runner.run(StepInput(forward, (*family.prompt[start:known], *draft), [1, 2, 3, 4])).logits
             forward.keep(0, known + right)
         agree = (
             family.agrees(family.alone(family.prompt[: known + at]), row) for at, row in enumerate(rows[: right + 1])
@@ -306,7 +307,7 @@ def _replayed(family: Family, tokens: list[int], start: int) -> Iterator[Tensor]
         ]
         own = [*tokens[spans[0].start : length], 7]
         with cache.forward(spans) as forward:
-            yield family.runner.run(forward, own, [spans[0].length - 1])[0]
+            yield family.runner.run(StepInput(forward, own, [spans[0].length - 1])).logits[0]
 
 
 CHECKS: dict[str, Callable[[Family], bool]] = {

@@ -22,13 +22,14 @@ from engine.kernels.rounding import Bits
 from engine.load import selection as selection
 from engine.load.selftest import ModelTraits, find_runner
 from engine.model import hooks, recurrence
-from engine.model.model_runner import ModelRunner
+from engine.model.model_runner import ModelRunner, runners_of
 from engine.model.runner import PackedRunner
 from engine.native.runner import NativeRunner
 from engine.quantize.calibration import CalibrationText, calibrate
 from engine.quantize.plan import LayerSurvey
 from engine.quantize.quantize import quantize
 from engine.quantize.store import WeightStore
+from engine.step.input import StepInput
 from kvcache.cache import Cache
 from kvcache.spec import Span
 from tests.engine.kit.tiny import FAMILIES, VOCABULARY, settings
@@ -50,7 +51,7 @@ class Quantised:
     @property
     def path(self) -> str:
         """The kind of its runner."""
-        if isinstance(self.runner, NativeRunner):
+        if isinstance(runners_of(self.runner)[0], NativeRunner):
             return "native"
         return "packed" if isinstance(self.runner, PackedRunner) else "sequential"
 
@@ -65,7 +66,7 @@ class Quantised:
         spans = [Span(slot, cache.cached_length(slot), len(tokens)) for slot, tokens in parts]
         tokens = [token for _, tokens in parts for token in tokens]
         with cache.forward(spans) as forward:
-            logits = self.runner.run(forward, tokens, list(range(len(tokens))))
+            logits = self.runner.run(StepInput(forward, tokens, list(range(len(tokens))))).logits
         return list(logits.split([span.length for span in spans]))
 
 

@@ -16,8 +16,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.load.selftest import ModelTraits, find_runner
 from engine.model import hooks, recurrence
-from engine.model.encoder_mask import EncoderMask
 from engine.model.model_runner import ModelRunner
+from engine.step.encoder_mask import EncoderMask
+from engine.step.input import StepInput
 from kvcache.attention_group import HOLE
 from kvcache.cache import Cache
 from kvcache.node import Node
@@ -136,7 +137,9 @@ class Conversation:
         span = Span(slot, start, stop - start)
         assert 0 == cache.evict_for([span])
         with Exact(), cache.forward([span]) as forward:
-            return self.runner.run(forward, tokens[start:stop], list(range(stop - start)), [self.encoder_mask])
+            return self.runner.run(
+                StepInput(forward, tokens[start:stop], list(range(stop - start)), encoder_masks=[self.encoder_mask])
+            ).logits
 
     def play(
         self, cache: Cache, slot: int = 0, tokens: Sequence[int] = (), *, insert: bool = True, upto: int = LENGTH

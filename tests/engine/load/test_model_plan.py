@@ -17,6 +17,7 @@ from engine.errors import ModelUnsupported
 from engine.load.cache import model_cache
 from engine.load.load import LoadedModel, load
 from engine.load.model_plan import ModelPlan, plan_model, plan_with_draft
+from engine.step.input import StepInput
 from kvcache.spec import Span
 from tests.engine.kit.models import CONTEXT, save_model, save_tokenizer
 from tests.engine.kit.tiny import settings
@@ -112,7 +113,7 @@ def test_recurrent_state_has_the_size_of_the_stored_one(folder: Folder) -> None:
     cache = model_cache(EngineConfig(model=str(path), drafter="none"), model)
     tokens = (1, 2, 3)
     with cache.forward([Span(0, 0, len(tokens))]) as forward:
-        model.runner.run(forward, list(tokens), [len(tokens) - 1])
+        model.runner.run(StepInput(forward, list(tokens), [len(tokens) - 1]))
     assert cache.recurrent_states is not None
 
     assert cache.recurrent_states.acquire(0, 0, len(tokens)).bytes == planned(path).state_bytes

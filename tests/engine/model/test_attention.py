@@ -17,8 +17,8 @@ from engine.kernels import dispatch, reference
 from engine.kernels.cpu import build
 from engine.kernels.reference import AttentionFunction
 from engine.load.load import LoadedModel
+from engine.model.model_runner import runners_of
 from engine.model.runner import PackedRunner
-from engine.native.runner import NativeRunner
 from kvcache.cache import Cache
 from kvcache.spec import AttentionRange, LayerSpec, Span
 from tests.engine.kit.mixes import mix, prompts
@@ -85,7 +85,7 @@ def sinks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def attending(loaded: LoadedModel) -> AttentionFunction:
     """What a model's layers attend with."""
-    runner = loaded.runner.fallback if isinstance(loaded.runner, NativeRunner) else loaded.runner
+    runner = runners_of(loaded.runner)[-1]
     assert isinstance(runner, PackedRunner)
     return runner.attend
 

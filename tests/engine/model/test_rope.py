@@ -16,9 +16,11 @@ from transformers import LlamaConfig
 
 from engine.errors import ModelUnsupported
 from engine.load.load import LoadedModel
+from engine.model.model_runner import runners_of
 from engine.model.rope import RopeSwitch, original_length
 from engine.model.sequential_runner import SequentialRunner
 from engine.native.runner import NativeRunner
+from engine.step.input import StepInput
 from engine.types.events import Finished
 from kvcache.cache import Cache
 from kvcache.spec import Span
@@ -105,7 +107,7 @@ def test_native_step_text_equals_generate_with_longrope(
     built("step")
     native = load_model(folder(family), "float32", threads=1)
 
-    assert isinstance(native.runner, NativeRunner)
+    assert isinstance(runners_of(native.runner)[0], NativeRunner)
     assert 200 < run(lambda name, dtype: native, reference, family, range(3000, 3004), "float32")
 
 
@@ -188,7 +190,7 @@ def test_shift_rotates_keys_by_their_own_factors(loaded: Models, family: str, lo
         spans = [Span(slot, 0, len(tokens), long_factors=long_factors)] if tokens else []
         if spans:
             with cache.forward(spans) as forward:
-                model.runner.run(forward, tokens, [len(tokens) - 1])
+                model.runner.run(StepInput(forward, tokens, [len(tokens) - 1]))
         group, own = cache.layer_group(0)
         return group.pool.keys.read(own, group.cells_from(slot, 0), torch.float64)
 

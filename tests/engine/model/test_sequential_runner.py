@@ -15,6 +15,7 @@ from engine.model import hooks
 from engine.model.layers import CalibrationBackend, find_cached_layers
 from engine.model.runner import PackedRunner
 from engine.model.sequential_runner import SequentialRunner, UnsupportedCache
+from engine.step.input import StepInput
 from kvcache.cache import Cache
 from kvcache.spec import Span
 from tests.engine.kit import tiny
@@ -58,9 +59,11 @@ def test_logit_rows_are_in_batch_order(name: str) -> None:
     prompts = [list(family.prompt[at : at + 12]) for at in (0, 3, 6)]
     memory = cache(family.runner)
     with memory.forward([Span(0, 0, 5), Span(1, 0, 3)]) as forward:
-        family.runner.run(forward, [*prompts[0][:5], *prompts[1][:3]], [7])
+        family.runner.run(StepInput(forward, [*prompts[0][:5], *prompts[1][:3]], [7]))
     with memory.forward([Span(2, 0, 4), Span(0, 5, 7), Span(1, 3, 2)]) as forward:
-        rows = family.runner.run(forward, [*prompts[2][:4], *prompts[0][5:12], *prompts[1][3:5]], [5, 10, 12])
+        rows = family.runner.run(
+            StepInput(forward, [*prompts[2][:4], *prompts[0][5:12], *prompts[1][3:5]], [5, 10, 12])
+        ).logits
 
     family.model.set_attn_implementation("eager")
     first, second = alone(family.model, prompts[0]), alone(family.model, prompts[1])
@@ -94,7 +97,7 @@ def rows_in_chunks(runner: SequentialRunner, tokens: tuple[int, ...], size: int,
     for start in range(0, len(tokens), size):
         part = tokens[start : start + size]
         with memory.forward([Span(0, start, len(part))]) as forward:
-            rows.append(runner.run(forward, part, list(range(len(part)))))
+            rows.append(runner.run(StepInput(forward, part, list(range(len(part))))).logits)
     return torch.cat(rows)
 
 

@@ -18,7 +18,7 @@ from engine.kernels.packing import PackedMatrix
 from engine.load import selection as choosing
 from engine.load.selftest import ModelTraits, find_runner
 from engine.model import hooks, recurrence
-from engine.model.model_runner import ModelRunner
+from engine.model.model_runner import ModelRunner, runners_of
 from engine.model.runner import PackedRunner
 from engine.native.runner import NativeRunner
 from engine.quantize.experts import QuantizedExperts
@@ -26,6 +26,7 @@ from engine.quantize.layers import QuantizedLinear, SharedInputGroup
 from engine.quantize.plan import LayerSurvey, QuantizationPlan, replace_modules
 from engine.quantize.quantize import quantize
 from engine.quantize.store import WeightStore
+from engine.step.input import StepInput
 from kvcache.cache import Cache
 from kvcache.spec import Span
 from tests.engine.kernels.weights import random_matrix
@@ -60,7 +61,8 @@ class TinyModel:
         tokens = [token(*place) for place in places(spans)]
         rows = list(range(len(tokens)))
         with cache.forward(spans) as forward:
-            return runner.run_with_hidden_states(forward, tokens, rows, rows)
+            output = runner.run(StepInput(forward, tokens, rows, rows))
+            return output.logits, output.hidden_states
 
     def states(self, runner: ModelRunner, steps: Steps, stored: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
         """Logits and hidden states of every row, by slot and position."""
@@ -144,5 +146,5 @@ def replace_weights(model: Any, plan: QuantizationPlan, formats: Sequence[Weight
 def native(family: str, weights: Weights = 32) -> TinyModel:
     """The tiny model of a family that the native step supports."""
     model = tiny_model(family, weights)
-    assert isinstance(model.runner, NativeRunner)
+    assert isinstance(runners_of(model.runner)[0], NativeRunner)
     return model

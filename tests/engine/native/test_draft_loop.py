@@ -10,11 +10,12 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from engine.model.model_runner import DraftLoopInput
+from engine.model.model_runner import DraftLoopInput, runners_of
 from engine.native.runner import NativeRunner
 from engine.native.sampler import is_native
 from engine.sample.penalties import PenaltyHistory
 from engine.sample.sampler import SamplingContext, sample_tokens
+from engine.step.input import StepInput
 from engine.types.request import Dry, SamplingParams, Xtc
 from kvcache.cache import Cache
 from kvcache.spec import Span
@@ -79,7 +80,7 @@ class Session:
         rows = list(own.tokens)
         while rows:
             with self.cache.forward([Span(slot, self.cache.cached_length(slot), len(rows))]) as forward:
-                logits = self.runner.run(forward, rows, [len(rows) - 1])
+                logits = self.runner.run(StepInput(forward, rows, [len(rows) - 1])).logits
             self.tokens_by_slot.setdefault(slot, []).extend(rows)
             if len(sampled) < own.count:
                 sampled += [one for one in sample_tokens(logits, [own.context.after(sampled)]) if one is not None]
@@ -89,7 +90,7 @@ class Session:
 
 def runner_of(model: TinyModel) -> NativeRunner:
     """The native runner of a model."""
-    assert isinstance(model.runner, NativeRunner)
+    assert isinstance(runners_of(model.runner)[0], NativeRunner)
     return model.runner
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from engine.kernels.formats import LAYOUTS, WeightFormat
+from engine.model.model_runner import runners_of
 from engine.native.runner import NativeRunner
 from tests.engine.kit.tiny import settings
 from tests.engine.native.decoders import Steps, TinyModel, model_of_config
@@ -33,7 +34,7 @@ def quantised(family: str, formats: Sequence[WeightFormat], gate_parts: int = 1,
     """A tiny model with matrices of some formats, in the native step."""
     config = AutoConfig.for_model(family, **{**settings(family), **others})
     model = model_of_config(config, formats=formats, gate_parts=gate_parts)
-    assert isinstance(model.runner, NativeRunner)
+    assert isinstance(runners_of(model.runner)[0], NativeRunner)
     return model
 
 
@@ -75,7 +76,9 @@ def test_gates_and_ups_of_two_formats_equal_the_modules() -> None:
 def test_gates_and_ups_that_alternate_are_not_native_in_two_formats() -> None:
     config = AutoConfig.for_model("gpt_oss", **settings("gpt_oss"))
 
-    assert not isinstance(model_of_config(config, formats=("q4_k", "q6_k"), gate_parts=2).runner, NativeRunner)
+    assert not isinstance(
+        runners_of(model_of_config(config, formats=("q4_k", "q6_k"), gate_parts=2).runner)[0], NativeRunner
+    )
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_oss", "lfm2"])

@@ -13,6 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engine.load.load import LoadedModel
+from engine.model.model_runner import ModelRunner, runners_of
+from engine.model.runner import PackedRunner
 from engine.native.runner import NativeRunner
 from tests.engine.kit.models import Reference, load_model
 from tests.engine.kit.speculated import Case, differences
@@ -38,7 +40,7 @@ def load_native(folder: Folder) -> Callable[..., LoadedModel]:
     @cache
     def load(family: str, dtype: str = "float32", quantize: str = "none") -> LoadedModel:
         loaded = load_model(folder(family), dtype, quantize=quantize, threads=1)
-        assert isinstance(loaded.runner, NativeRunner)
+        assert isinstance(runners_of(loaded.runner)[0], NativeRunner)
         return loaded
 
     return load
@@ -73,11 +75,11 @@ def test_bfloat16_checkpoint_keeps_its_memory(bfloat16_checkpoint: Path, quantiz
     plain = load_model(bfloat16_checkpoint, "bfloat16", quantize=quantize, threads=1)
     weights = "bfloat16" if quantize == "none" else quantize
 
-    assert isinstance(loaded.runner, NativeRunner)
+    assert isinstance(runners_of(loaded.runner)[0], NativeRunner)
     assert f"float32, {weights} weights" == loaded.info.dtype
     assert torch.bfloat16 == loaded.kv_dtype
     assert plain.memory.weights_bytes == loaded.memory.weights_bytes
-    assert not isinstance(plain.runner, NativeRunner)
+    assert not isinstance(runners_of(plain.runner)[0], NativeRunner)
     assert plain.info.dtype.startswith("bfloat16")
 
 
@@ -90,10 +92,12 @@ def test_bfloat16_weights_equal_float32_copies(bfloat16_checkpoint: Path) -> Non
     assert 40 < run(lambda family, dtype: unrounded, references, "llama", range(4000, 4003), "float32")
 
 
-def exact(runner: object) -> NativeRunner:
+def exact(runner: ModelRunner) -> NativeRunner:
     """A native runner that rounds no row to bfloat16."""
-    assert isinstance(runner, NativeRunner)
-    return NativeRunner(runner.fallback, runner._decoder, runner._library, rounds_to_bfloat16=False)
+    native, packed = runners_of(runner)
+    assert isinstance(native, NativeRunner)
+    assert isinstance(packed, PackedRunner)
+    return NativeRunner(packed, native._decoder, native._library, rounds_to_bfloat16=False)
 
 
 @pytest.mark.parametrize("quantize", ["none", "int8"])

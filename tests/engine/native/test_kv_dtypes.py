@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
+from engine.model.model_runner import runners_of
 from engine.native.runner import NativeRunner
 from engine.native.step_library import step_library
+from engine.step.input import StepInput
 from kvcache.cache import Cache
 from kvcache.kv_buffer import CellIndex, Int8KVBuffer
 from kvcache.spec import Span
@@ -92,7 +94,7 @@ def test_int8_heads_of_any_width(width: int, monkeypatch: pytest.MonkeyPatch) ->
     """The Hadamard block is the largest power of two that divides the width."""
     model = model_of_config(AutoConfig.for_model("llama", **{**settings("llama"), "head_dim": width}))
 
-    assert isinstance(model.runner, NativeRunner)
+    assert isinstance(runners_of(model.runner)[0], NativeRunner)
     assert largest_error(model, monkeypatch) < 1e-5
 
 
@@ -140,15 +142,14 @@ def test_kv_dtype_int8_runs_natively(family: str, quantize: str, folder: Callabl
     loaded = load_model(folder(family), "float32", kv_dtype="int8", quantize=quantize)
     some = Cache([plan.spec for plan in loaded.layers], slots=1, capacity=8, cells=8, dtype=loaded.kv_dtype)
 
-    assert isinstance(loaded.runner, NativeRunner)
+    assert isinstance(runners_of(loaded.runner)[0], NativeRunner)
     with some.forward([Span(0, 0, 3)]) as forward:
-        assert loaded.runner.supports(forward)
-        loaded.runner.run(forward, [5, 6, 7], [2])
+        loaded.runner.run(StepInput(forward, [5, 6, 7], [2]))
 
 
 def test_unsupported_kv_dtype_is_logged(folder: Callable[[str], Path], caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "cellar.engine"):
         loaded = load_model(folder("llama"), "float32", kv_dtype="float16")
 
-    assert not isinstance(loaded.runner, NativeRunner)
+    assert not isinstance(runners_of(loaded.runner)[0], NativeRunner)
     assert 1 == sum("keys and values are stored as torch.float16" in line for line in caplog.messages)

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
-from engine.model.model_runner import ModelRunner
+from engine.model.model_runner import ModelRunner, runners_of
 from engine.native.decoder import DeltaRuleSpec, UnsupportedArchitecture
 from engine.native.detection import find_decoder
 from engine.native.runner import NativeRunner
+from engine.step.input import StepInput
 from kvcache.cache import Cache
 from kvcache.spec import Span
 from tests.engine.kit.tiny import VOCABULARY, settings
@@ -57,7 +58,9 @@ def run_rows(
     """Logits of a slot's next rows, of which the first `kept` stay."""
     span = Span(slot, cache.cached_length(slot), rows, draft_tokens=drafts)
     with cache.forward([span]) as forward:
-        logits = runner.run(forward, [token(0, at) for at in range(span.start, span.stop)], range(rows))
+        logits = runner.run(
+            StepInput(forward, [token(0, at) for at in range(span.start, span.stop)], range(rows))
+        ).logits
         forward.keep(slot, span.stop if kept is None else span.start + kept)
     return logits
 
@@ -178,7 +181,7 @@ def test_recurrent_models_have_no_draft_loop() -> None:
     """Recurrent states cannot be rewound to rejected drafts."""
     for family, chained in (("qwen3_next", False), ("llama", True)):
         model = native(family)
-        assert isinstance(model.runner, NativeRunner)
+        assert isinstance(runners_of(model.runner)[0], NativeRunner)
         assert chained == model.runner.supports_draft_loop(model.cache(model.runner).forward([Span(0, 0, 2)]))
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from engine.sample.constraints import Constraints
 from engine.sample.penalties import PenaltyHistory
 from engine.sample.sampler import SamplingContext, sample_tokens
+from engine.step.input import Sampling, StepInput
 from engine.types.request import Request, SamplingParams
 from kvcache.spec import Span
 from tests.engine.native.decoders import native, token
@@ -109,9 +110,9 @@ def test_run_and_sample_equals_run_then_sample(family: str, params: tuple[Sampli
         logit_rows = [rows - 1, 2 * rows - 1, 3 * rows - 1]
         own_contexts = [context(params[slot % 2], slot, start + rows) for slot in range(3)]
         with from_logits.cache.forward(spans) as forward:
-            expected = runner.sampler.sample(runner.run(forward, tokens, logit_rows), own_contexts)
+            expected = runner.sampler.sample(runner.run(StepInput(forward, tokens, logit_rows)).logits, own_contexts)
         with sampled.cache.forward(spans) as forward:
-            tokens_of_rows = runner.run_and_sample(forward, tokens, logit_rows, [None] * 3, own_contexts)
+            tokens_of_rows = runner.run(StepInput(forward, tokens, logit_rows, sampling=Sampling(own_contexts))).tokens
 
         assert expected == tokens_of_rows
         assert None not in tokens_of_rows

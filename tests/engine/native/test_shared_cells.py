@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.step.input import StepInput
 from kvcache.cache import Cache
 from kvcache.spec import Span
 from tests.engine.native.decoders import CONTEXT, TinyModel, native, token
@@ -28,7 +29,7 @@ def logits_of(model: TinyModel, steps: Sequence[Sequence[int]], stored: torch.dt
     specs = [plan.spec for plan in model.runner.layers]
     cache = Cache(specs, slots=len(SLOTS), capacity=CONTEXT, cells=len(SLOTS) * CONTEXT, dtype=stored)
     with cache.forward([Span(0, 0, PREFIX)]) as forward:
-        model.runner.run(forward, [token(0, at) for at in range(PREFIX)], [PREFIX - 1])
+        model.runner.run(StepInput(forward, [token(0, at) for at in range(PREFIX)], [PREFIX - 1]))
     for slot, (shared, _) in enumerate(SLOTS[1:], 1):
         assert shared == cache.copy_prefix(0, slot, shared)
     logits: dict[int, Tensor] = {}
@@ -36,7 +37,9 @@ def logits_of(model: TinyModel, steps: Sequence[Sequence[int]], stored: torch.dt
         spans = [Span(slot, *SLOTS[slot]) for slot in slots]
         places = [(span.slot, at) for span in spans for at in range(span.start, span.stop)]
         with cache.forward(spans) as forward:
-            output = model.runner.run(forward, [token(*place) for place in places], range(len(places)))
+            output = model.runner.run(
+                StepInput(forward, [token(*place) for place in places], range(len(places)))
+            ).logits
         owners = torch.tensor([slot for slot, _ in places])
         logits |= {slot: output[owners == slot] for slot in slots}
     return torch.cat([logits[slot] for slot in sorted(logits)])

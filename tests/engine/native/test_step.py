@@ -10,11 +10,13 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 
 from engine.kernels.cpu import build
+from engine.model.model_runner import runners_of
 from engine.native.decoder import DecoderSpec
 from engine.native.detection import find_decoder
 from engine.native.float32_mode import Float32Mode
 from engine.native.runner import NativeRunner
 from engine.native.step_library import step_library
+from engine.step.input import StepInput
 from kvcache.cache import Cache
 from kvcache.spec import Span
 from tests.engine.kit.tiny import VOCABULARY, settings
@@ -77,7 +79,7 @@ def test_multipliers() -> None:
     model = model_of_config(AutoConfig.for_model("granite", **{**settings("granite"), **own}))
     expected, actual = (model.states(runner, MIXED) for runner in (model.packed, model.runner))
 
-    assert isinstance(model.runner, NativeRunner)
+    assert isinstance(runners_of(model.runner)[0], NativeRunner)
     assert relative_error(expected[0], actual[0]) < 1e-5
 
 
@@ -88,7 +90,7 @@ def test_limit_and_slope_of_expert_gates(limit: float, slope: float) -> None:
     expected, actual = (model.states(runner, MIXED) for runner in (model.packed, model.runner))
     [gate] = {mlp.experts.activation for _, mlp in decoder_of(model).layers if mlp.experts is not None}
 
-    assert isinstance(model.runner, NativeRunner)
+    assert isinstance(runners_of(model.runner)[0], NativeRunner)
     assert (limit, slope, 1.0, True) == (gate.limit, gate.slope, gate.shift, gate.interleaved)
     assert relative_error(expected[0], actual[0]) < 2e-5
 
@@ -118,7 +120,7 @@ def test_sizes_that_are_no_multiples_of_vectors(family: str, weights: Weights) -
     with Float32Mode(model.model):
         expected, actual = (model.states(runner, MIXED) for runner in (model.packed, model.runner))
 
-    assert isinstance(model.runner, NativeRunner)
+    assert isinstance(runners_of(model.runner)[0], NativeRunner)
     sizes = (expected[0] - actual[0]).abs().amax(1) / expected[0].abs().max()
     assert float(sizes.quantile(0.9)) < (1e-5 if weights == 32 else 5e-2)
     assert float(sizes.max()) < (1e-5 if weights == 32 else 0.3 if weights == 4 else 5e-2)
@@ -161,7 +163,7 @@ def test_rows_larger_than_the_cache_keep_their_bits(weights: Weights) -> None:
     )
     together, _ = model.states(model.runner, (((0, 120),),))
 
-    assert isinstance(model.runner, NativeRunner)
+    assert isinstance(runners_of(model.runner)[0], NativeRunner)
     assert torch.equal(together, model.states(model.runner, (((0, 41),), ((0, 1),), ((0, 2),), ((0, 76),)))[0])
 
 
@@ -244,7 +246,7 @@ def test_bfloat16_cells_equal_torch() -> None:
     for runner in (model.packed, model.runner):
         some = Cache(specs, slots=1, capacity=32, cells=32, dtype=torch.bfloat16)
         with some.forward([Span(0, 0, 32)]) as forward:
-            runner.run(forward, [token(0, at) for at in range(32)], [31])
+            runner.run(StepInput(forward, [token(0, at) for at in range(32)], [31]))
             cells = forward.segments(0)[0].cells
             buffers.append([stored.read(cells, torch.float32) for stored in forward.layer_kv(0)])
 
@@ -283,7 +285,7 @@ def test_bidirectional_ranges_run_in_the_modules() -> None:
     for runner in (model.packed, model.runner):
         some = Cache([plan.spec for plan in runner.layers], slots=1, capacity=16, cells=16, dtype=torch.float32)
         with some.forward([Span(0, 0, 9, bidirectional=((2, 6),))]) as forward:
-            logits.append(runner.run(forward, list(range(9)), list(range(9))))
+            logits.append(runner.run(StepInput(forward, list(range(9)), list(range(9)))).logits)
 
     assert torch.equal(*logits)
 
@@ -302,4 +304,4 @@ def test_hooked_modules_run_instead_of_the_step() -> None:
 
 @pytest.mark.parametrize("family", OTHERS)
 def test_unsupported_models_run_in_the_modules(family: str) -> None:
-    assert not isinstance(tiny_model(family).runner, NativeRunner)
+    assert not isinstance(runners_of(tiny_model(family).runner)[0], NativeRunner)

@@ -13,7 +13,7 @@ from kvcache.forward import ForwardCells
 from kvcache.spec import Span
 
 
-def repeated(hidden_rows: tuple[int, ...] | None) -> RepeatForward:
+def repeated(hidden_rows: tuple[int, ...]) -> RepeatForward:
     """A forward with one run of cells in one group, and scattered cells in the other."""
     spans = (Span(3, 7, 2), Span(0, 0, 1, long_factors=True))
     scattered = torch.tensor([5, 4, 9, 10, 11])
@@ -30,8 +30,8 @@ def indices(message: RepeatForward) -> list[object]:
     return [index if isinstance(index, slice) else index.tolist() for index in parts]
 
 
-@pytest.mark.parametrize("hidden_rows", [None, (), (0, 2)])
-def test_forwards_are_decoded(hidden_rows: tuple[int, ...] | None) -> None:
+@pytest.mark.parametrize("hidden_rows", [(), (0, 2)])
+def test_forwards_are_decoded(hidden_rows: tuple[int, ...]) -> None:
     """A run of cells is a slice again, so that its read is a view."""
     message = repeated(hidden_rows)
     decoded = decode(encode(message))

@@ -17,6 +17,7 @@ from engine.errors import ModelUnsupported
 from engine.load.load import LoadedModel, load
 from engine.load.model_plan import plan_model
 from engine.quantize.experts import QuantizedExperts
+from engine.step.input import StepInput
 from kvcache.spec import Span
 from tests.engine.kit.models import CONTEXT, END, VOCABULARY, core, save_tokenizer
 from tests.engine.kit.play import Job, ask, play, texts
@@ -109,7 +110,7 @@ def logits(model: LoadedModel) -> Tensor:
     tokens = list(range(3, 23))
     cache = core(model).cache
     with cache.forward([Span(0, 0, len(tokens))]) as forward:
-        return model.runner.run(forward, tokens, range(len(tokens)))
+        return model.runner.run(StepInput(forward, tokens, range(len(tokens)))).logits
 
 
 def test_text_on_a_device_is_that_of_the_dequantised_weights(tmp_path: Path) -> None:

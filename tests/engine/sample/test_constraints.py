@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from functools import partial
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 from engine.sample.constraints import Constraints
 from engine.sample.penalties import PenaltyHistory
 from engine.sample.sampler import SamplingContext, sample_tokens
-from engine.sample.verify import VerifyTokens, verify
+from engine.sample.verify import VerifyTokens, contexts_of, verify
 from engine.types.request import Dry, ReasoningLimit, Request, SamplingParams, Xtc
 
 SIZE = 12
@@ -138,7 +137,8 @@ def test_drafts_never_change_constrained_text(seed: int) -> None:
                 draft[chance.randrange(len(draft))] = chance.randrange(SIZE)
             trials.append(VerifyTokens(tuple(draft), context(request, text), lambda token: False))
             rows += [row([*text, *draft[:count]]) for count in range(len(draft) + 1)]
-        for text, emitted in zip(texts, verify(trials, partial(sample_tokens, torch.stack(rows))), strict=True):
+        sampled = sample_tokens(torch.stack(rows), contexts_of(trials))
+        for text, emitted in zip(texts, verify(trials, sampled), strict=True):
             text += [token for token in emitted if token is not None]
 
     assert [right[:24] for right in whole] == [text[:24] for text in texts]

@@ -19,6 +19,7 @@ from engine.load.load import LoadedModel
 from engine.load.selftest import ModelTraits, find_runner
 from engine.model import hooks
 from engine.sample.pooling import PromptPooler
+from engine.step.input import StepInput
 from engine.types.events import Failed, Finished
 from engine.types.request import Pooling, Request
 from kvcache.spec import Span
@@ -134,7 +135,8 @@ def test_the_sequential_runner_returns_states_too(name: str) -> None:
     assert family.runner.has_hidden_states
     cache, (first, second) = family.cache(), (family.prompt[:7], family.prompt[5:9])
     with cache.forward([Span(0, 0, 7), Span(1, 0, 4)]) as forward:
-        logits, states = family.runner.run_with_hidden_states(forward, [*first, *second], [6, 8], [3, 6, 9])
+        output = family.runner.run(StepInput(forward, [*first, *second], [6, 8], [3, 6, 9]))
+    logits, states = output.logits, output.hidden_states
 
     family.model.set_attn_implementation("eager")
     for tokens, rows in ((first, ((3, 0), (6, 1))), (second, ((2, 2),))):
@@ -174,17 +176,23 @@ def test_missing_hidden_states_are_found_at_load(kind: type[Any], shown: bool) -
 def test_a_model_may_compute_logits_for_every_row(kept: bool) -> None:
     layer, rows = nn.Linear(4, 3), torch.randn(6, 4)
     model = SimpleNamespace(get_output_embeddings=lambda: layer)
-    with hooks.capture_hidden_states(model, [2, 3], [0, 3, 5]) as tap:
-        logits = layer((rows[tap.output_rows] if kept else rows)[None])
+    output_rows, indices = (
+        torch.tensor([0, 2, 3, 5]),
+        hooks.OutputIndices(torch.tensor([1, 2]), torch.tensor([0, 2, 3])),
+    )
+    with hooks.capture_hidden_states(model, output_rows, indices) as capture:
+        logits = layer((rows[output_rows] if kept else rows)[None])
 
     assert torch.equal(layer(rows)[[2, 3]], logits[0])
-    assert torch.equal(rows[[0, 3, 5]], tap.hidden_states)
+    assert torch.equal(rows[[0, 3, 5]], capture.hidden_states)
 
 
 def test_a_model_that_bypasses_its_output_layer_is_refused() -> None:
     model = SimpleNamespace(get_output_embeddings=lambda: nn.Linear(4, 3))
 
-    with pytest.raises(NotImplementedError), hooks.capture_hidden_states(model, [0], [0]):
+    row = torch.tensor([0])
+
+    with pytest.raises(NotImplementedError), hooks.capture_hidden_states(model, row, hooks.OutputIndices(row, row)):
         pass
 
 
