@@ -52,6 +52,7 @@ OTHER_KEYS = {
     "routers": ("name",),
     "ray_faults": ("step", "replicas"),
     "overload": ("model", "clients", "retry"),
+    "sharing": ("model", "requests", "cell"),
     "fleet_validation": ("replicas", "policy"),
 }
 # Names of models on the page, by size.

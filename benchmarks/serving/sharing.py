@@ -1,6 +1,6 @@
 """Measures how long a new request waits beside 64 long ones of the same owner, and what their time slices cost.
 
-    python -m benchmarks.sharing [MODEL] [--requests 64] [--newcomers 20] [--rounds 3] [--json FILE]
+    python -m benchmarks.serving.sharing [MODEL] [--requests 64] [--newcomers 20] [--rounds 3] [--json FILE]
 
 `frozen` and `busy`: clients of a server stream answers of 4,000 tokens with 20 log-probabilities each and read nothing,
 or everything, while completions of one token arrive one after another. `slices`: the engine alone, in this process,
@@ -10,7 +10,6 @@ counts.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import statistics
@@ -24,7 +23,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from bench.launch import cellar
-from benchmarks.result import add_json_option, measured, model_name
+from benchmarks.result import add_json_option, command_parser, measured, model_name
 from engine.config import EngineConfig
 from engine.core import Core
 from engine.load.load import load
@@ -114,9 +113,7 @@ def compare_slices(model: str | None, requests: int, rounds: int) -> dict[str, A
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure and print."""
-    summary, _, epilog = (__doc__ or "").partition("\n")
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("benchmarks.sharing", description=summary, epilog=epilog, formatter_class=raw)
+    parser = command_parser("serving.sharing", __doc__)
     parser.add_argument("model", nargs="?", default=None, help="a folder or GGUF file (default: the bundled model)")
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--newcomers", type=int, default=20)
