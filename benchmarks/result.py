@@ -15,6 +15,7 @@ Rows by benchmark:
     routers      name, requests, errors, cached_share, equal_texts, unary_p50_ms, first_chunk_p50_ms, tokens_per_second
     ray_faults   step, replicas, streams by their ends, seconds; or requests, errors, cached_share
     overload     model, clients, retry, answers, refusals, errors, seconds, tokens_per_processor_second, ratio
+    sharing      model, requests, cell, newcomers, median and worst seconds; or tokens/s with and without time slices
     gpu          device, shape, mode, cell, tokens_per_second, step_ms, host_ms, share_of_bandwidth, teraflops
     gpu_kernels  target, shape, kernel, registers, spilled_bytes, shared_bytes
 """
