@@ -7,12 +7,9 @@ from collections.abc import Callable
 import pytest
 
 from engine.core import Core
-from engine.load.load import LoadedModel
 from engine.types.events import Finished
-from tests.engine.kit.models import Reference, core
+from tests.engine.kit.models import Models, Reference, core
 from tests.engine.kit.play import Job, ask, play
-
-Models = Callable[..., LoadedModel]
 
 LONG = tuple(at % 200 for at in range(90))
 

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from engine.core import Core
-from engine.load.load import LoadedModel
-from tests.engine.kit.models import core
+from tests.engine.kit.models import Models, core
 from tests.engine.kit.play import Job, ask, play
-
-Models = Callable[..., LoadedModel]
 
 RECURRENT = ["lfm2", "mamba2"]
 PROMPT = tuple((11 * at + 3) % 250 for at in range(60))

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
 from engine.load.load import LoadedModel
 from engine.types.events import Failed, Finished
 from engine.types.request import SamplingParams
-from tests.engine.kit.models import END, Reference, core
+from tests.engine.kit.models import END, Models, References, core
 from tests.engine.kit.play import Answer, Job, ask, play
-
-Models = Callable[..., LoadedModel]
-References = Callable[..., Reference]
 
 PROMPT = (5, 4, 3, 2, 1)
 

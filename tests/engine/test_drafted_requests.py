@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import pytest
 import torch
@@ -19,10 +19,8 @@ from engine.schedule.step_cost import Work
 from engine.types.events import Delta, Failed, Finished, TokenLogprob
 from engine.types.request import SpeculationParams
 from tests.engine.draft.drafters import ScriptedDrafter, always_right, always_wrong
-from tests.engine.kit.models import VOCABULARY, core
+from tests.engine.kit.models import VOCABULARY, Models, core
 from tests.engine.kit.play import Answer, Job, ask, play
-
-Models = Callable[..., LoadedModel]
 
 PROMPT = (5, 4, 3, 2, 1)
 KINDS = ("llama", "gemma3", "llama4", "mamba2", "qwen3_next", "deepseek_v3")

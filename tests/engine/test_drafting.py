@@ -19,12 +19,11 @@ from engine.errors import DraftTooLarge, InvalidRequest, ModelMissing, ModelUnsu
 from engine.load.load import LoadedModel, load
 from engine.types.events import Delta, Finished
 from engine.types.request import Request, SamplingParams, SpeculationParams
-from tests.engine.kit.models import CONTEXT, core, save_model, save_tokenizer
+from tests.engine.kit.models import CONTEXT, Models, core, save_model, save_tokenizer
 from tests.engine.kit.play import Job, ask, play
 
 BUNDLED_DRAFT = Path(__file__).parents[2] / "models" / "draft"
 
-Models = Callable[..., LoadedModel]
 Folder = Callable[[str], Path]
 
 

@@ -23,10 +23,9 @@ from engine.schedule.draft import Drafter
 from engine.types.events import Failed, Finished
 from engine.types.request import Dry, Grammar, ReasoningLimit, Request, SamplingParams, Xtc
 from tests.engine.draft import drafters
-from tests.engine.kit.models import CONTEXT, END, VOCABULARY, core
+from tests.engine.kit.models import CONTEXT, END, VOCABULARY, Models, core
 from tests.engine.kit.play import Answer, Job, ask, play
 
-Models = Callable[..., LoadedModel]
 COMPACT = {"x-guidance": {"whitespace_flexible": False}}
 SCHEMAS: list[dict[str, object]] = [
     {

@@ -6,15 +6,12 @@ are ties: at the first difference the token must be the second of the reference,
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from engine.core import Core
-from engine.load.load import LoadedModel
 from engine.types.events import Finished
 from tests.engine.kit.mixes import LONGEST, Mix, mix, prompts
-from tests.engine.kit.models import END, Reference
+from tests.engine.kit.models import END, Models, Reference, References
 from tests.engine.kit.play import Answer, Job, play
 from tests.selection import quick
 
@@ -22,9 +19,6 @@ JUDGED = ("llama", "qwen3", "gemma", "phi3", "gpt_neox", "olmo2")
 ALSO = ("gemma2", "gemma3", "mistral", "cohere", "smollm3", "gpt2")
 # Rounding of float32 between two orders of summation, for logits of this size.
 ROUNDING = 2e-5
-
-Models = Callable[..., LoadedModel]
-References = Callable[..., Reference]
 
 
 def expected(reference: Reference, job: Job) -> list[int]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
@@ -11,12 +9,9 @@ from engine.core import Core
 from engine.load.load import LoadedModel
 from engine.types.events import Finished, Usage
 from kvcache.cache import Cache
-from tests.engine.kit.models import Reference, core
+from tests.engine.kit.models import Models, References, core
 from tests.engine.kit.play import Answer, Job, ask, play, take
 from tests.selection import quick
-
-Models = Callable[..., LoadedModel]
-References = Callable[..., Reference]
 
 CONTEXT = 24
 PROMPT = (5, 4, 3, 2, 1, 0, 5, 4)

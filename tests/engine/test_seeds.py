@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 
 import pytest
 
@@ -11,10 +10,8 @@ from engine.core import Core
 from engine.load.load import LoadedModel
 from engine.types.request import Request, SamplingParams
 from tests.engine.kit.mixes import prompts
-from tests.engine.kit.models import CONTEXT, VOCABULARY, core
+from tests.engine.kit.models import CONTEXT, VOCABULARY, Models, core
 from tests.engine.kit.play import Job, ask, play
-
-Models = Callable[..., LoadedModel]
 
 COUNT = 12
 

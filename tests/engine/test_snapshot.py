@@ -12,14 +12,11 @@ from engine.config import EngineConfig
 from engine.core import Core
 from engine.engine import Engine
 from engine.errors import Loading
-from engine.load.load import LoadedModel
 from engine.types.request import Request
 from engine.types.snapshot import EngineSnapshot, SequenceCounts
-from tests.engine.kit.models import core
+from tests.engine.kit.models import Models, core
 from tests.engine.kit.play import ask
 from tests.engine.test_engine import run_with_engine
-
-Models = Callable[..., LoadedModel]
 
 PROMPT = tuple(range(1, 21))
 

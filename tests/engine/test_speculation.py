@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
-from engine.load.load import LoadedModel
+from tests.engine.kit.models import Models
 from tests.engine.kit.speculated import KINDS, Case, covering, differences, every, played
 from tests.selection import quick
 
-Models = Callable[..., LoadedModel]
 CASES = ("none", "right", "itself", "wrong")
 
 

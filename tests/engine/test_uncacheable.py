@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from engine.core import Core
-from engine.load.load import LoadedModel
-from tests.engine.kit.models import core
+from tests.engine.kit.models import Models, core
 from tests.engine.kit.play import Job, ask, play, texts
-
-Models = Callable[..., LoadedModel]
 
 PROMPT = tuple((11 * at + 3) % 250 for at in range(60))
 

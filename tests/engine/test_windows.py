@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from engine.core import Core
-from engine.load.load import LoadedModel
 from engine.types.events import Finished
 from kvcache.attention_group import AttentionGroup
-from tests.engine.kit.models import VOCABULARY, Reference, core
+from tests.engine.kit.models import VOCABULARY, Models, Reference, References, core
 from tests.engine.kit.play import Answer, Job, ask, play
 
 FAMILIES = ("gemma3", "mistral")
 PROMPT = tuple(at * 31 % VOCABULARY for at in range(3, 53))
 NEW = (5, 6, 7, 8, 9)
-
-Models = Callable[..., LoadedModel]
-References = Callable[..., Reference]
 
 
 def windows(engine: Core) -> list[AttentionGroup]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -215,3 +216,8 @@ class Reference:
         with torch.inference_mode():
             logits: torch.Tensor = self.model(input_ids=torch.tensor([tokens]), use_cache=False).logits
         return logits[0, -1]
+
+
+# The fixtures `loaded` and `reference`.
+Models = Callable[..., LoadedModel]
+References = Callable[..., Reference]

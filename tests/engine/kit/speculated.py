@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -24,10 +24,8 @@ from engine.schedule.draft import Drafter
 from engine.types.request import Grammar, Request, SamplingParams
 from kvcache.cache import Cache
 from tests.engine.draft import drafters
-from tests.engine.kit.models import END, VOCABULARY, core
+from tests.engine.kit.models import END, VOCABULARY, Models, core
 from tests.engine.kit.play import Answer, Job, ask, play
-
-Models = Callable[..., LoadedModel]
 
 KINDS = {
     "full": "llama",

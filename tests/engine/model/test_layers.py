@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
-from engine.load.load import LoadedModel
 from kvcache.rotary import rotate
 from kvcache.spec import AttentionRange, Rotation
-from tests.engine.kit.models import CONTEXT
+from tests.engine.kit.models import CONTEXT, Models
 from tests.selection import quick
-
-Models = Callable[..., LoadedModel]
 
 FULL, SLIDING = AttentionRange(), AttentionRange("window", 8)
 # Of each layer: layout, first rotated column, number of pairs, and attention range. None: keys are not rotated.

@@ -25,15 +25,12 @@ from engine.types.events import Finished
 from kvcache.cache import Cache
 from kvcache.spec import Span
 from tests.engine.kit import speculated
-from tests.engine.kit.models import CONTEXT, ORIGINAL, VOCABULARY, Reference, core, load_model
+from tests.engine.kit.models import CONTEXT, ORIGINAL, VOCABULARY, Models, Reference, References, core, load_model
 from tests.engine.kit.play import Job, ask, play
 from tests.engine.kit.speculated import Case, differences
 from tests.engine.test_oracle import run
 from tests.libraries import built
 from tests.selection import quick
-
-Models = Callable[..., LoadedModel]
-References = Callable[..., Reference]
 
 FAMILIES = ("phi3_long", "phimoe_long", "llama_long")
 every_family = pytest.mark.parametrize("family", quick(("phi3_long",), FAMILIES))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -12,18 +12,14 @@ from torch import Tensor
 
 from engine.draft.depth import FixedDepth
 from engine.draft.speculation import Speculation
-from engine.load.load import LoadedModel
 from engine.sample.logprobs import LogprobQuery, PromptScores, token_logprobs, top_tokens
 from engine.types.events import Failed, Finished, Logprob, TokenLogprob
 from engine.types.request import Request, SpeculationParams
 from tests.engine.draft import drafters
 from tests.engine.kit.mixes import prompts
-from tests.engine.kit.models import CONTEXT, VOCABULARY, Reference, core
+from tests.engine.kit.models import CONTEXT, VOCABULARY, Models, Reference, References, core
 from tests.engine.kit.play import Answer, Job, ask, play
 from tests.selection import quick
-
-Models = Callable[..., LoadedModel]
-References = Callable[..., Reference]
 
 # Full attention, windows, latent attention, hybrid, recurrent; chunks and a delta rule, computed partly in float32.
 # With the tolerance of the log-probabilities.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +15,6 @@ from torch.nn.functional import normalize
 from transformers import AutoConfig, LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from engine.load.load import LoadedModel
 from engine.load.selftest import ModelTraits, find_runner
 from engine.model import hooks
 from engine.sample.pooling import PromptPooler
@@ -25,12 +24,9 @@ from engine.types.request import Pooling, Request
 from kvcache.spec import Span
 from tests.engine.kit.families import build
 from tests.engine.kit.mixes import prompts
-from tests.engine.kit.models import CONTEXT, Reference, core
+from tests.engine.kit.models import CONTEXT, Models, Reference, References, core
 from tests.engine.kit.play import Answer, Job, ask, play
 from tests.engine.kit.tiny import settings
-
-Models = Callable[..., LoadedModel]
-References = Callable[..., Reference]
 
 
 def vector(answer: Answer) -> torch.Tensor:

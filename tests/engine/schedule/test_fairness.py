@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 
 from engine.core import Core
-from engine.load.load import LoadedModel
 from engine.schedule import fairness
 from engine.schedule.fairness import MAX_DEBT, QUANTUM, TIME_SLICE_STEPS, DeficitRoundRobin
 from engine.types.events import Delta, Finished, Started
 from engine.types.request import Request, Tier
 from tests.engine.kit.mixes import prompts
-from tests.engine.kit.models import Reference, core
+from tests.engine.kit.models import Models, References, core
 from tests.engine.kit.play import Job, ask, play
-
-Models = Callable[..., LoadedModel]
-References = Callable[..., Reference]
 
 
 def choices(name: str, number: int, tokens: int = 40, **fields: Any) -> list[Request]:

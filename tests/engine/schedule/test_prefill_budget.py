@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -13,12 +12,9 @@ from engine.schedule.prefill_budget import MIN_TOKENS
 from engine.types.request import Request
 from tests.engine.kit.machine import Machine, smollm
 from tests.engine.kit.mixes import prompts
-from tests.engine.kit.models import Reference
+from tests.engine.kit.models import Models, References
 from tests.engine.kit.play import ask
 from tests.selection import quick
-
-Models = Callable[..., LoadedModel]
-References = Callable[..., Reference]
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from engine.core import Core
-from engine.load.load import LoadedModel
 from engine.types.events import Delta, Finished, PrefillProgress, Started
 from engine.types.request import Tier
 from tests.engine.kit.mixes import prompts
-from tests.engine.kit.models import Reference, core
+from tests.engine.kit.models import Models, References, core
 from tests.engine.kit.play import Answer, Job, ask, play
-
-Models = Callable[..., LoadedModel]
-References = Callable[..., Reference]
 
 PROMPT = tuple(range(40))
 
