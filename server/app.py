@@ -21,6 +21,7 @@ from server.http.refusal import EarlyRefusal
 from server.http.version import version
 from server.metrics.metrics import Metrics
 from server.metrics.traces import make_traces
+from server.models.registry import ModelRegistry
 from server.routes import (
     anthropic,
     batches,
@@ -71,14 +72,14 @@ def create_app(engine: EngineClient, settings: Settings) -> FastAPI:
         telemetry={"tracing": False},
         lifespan=lifespan,
     )
-    app.state.engine = engine
     app.state.large_bodies = large_body_limiter()
     name = settings.model_names[0]
     traces = None
     if settings.otlp_traces_endpoint is not None:
         traces = make_traces(settings.otlp_traces_endpoint, name, version())
         closing.push_async_callback(asyncio.to_thread, traces.close)
-    service = Service(engine, settings, Metrics(engine, name), traces)
+    service = Service(engine, settings, Metrics(engine, name), name, traces)
+    app.state.models = registry = ModelRegistry(service)
     app.router.route_class = LenientRoute if settings.lenient else StrictRoute
     for routes in (
         capabilities,
@@ -93,9 +94,9 @@ def create_app(engine: EngineClient, settings: Settings) -> FastAPI:
         engine_state,
         page,
     ):
-        routes.add(app, service)
-    closing.push_async_callback(responses.add(app, service).close)
-    batch_service = batches.add(app, service)
+        routes.add(app, registry)
+    closing.push_async_callback(responses.add(app, registry).close)
+    batch_service = batches.add(app, registry)
     closing.push_async_callback(batch_service.close)
     openapi.install(app)
     errors.install(app)
@@ -107,7 +108,7 @@ def create_app(engine: EngineClient, settings: Settings) -> FastAPI:
 def _wrap(app: FastAPI, settings: Settings, metrics: Metrics) -> None:
     """Add the middleware, the outermost last."""
     limits, keys = settings.limits, ApiKeys(settings.all_keys)
-    app.state.refuse = EarlyRefusal(app.state.engine.check_admission, keys, settings.hosts, limits, metrics)
+    app.state.refuse = EarlyRefusal(app.state.models.check_admission, keys, settings.hosts, limits, metrics)
     app.add_middleware(BodyLimitMiddleware, limit=limits.body_bytes, upload_limit=limits.file_bytes)
     app.add_middleware(AdmissionMiddleware, routes=app.routes)
     app.add_middleware(AuthMiddleware, keys=keys, open_paths=page.open_paths())

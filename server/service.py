@@ -1,4 +1,4 @@
-"""What all routes share: the engine, the settings, the metrics, and the names of the models."""
+"""The service of one resolved model: its engine, settings and metrics; what a route does with a model passes here."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from engine.types.status import EmbeddingModelInfo
 from server.configuration.settings import Settings
 from server.http.access_log import current
 from server.http.auth import caller
-from server.http.errors import MODEL_NOT_FOUND, ApiError
 from server.http.events import ChoiceEvents, DeltaSink
 from server.http.version import version
 from server.metrics.metrics import Endpoint, Metrics
@@ -33,40 +32,23 @@ if TYPE_CHECKING:
 
 
 MAX_GRAMMAR_THREADS = 4
-# Characters of a client's own name of the model.
-MAX_NAME_LENGTH = 512
 
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """One engine with its settings, metrics and traces.
+    """One engine with its settings, metrics and traces, under one name of the model.
 
+    name             for the response: the one of the request, or the main name
     grammar_threads  limits the worker threads that wait for grammars, so that others stay free
     """
 
     engine: EngineClient
     settings: Settings
     metrics: Metrics
+    name: str
     traces: GenerationTraces | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     grammar_threads: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(MAX_GRAMMAR_THREADS))
-
-    def resolve(self, name: str | None) -> str:
-        """The name for the response: the requested one, or the main name; ApiError for an unknown model.
-
-        The name of a client's own model, such as Claude Code's, is served by --served-model-name '*'.
-        """
-        names = self.settings.model_names
-        if name is None:
-            return names[0]
-        if name == self.settings.embedding_name:
-            message = f"The model '{name}' is the embedding model and does not support this endpoint; use '{names[0]}'."
-            raise ApiError(MODEL_NOT_FOUND, message, param="model")
-        if name not in names and not (self.settings.serves_any_name and _may_be_name(name)):
-            served = ", ".join(f"'{each}'" for each in names)
-            message = f"The model '{name[:128]}' does not exist here. This server serves {served}."
-            raise ApiError(MODEL_NOT_FOUND, message, param="model")
-        return name
 
     def check_alive(self) -> None:
         """Raise EngineDead if a restart would help: the engine thread ended or makes no progress."""
@@ -86,14 +68,6 @@ class Service:
         """A digest of everything that may change the text: weights, number format, version."""
         info = self.engine.info
         return _fingerprint(info.fingerprint, info.architecture, info.dtype, version())
-
-    @property
-    def loaded_names(self) -> tuple[str, ...]:
-        """The names of all models once the engine is ready."""
-        if not self.engine.ready:
-            return ()
-        embedding = self.settings.embedding_name
-        return (*self.settings.model_names, *(() if embedding is None else (embedding,)))
 
     @property
     def embedder(self) -> EmbeddingModelInfo | None:
@@ -168,10 +142,6 @@ class Service:
         if not self.engine.alive:
             raise EngineDead(failed.reason)
         raise SequenceFailed(failed.reason)
-
-
-def _may_be_name(name: str) -> bool:
-    return 0 < len(name) <= MAX_NAME_LENGTH and name.isprintable()
 
 
 def _scoped_id(owner: str, id: str) -> str:

@@ -28,8 +28,8 @@ from server.http.errors import (
     invalid_value,
 )
 from server.http.paging import Page, first_page, no_such_item
+from server.models.registry import ModelRegistry
 from server.schemas.batches import BatchBody, BatchRequest, BatchStatus, FileBody, RequestCounts
-from server.service import Service
 from server.store.batches import LEASE_SECONDS, BatchStore, StoredBatch
 from server.store.database import MEMORY, StoreError, is_url
 from server.store.files import FileStore, StorageFullError, StoredFile
@@ -59,8 +59,8 @@ class BatchService:
     first_owner  gets the files and batches without an owner; "": they stay as they are
     """
 
-    def __init__(self, service: Service, location: str | None, first_owner: str = "") -> None:
-        self._service, self._location = service, location
+    def __init__(self, models: ModelRegistry, location: str | None, first_owner: str = "") -> None:
+        self._models, self._location = models, location
         place = location or MEMORY
         self._files = FileStore(place, MAX_MEMORY_BYTES if place == MEMORY else MAX_BYTES, first_owner=first_owner)
         self._batches = BatchStore(uuid.uuid4().hex, place, first_owner=first_owner)
@@ -215,10 +215,10 @@ class BatchService:
     async def _run(self) -> None:
         """Claim batches and renew their leases, until cancelled."""
         try:
-            await self._service.engine.wait_ready()
+            await self._models.lease().engine.wait_ready()
         except EngineError:
             return
-        self._slots = SlotShare(max(self._service.engine.info.slots // 2, 1))
+        self._slots = SlotShare(max(self._models.lease().engine.info.slots // 2, 1))
         while True:
             try:
                 # A default file is created by its first batch.
@@ -256,7 +256,7 @@ class BatchService:
             # There is no more space for its results than before.
             await self._batches.release(stored.id)
             return
-        limit = self._service.settings.limits.body_bytes
+        limit = self._models.settings.limits.body_bytes
         run = BatchRun(stored, self._batches, self._files, self._client, self._slots, limit)
         self._runs[stored.id] = run
         self._tasks[stored.id] = task = asyncio.create_task(self._finish(run))

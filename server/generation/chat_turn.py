@@ -123,7 +123,6 @@ class ChatTurn:
 
 async def prepare_chat(service: Service, body: ChatRequest, id: str) -> ChatTurn:
     """Validate and render a body; raises ApiError or EngineError before anything runs."""
-    model = service.resolve(body.model)
     service.check_ready()
     _check(body)
     supported, prepared, render, rendered = await anyio.to_thread.run_sync(_rendered, service, body)
@@ -136,7 +135,7 @@ async def prepare_chat(service: Service, body: ChatRequest, id: str) -> ChatTurn
     return ChatTurn(
         id=id if body.request_id is None else f"chatcmpl-{body.request_id}",
         created=int(time.time()),
-        model=model,
+        model=service.name,
         fingerprint=service.fingerprint(),
         body=body,
         requests=requests,

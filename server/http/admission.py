@@ -59,4 +59,4 @@ class AdmissionMiddleware:
 
 def check_admission(connection: HTTPConnection) -> None:
     """Raise Overloaded if the queue is full for the caller."""
-    connection.app.state.engine.check_admission(caller().owner)
+    connection.app.state.models.check_admission(caller().owner)

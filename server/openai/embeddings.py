@@ -19,6 +19,7 @@ from server.generation.jobs import EmbeddingResult, InputReader, run_embedding_j
 from server.generation.sampling import check_token_ids
 from server.http.errors import invalid_value, unsupported_parameter
 from server.metrics.metrics import Endpoint
+from server.models.registry import ModelRegistry
 from server.schemas.embeddings import EmbeddingBody, EmbeddingList, EmbeddingRequest, EmbeddingUsage
 from server.service import Service
 
@@ -40,9 +41,9 @@ class EmbeddingOptions:
     pooling: Pooling = "last"
 
 
-async def embeddings(service: Service, body: EmbeddingRequest, id: str) -> EmbeddingList:
+async def embeddings(models: ModelRegistry, body: EmbeddingRequest, id: str) -> EmbeddingList:
     """The response to a body; raises ApiError or EngineError."""
-    model = embedding_model(service, body.model)
+    service = models.lease_for_embeddings(body.model)
     for field, reason in unsupported_embedding_parameters(service.embedder).items():
         if getattr(body, field) is not None:
             raise unsupported_parameter(field, reason)
@@ -51,15 +52,7 @@ async def embeddings(service: Service, body: EmbeddingRequest, id: str) -> Embed
     result = await embed(service, body.input, options, id=id, endpoint="embeddings")
     data = await anyio.to_thread.run_sync(_data, body, result.vectors)
     usage = EmbeddingUsage(prompt_tokens=result.tokens, total_tokens=result.tokens)
-    return EmbeddingList(object="list", data=data, model=model, usage=usage)
-
-
-def embedding_model(service: Service, name: str | None) -> str:
-    """Name of the model for embeddings: the embedding model, if there is one, whatever the requested name."""
-    service.check_ready()
-    if service.embedder is not None and service.settings.embedding_name is not None:
-        return service.settings.embedding_name
-    return service.resolve(name)
+    return EmbeddingList(object="list", data=data, model=service.name, usage=usage)
 
 
 def unsupported_embedding_parameters(embedding: EmbeddingModelInfo | None) -> dict[str, str]:

@@ -74,7 +74,6 @@ class PreparedCompletion:
 
 async def prepare_completion(service: Service, body: CompletionRequest, id: str) -> PreparedCompletion:
     """Validate a body and tokenize its prompts; raises ApiError or EngineError before anything runs."""
-    model = service.resolve(body.model)
     service.check_ready()
     _check(service, body)
     returned = body.n or 1
@@ -95,7 +94,7 @@ async def prepare_completion(service: Service, body: CompletionRequest, id: str)
     return PreparedCompletion(
         id=id if body.request_id is None else f"cmpl-{body.request_id}",
         created=int(time.time()),
-        model=model,
+        model=service.name,
         fingerprint=service.fingerprint(),
         body=body,
         requests=tuple(requests),

@@ -21,7 +21,6 @@ PIECES_SLICE = 1024
 
 async def tokenize(service: Service, body: TokenizeRequest, id: str) -> Tokens:
     """Tokens of a text or of messages; raises ApiError or EngineError."""
-    service.resolve(body.model)
     service.check_ready()
     tokens = await _tokens(service, body, id)
     answer = Tokens(tokens=tokens, count=len(tokens), max_model_len=service.engine.info.context)
@@ -32,7 +31,6 @@ async def tokenize(service: Service, body: TokenizeRequest, id: str) -> Tokens:
 
 async def detokenize(service: Service, body: DetokenizeRequest) -> Detokenized:
     """The text of tokens, including special tokens."""
-    service.resolve(body.model)
     service.check_ready()
     text = await anyio.to_thread.run_sync(service.engine.tokenizer.decode, body.tokens)
     return Detokenized(prompt=text, content=text)

@@ -22,6 +22,7 @@ from server.http.errors import (
     invalid_value,
     missing_parameter,
 )
+from server.models.registry import ModelRegistry
 from server.responses.archive import (
     NOT_STORED,
     Archive,
@@ -45,7 +46,6 @@ from server.responses.writer import FINAL_STATUSES, ResponseWriter
 from server.schemas.response_input import MAX_ITEMS, ReferenceInput
 from server.schemas.response_items import Compaction, ResponseBody
 from server.schemas.responses import CompactRequest, PromptFields, ResponseRequest
-from server.service import Service
 from server.store.database import StoreError
 from server.store.store import LEASE_SECONDS, ResponseStore
 
@@ -58,8 +58,8 @@ BACKGROUND_RETRY_SECONDS = 10.0
 class ResponseService:
     """All responses of one app. Without a store no response outlives its request."""
 
-    def __init__(self, service: Service, store: ResponseStore | None) -> None:
-        self._service, self._store, self._owner = service, store, ""
+    def __init__(self, models: ModelRegistry, store: ResponseStore | None) -> None:
+        self._models, self._store, self._owner = models, store, ""
         self._archive = None if store is None else Archive(store)
         # By owner and response id.
         self._running: dict[tuple[str, str], ResponseTask] = {}
@@ -103,10 +103,10 @@ class ResponseService:
         items = await self._prompt_items(body, await self._input_items(body))
         if not items:
             raise missing_parameter("input")
-        summary = summary_request(body, self._service.engine.info.context)
+        summary = summary_request(body, self._models.lease(body.model).engine.info.context)
         turn = await self._turn(summary, [*items, SUMMARY_QUESTION], new_id("resp"))
         try:
-            async with generate(self._service, turn.requests, "responses") as events:
+            async with generate(self._models.lease(turn.model), turn.requests, "responses") as events:
                 [reply] = await collect_messages(turn, events)
         except EngineError as error:
             raise renamed_error(error) from error
@@ -216,10 +216,10 @@ class ResponseService:
 
     async def _turn(self, body: PromptFields, items: Sequence[Item], id: str) -> ChatTurn:
         try:
-            model = self._service.resolve(body.model)
-            chat = await anyio.to_thread.run_sync(lambda: chat_request(body, model, parse_items(items)))
+            service = self._models.lease(body.model)
+            chat = await anyio.to_thread.run_sync(lambda: chat_request(body, service.name, parse_items(items)))
             make = fitting_turn if body.truncation == "auto" else prepare_chat
-            return await make(self._service, chat, id)
+            return await make(service, chat, id)
         except (ApiError, EngineError) as error:
             raise renamed_error(error) from error
 
@@ -244,7 +244,7 @@ class ResponseService:
             self._check_background_capacity()
         store = partial(self._store_started, task, input_items) if background else None
         try:
-            await task.start(generate(self._service, turn.requests, "responses"), store)
+            await task.start(generate(self._models.lease(turn.model), turn.requests, "responses"), store)
         except EngineError as error:
             raise renamed_error(error) from error
         id = task.response["id"]
@@ -264,7 +264,7 @@ class ResponseService:
         Above the limit, an owner with less than an even share of that half is still admitted.
         """
         owners = [owner for (owner, _), task in self._running.items() if task.response["background"]]
-        limit = max(self._service.settings.max_waiting // 2, 1)
+        limit = max(self._models.settings.max_waiting // 2, 1)
         share = limit // len({*owners, self._owner})
         if len(owners) >= limit and owners.count(self._owner) >= share:
             raise Overloaded(len(owners), BACKGROUND_RETRY_SECONDS)

@@ -18,10 +18,10 @@ from server.http.encoding import JsonResponse
 from server.http.errors import ANTHROPIC_PREFIX, ApiError
 from server.http.parsing import run_by_size
 from server.http.sse import EventStream, named_frame
+from server.models.registry import ModelRegistry
 from server.routes.openapi import EVENT_STREAM, streamed_responses
 from server.schemas.anthropic import CountRequest, MessagesRequest
 from server.schemas.anthropic_answer import AnsweredMessage, AnthropicErrorBody, TokenCount
-from server.service import Service
 
 ANTHROPIC_ERRORS: dict[int | str, dict[str, Any]] = {
     "4XX": {"model": AnthropicErrorBody, "description": "The request is invalid or cannot be served now."},
@@ -29,13 +29,14 @@ ANTHROPIC_ERRORS: dict[int | str, dict[str, Any]] = {
 }
 
 
-def add(app: FastAPI, service: Service) -> None:
+def add(app: FastAPI, models: ModelRegistry) -> None:
     """Add the routes."""
 
     @app.post(ANTHROPIC_PREFIX, responses={**ANTHROPIC_ERRORS, **streamed_responses(AnsweredMessage, EVENT_STREAM)})
     async def create_message(body: MessagesRequest, request: Request) -> Response:
         """Answer a conversation."""
-        turn = await _turn(service, body, request)
+        turn = await _turn(models, body, request)
+        service = models.lease(turn.model)
         answer = AnthropicAnswer(turn, has_cache_control(body))
         opening = generate(service, turn.requests, "anthropic")
         if body.stream:
@@ -50,13 +51,14 @@ def add(app: FastAPI, service: Service) -> None:
     @app.post(f"{ANTHROPIC_PREFIX}/count_tokens", responses={**ANTHROPIC_ERRORS, 200: {"model": TokenCount}})
     async def count_message_tokens(body: CountRequest, request: Request) -> Response:
         """Count the tokens of a conversation's prompt."""
-        turn = await _turn(service, body, request)
+        turn = await _turn(models, body, request)
         return JsonResponse(TokenCount(input_tokens=len(turn.requests[0].prompt)))
 
 
-async def _turn(service: Service, body: CountRequest, http: Request) -> ChatTurn:
+async def _turn(models: ModelRegistry, body: CountRequest, http: Request) -> ChatTurn:
     try:
         chat = await run_by_size(http, chat_request, body)
+        service = models.lease(chat.model)
         # The field is required, and clients set it to more than the context of a small model.
         max_tokens = min(chat.max_tokens or 1, service.engine.info.context)
         return await prepare_chat(

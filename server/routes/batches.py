@@ -14,6 +14,7 @@ from server.http.encoding import JsonResponse
 from server.http.errors import CLIENT_CLOSED, UNSUPPORTED_VALUE, ApiError
 from server.http.forms import FileForm
 from server.http.parsing import validated
+from server.models.registry import ModelRegistry
 from server.routes.openapi import ERROR_RESPONSES
 from server.schemas.batches import (
     BatchBody,
@@ -22,17 +23,16 @@ from server.schemas.batches import (
     FileDeleted,
     UploadFields,
 )
-from server.service import Service
 from server.store.files import CHUNK_BYTES
 from server.store.store import open_store
 
 FILES, BATCHES = "/v1/files", "/v1/batches"
 
 
-def add(app: FastAPI, service: Service) -> BatchService:
+def add(app: FastAPI, models: ModelRegistry) -> BatchService:
     """Add the routes; the app's owner starts and closes the returned service."""
-    store = open_store(service.settings.store)
-    batches = BatchService(service, None if store is None else store.location, first_owner(service.settings.all_keys))
+    store = open_store(models.settings.store)
+    batches = BatchService(models, None if store is None else store.location, first_owner(models.settings.all_keys))
     _add_file_routes(app, batches)
     _add_batch_routes(app, batches)
     return batches

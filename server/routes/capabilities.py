@@ -11,6 +11,7 @@ from starlette.responses import Response
 from engine.types.status import EmbeddingModelInfo
 from server.generation.support import ignored_parameters, unsupported_parameters
 from server.http.encoding import JsonResponse
+from server.models.registry import ModelRegistry
 from server.openai import embeddings
 from server.routes.openapi import ERROR_RESPONSES
 from server.schemas import policy
@@ -22,12 +23,13 @@ from server.schemas.scoring import RerankRequest, ScoreRequest
 from server.service import Service
 
 
-def add(app: FastAPI, service: Service) -> None:
+def add(app: FastAPI, models: ModelRegistry) -> None:
     """Add the route."""
 
     @app.get("/v1/capabilities", responses={**ERROR_RESPONSES, 200: {"model": Capabilities}})
     async def capabilities() -> Response:
         """List the support of each parameter, and the abilities of the model."""
+        service = models.lease()
         service.check_ready()
         listed = Capabilities(
             object="capabilities",

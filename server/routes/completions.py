@@ -11,6 +11,7 @@ from server.generation.answer import answer, cancel_on_disconnect
 from server.generation.chat_turn import prepare_chat
 from server.http.encoding import large_json_response
 from server.http.lenient import warnings
+from server.models.registry import ModelRegistry
 from server.openai.chat import ChatAnswer
 from server.openai.completions import CompletionAnswer
 from server.openai.embeddings import embeddings
@@ -19,15 +20,15 @@ from server.routes.openapi import ERROR_RESPONSES, EVENT_STREAM, streamed_respon
 from server.schemas.chat import ChatCompletion, ChatRequest
 from server.schemas.completions import Completion, CompletionRequest
 from server.schemas.embeddings import EmbeddingList, EmbeddingRequest
-from server.service import Service
 
 
-def add(app: FastAPI, service: Service) -> None:
+def add(app: FastAPI, models: ModelRegistry) -> None:
     """Add the routes."""
 
     @app.post("/v1/chat/completions", responses={**ERROR_RESPONSES, **streamed_responses(ChatCompletion, EVENT_STREAM)})
     async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation."""
+        service = models.lease(body.model)
         turn = await prepare_chat(service, body, f"chatcmpl-{uuid.uuid4().hex}")
         shape = ChatAnswer(turn, (*warnings(request), *turn.warnings))
         return await answer(request, service, turn.requests, shape, "chat")
@@ -35,6 +36,7 @@ def add(app: FastAPI, service: Service) -> None:
     @app.post("/v1/completions", responses={**ERROR_RESPONSES, **streamed_responses(Completion, EVENT_STREAM)})
     async def create_completion(body: CompletionRequest, request: Request) -> Response:
         """Continue one or more prompts."""
+        service = models.lease(body.model)
         work = await prepare_completion(service, body, f"cmpl-{uuid.uuid4().hex}")
         shape = CompletionAnswer(work, (*warnings(request), *work.warnings))
         return await answer(request, service, work.requests, shape, "completions")
@@ -44,6 +46,6 @@ def add(app: FastAPI, service: Service) -> None:
         """Turn texts into vectors."""
 
         async def work() -> Response:
-            return await large_json_response(await embeddings(service, body, f"embd-{uuid.uuid4().hex}"))
+            return await large_json_response(await embeddings(models, body, f"embd-{uuid.uuid4().hex}"))
 
         return await cancel_on_disconnect(request, work())

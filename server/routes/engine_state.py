@@ -10,6 +10,7 @@ from starlette.responses import Response
 from engine.types.snapshot import CellGroup, EngineSnapshot, FinishedSequence, SequenceCounts, SlotSnapshot
 from engine.types.status import DraftCounts, Stats
 from server.http.encoding import JsonResponse
+from server.models.registry import ModelRegistry
 from server.routes.openapi import ERROR_RESPONSES
 from server.schemas.engine import (
     EngineCells,
@@ -21,10 +22,9 @@ from server.schemas.engine import (
     EngineSlot,
     EngineState,
 )
-from server.service import Service
 
 
-def add(app: FastAPI, service: Service) -> None:
+def add(app: FastAPI, models: ModelRegistry) -> None:
     """Add the route."""
 
     @app.get("/v1/engine", responses={**ERROR_RESPONSES, 200: {"model": EngineState}})
@@ -33,6 +33,7 @@ def add(app: FastAPI, service: Service) -> None:
 
         Sequences and cached prefixes are those of the API key's organisation, without `cache_salt`.
         """
+        service = models.lease()
         service.check_ready()
         return JsonResponse(_state(await service.snapshot()), headers={"Cache-Control": "no-store"})
 

@@ -7,28 +7,27 @@ from starlette.responses import Response
 
 from engine.types.status import ModelInfo
 from server.http.encoding import JsonResponse
+from server.models.registry import ModelRegistry
 from server.routes.openapi import ERROR_RESPONSES
 from server.schemas.models import EmbeddingModelMeta, Model, ModelList
 from server.service import Service
 
 
-def add(app: FastAPI, service: Service) -> None:
+def add(app: FastAPI, models: ModelRegistry) -> None:
     """Add the routes."""
 
     @app.get("/v1/models", responses={**ERROR_RESPONSES, 200: {"model": ModelList}})
     async def list_models() -> Response:
         """List the names of the models."""
-        names = (*service.settings.model_names, service.settings.embedding_name)
-        return JsonResponse(
-            ModelList(object="list", data=[_model(service, name) for name in names if name is not None])
-        )
+        service, names = models.lease(), models.all_names
+        return JsonResponse(ModelList(object="list", data=[_model(service, name) for name in names]))
 
     # Hub ids contain a slash.
     @app.get("/v1/models/{model:path}", responses={**ERROR_RESPONSES, 200: {"model": Model}})
     async def retrieve_model(model: str) -> Response:
         """Describe a model by one of its names."""
-        known = model if model == service.settings.embedding_name else service.resolve(model)
-        return JsonResponse(_model(service, known))
+        service = models.lease(None if model == models.settings.embedding_name else model)
+        return JsonResponse(_model(service, model))
 
 
 def _model(service: Service, name: str) -> Model:

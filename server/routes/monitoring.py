@@ -7,11 +7,11 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import Response
 
 from server.http.encoding import JsonResponse
+from server.models.registry import ModelRegistry
 from server.routes.openapi import ERROR_RESPONSES
-from server.service import Service
 
 
-def add(app: FastAPI, service: Service) -> None:
+def add(app: FastAPI, models: ModelRegistry) -> None:
     """Add the routes."""
 
     # Probes such as `wget --spider` send HEAD.
@@ -22,14 +22,16 @@ def add(app: FastAPI, service: Service) -> None:
 
         `models` lists the names of the loaded models.
         """
+        service = models.lease()
         service.check_alive()
-        return JsonResponse({"status": "ok", "phase": service.engine.phase, "models": list(service.loaded_names)})
+        loaded = models.all_names if service.engine.ready else ()
+        return JsonResponse({"status": "ok", "phase": service.engine.phase, "models": list(loaded)})
 
     @app.head("/ready", include_in_schema=False)
     @app.get("/ready", responses=ERROR_RESPONSES)
     async def ready() -> Response:
         """200 while requests are accepted, or 503 with the reason."""
-        service.check_ready()
+        models.lease().check_ready()
         return JsonResponse({"status": "ready"})
 
     text = {"text/plain": {"schema": {"type": "string"}}}
@@ -37,4 +39,4 @@ def add(app: FastAPI, service: Service) -> None:
     @app.get("/metrics", responses={**ERROR_RESPONSES, 200: {"content": text}}, response_class=Response)
     async def metrics() -> Response:
         """All metrics of this server."""
-        return Response(service.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+        return Response(models.lease().metrics.render(), media_type=CONTENT_TYPE_LATEST)

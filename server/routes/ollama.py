@@ -25,6 +25,7 @@ from server.http.lenient import warnings
 from server.http.parsing import run_by_size
 from server.http.stream_encoder import NdjsonStream
 from server.http.version import version
+from server.models.registry import ModelRegistry
 from server.ollama.model_cards import ModelCards
 from server.ollama.plain_turn import prepare_plain
 from server.ollama.presets import LATEST_TAG, Preset, Presets, chat_with_preset, generate_with_preset
@@ -36,7 +37,7 @@ from server.ollama.translation import (
     now,
     with_ollama_field_names,
 )
-from server.openai.embeddings import EmbeddingOptions, check_dimensions, embed, embedding_model, vector
+from server.openai.embeddings import EmbeddingOptions, check_dimensions, embed, vector
 from server.routes import ollama_models
 from server.routes.openapi import NDJSON, streamed_responses
 from server.schemas.ollama import (
@@ -63,21 +64,21 @@ OLLAMA_ERRORS: dict[int | str, dict[str, Any]] = {
 logger = logging.getLogger("cellar.http")
 
 
-def add(app: FastAPI, service: Service) -> None:
+def add(app: FastAPI, models: ModelRegistry) -> None:
     """Add the routes."""
     presets = Presets()
-    _add_chats(app, service, presets)
-    _add_embeddings(app, service)
-    _add_cards(app, service, presets)
-    ollama_models.add(app, service, presets, OLLAMA_ERRORS)
+    _add_chats(app, models, presets)
+    _add_embeddings(app, models)
+    _add_cards(app, models, presets)
+    ollama_models.add(app, models, presets, OLLAMA_ERRORS)
 
 
-def _add_chats(app: FastAPI, service: Service, presets: Presets) -> None:
+def _add_chats(app: FastAPI, models: ModelRegistry, presets: Presets) -> None:
     @app.post("/api/chat", responses={**OLLAMA_ERRORS, **streamed_responses(OllamaLine, NDJSON)})
     async def chat(body: OllamaChatRequest, request: Request) -> Response:
         """Answer a conversation."""
         preset = presets.get(owner(request), body.model)
-        model = _checked_model(service, body, preset)
+        service = _leased(models, body, preset)
         noted = [*warnings(request), *_warnings(service, body)]
         if not body.messages:
             answer = _load_response(body, [*noted, *_unload_warnings(body)])
@@ -85,7 +86,7 @@ def _add_chats(app: FastAPI, service: Service, presets: Presets) -> None:
         check_admission(request)
         if preset is not None:
             body = chat_with_preset(body, preset)
-        translated = await run_by_size(request, chat_body, body, model)
+        translated = await run_by_size(request, chat_body, body, service.name)
         turn = await _renamed(prepare_chat(service, translated, uuid.uuid4().hex))
         return await _answer(service, request, body, OllamaAnswer(turn, body.model, False, (*noted, *turn.warnings)))
 
@@ -93,7 +94,7 @@ def _add_chats(app: FastAPI, service: Service, presets: Presets) -> None:
     async def complete(body: GenerateRequest, request: Request) -> Response:
         """Answer a prompt."""
         preset = presets.get(owner(request), body.model)
-        model = _checked_model(service, body, preset)
+        service = _leased(models, body, preset)
         _check_template(service, body)
         noted = [*warnings(request), *_warnings(service, body)]
         if not body.prompt and not body.suffix:
@@ -103,24 +104,24 @@ def _add_chats(app: FastAPI, service: Service, presets: Presets) -> None:
         before: tuple[OllamaMessage, ...] = ()
         if preset is not None:
             body, before = generate_with_preset(body, preset), preset.messages
-        turn = await _renamed(_generate_turn(service, request, body, model, before))
+        turn = await _renamed(_generate_turn(service, request, body, before))
         return await _answer(service, request, body, OllamaAnswer(turn, body.model, True, (*noted, *turn.warnings)))
 
 
 async def _generate_turn(
-    service: Service, request: Request, body: GenerateRequest, model: str, before: Sequence[OllamaMessage]
+    service: Service, request: Request, body: GenerateRequest, before: Sequence[OllamaMessage]
 ) -> ChatTurn:
     if body.without_template:
-        return await prepare_plain(service, body, model, uuid.uuid4().hex)
-    translated = await run_by_size(request, generate_body, body, model, before)
+        return await prepare_plain(service, body, service.name, uuid.uuid4().hex)
+    translated = await run_by_size(request, generate_body, body, service.name, before)
     return await prepare_chat(service, translated, uuid.uuid4().hex)
 
 
-def _add_embeddings(app: FastAPI, service: Service) -> None:
+def _add_embeddings(app: FastAPI, models: ModelRegistry) -> None:
     @app.post("/api/embed", responses={**OLLAMA_ERRORS, 200: {"model": OllamaEmbeddings}})
     async def embed_all(body: OllamaEmbedRequest, request: Request) -> Response:
         """Turn texts into vectors of length 1."""
-        model, started = embedding_model(service, _without_tag(service, body.model)), time.monotonic()
+        service, started = models.lease_for_embeddings(_without_tag(models, body.model)), time.monotonic()
         check_dimensions(service, body.dimensions)
         inputs = [body.input] if isinstance(body.input, str) else body.input
         options = EmbeddingOptions(max_tokens=0 if body.truncate is False else -1)
@@ -128,7 +129,7 @@ def _add_embeddings(app: FastAPI, service: Service) -> None:
         async def work() -> Response:
             job = await embed(service, inputs, options, id=uuid.uuid4().hex, endpoint="ollama")
             return await large_json_response(
-                await anyio.to_thread.run_sync(embed_response, model, job, body.dimensions, started)
+                await anyio.to_thread.run_sync(embed_response, service.name, job, body.dimensions, started)
             )
 
         return await cancel_on_disconnect(request, work())
@@ -136,7 +137,7 @@ def _add_embeddings(app: FastAPI, service: Service) -> None:
     @app.post("/api/embeddings", responses={**OLLAMA_ERRORS, 200: {"model": OllamaEmbedding}})
     async def embed_one(body: OllamaEmbeddingRequest, request: Request) -> Response:
         """Turn one text into a vector (the older endpoint)."""
-        embedding_model(service, _without_tag(service, body.model))
+        service = models.lease_for_embeddings(_without_tag(models, body.model))
 
         async def work() -> Response:
             try:
@@ -150,8 +151,9 @@ def _add_embeddings(app: FastAPI, service: Service) -> None:
         return await cancel_on_disconnect(request, work())
 
 
-def _add_cards(app: FastAPI, service: Service, presets: Presets) -> None:
+def _add_cards(app: FastAPI, models: ModelRegistry, presets: Presets) -> None:
     def cards(request: Request) -> ModelCards:
+        service = models.lease()
         service.check_ready()
         return ModelCards(service, presets.of(owner(request)))
 
@@ -176,11 +178,11 @@ def _add_cards(app: FastAPI, service: Service, presets: Presets) -> None:
         if (name := body.named) is None:
             raise missing_parameter("model")
         card, preset = cards(request), presets.get(owner(request), name)
-        embedding = service.engine.embedding
-        if embedding is not None and _without_tag(service, name) == service.settings.embedding_name:
+        embedding = models.lease().engine.embedding
+        if embedding is not None and _without_tag(models, name) == models.settings.embedding_name:
             return JsonResponse(card.shown_embedding(embedding))
         if preset is None:
-            service.resolve(_without_tag(service, name))
+            models.lease(_without_tag(models, name))
         return JsonResponse(await anyio.to_thread.run_sync(card.shown, preset))
 
 
@@ -192,18 +194,18 @@ def _load_response(body: OllamaGenerationFields, noted: list[str]) -> OllamaLine
     return line
 
 
-def _without_tag(service: Service, name: str) -> str:
+def _without_tag(models: ModelRegistry, name: str) -> str:
     """The name without the default tag."""
-    return name if name in service.settings.model_names else name.removesuffix(LATEST_TAG)
+    return name if name in models.names else name.removesuffix(LATEST_TAG)
 
 
-def _checked_model(service: Service, body: OllamaGenerationFields, preset: Preset | None) -> str:
-    """The served name; raises the errors of the model, the engine's state and the options."""
-    model = service.resolve(_without_tag(service, body.model)) if preset is None else preset.base
+def _leased(models: ModelRegistry, body: OllamaGenerationFields, preset: Preset | None) -> Service:
+    """The service of the model; raises the errors of the model, the engine's state and the options."""
+    service = models.lease(_without_tag(models, body.model) if preset is None else preset.base)
     service.check_ready()
     if body.think and not service.engine.tokenizer.chat_format.supports_reasoning:
         raise unsupported_parameter("think", "it writes no reasoning")
-    return model
+    return service
 
 
 def _check_template(service: Service, body: GenerateRequest) -> None:

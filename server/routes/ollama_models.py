@@ -24,13 +24,13 @@ from server.http.errors import (
     unsupported_parameter,
 )
 from server.http.stream_encoder import Frames, json_line
+from server.models.registry import ModelRegistry
 from server.ollama.cached import remove_cached
 from server.ollama.permission import ModelPermission
 from server.ollama.presets import LATEST_TAG, Preset, Presets
 from server.ollama.pull import Downloads, Lines, hub_name, served_lines
 from server.routes.openapi import NDJSON, streamed_responses
 from server.schemas.ollama import CopyRequest, CreateRequest, DeleteRequest, OllamaStatus, PullRequest
-from server.service import Service
 
 OTHER_MODEL = (
     "A server has one model, chosen at its start: cellar serve FOLDER_OR_GGUF --served-model-name NAME; "
@@ -38,11 +38,11 @@ OTHER_MODEL = (
 )
 
 
-def add(app: FastAPI, service: Service, presets: Presets, errors: dict[int | str, dict[str, Any]]) -> None:
+def add(app: FastAPI, models: ModelRegistry, presets: Presets, errors: dict[int | str, dict[str, Any]]) -> None:
     """Add the routes."""
-    settings = service.settings
+    settings = models.settings
     permission = ModelPermission(bool(settings.all_keys), frozenset(settings.origins))
-    names = _Names(service, presets)
+    names = _Names(models, presets)
     _add_downloads(app, names, permission, errors)
     _add_presets(app, names, permission, errors)
     _add_refusals(app, errors)
@@ -51,17 +51,17 @@ def add(app: FastAPI, service: Service, presets: Presets, errors: dict[int | str
 class _Names:
     """Served models and presets by the names of requests."""
 
-    def __init__(self, service: Service, presets: Presets) -> None:
-        self.service, self.presets = service, presets
+    def __init__(self, models: ModelRegistry, presets: Presets) -> None:
+        self.models, self.presets = models, presets
 
     def is_served(self, name: str) -> bool:
         """Whether requests may use a name, with or without the default tag."""
-        served = (*self.service.settings.model_names, self.service.settings.embedding_name)
+        served = self.models.all_names
         return name in served or name.removesuffix(LATEST_TAG) in served
 
     def needs_no_download(self, request: Request, name: str) -> bool:
         """Whether requests may use a name already: with --served-model-name '*', any name without an organisation."""
-        any_name = self.service.settings.serves_any_name and "/" not in name
+        any_name = self.models.settings.serves_any_name and "/" not in name
         return any_name or self.is_served(name) or self.presets.get(owner(request), name) is not None
 
     def preset_of(self, request: Request, name: str, field: str) -> Preset:
@@ -69,14 +69,14 @@ class _Names:
         preset = self.presets.get(owner(request), name)
         if preset is not None:
             return preset
-        short = name if name in self.service.settings.model_names else name.removesuffix(LATEST_TAG)
-        if short not in self.service.settings.model_names:
+        short = name if name in self.models.names else name.removesuffix(LATEST_TAG)
+        if short not in self.models.names:
             if field == "from" and self._is_folder_of_model(name):
-                return Preset(self.service.settings.model_names[0], name)
+                return Preset(self.models.names[0], name)
             if "/" in name:
                 message = f"This server has another model than '{name[:128]}'. {OTHER_MODEL}"
                 raise ApiError(MODEL_NOT_FOUND, message, param=field)
-            self.service.resolve(short)
+            self.models.lease(short)
         return Preset(short, name)
 
     def check_new(self, name: str, field: str) -> None:
@@ -85,7 +85,7 @@ class _Names:
             raise invalid_value(field, "a served model has this name")
 
     def _is_folder_of_model(self, path: str) -> bool:
-        return Path(path) == Path(self.service.engine.info.folder)
+        return Path(path) == Path(self.models.lease().engine.info.folder)
 
 
 def _add_downloads(
@@ -111,10 +111,10 @@ def _add_downloads(
         name = _required(body.named)
         if names.presets.remove(owner(request), name):
             return Response()
-        names.service.check_ready()
+        names.models.lease().check_ready()
         if names.is_served(name):
             raise invalid_value("model", "this server uses it; stop the server first")
-        await anyio.to_thread.run_sync(remove_cached, names.service, name)
+        await anyio.to_thread.run_sync(remove_cached, names.models.lease(), name)
         return Response()
 
 
@@ -125,13 +125,13 @@ def _add_presets(
     async def create(body: CreateRequest, request: Request) -> Response:
         """Give the served model another name, with a system prompt, parameters and first messages."""
         permission.check(request)
-        names.service.check_ready()
+        names.models.lease().check_ready()
         name = _required(body.named)
         _check_files(body)
         names.check_new(name, "model")
         if body.from_ is None:
             raise missing_parameter("from")
-        if body.template and body.template != names.service.engine.tokenizer.template:
+        if body.template and body.template != names.models.lease().engine.tokenizer.template:
             raise unsupported_parameter("template", "its own chat template is used")
         parent = names.preset_of(request, body.from_, "from")
         names.presets.set(owner(request), name, parent.derived(body))
@@ -142,7 +142,7 @@ def _add_presets(
     async def copy(body: CopyRequest, request: Request) -> Response:
         """Give a served or created model another name."""
         permission.check(request)
-        names.service.check_ready()
+        names.models.lease().check_ready()
         names.check_new(body.destination, "destination")
         preset = names.preset_of(request, body.source, "source")
         names.presets.set(owner(request), body.destination, preset.renewed())

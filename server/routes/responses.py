@@ -17,6 +17,7 @@ from server.http.encoding import JsonResponse
 from server.http.lenient import warnings
 from server.http.paging import page
 from server.http.sse import send_event_stream
+from server.models.registry import ModelRegistry
 from server.responses.response_service import ResponseService
 from server.responses.task import ResponseTask
 from server.responses.websocket import WebSocketLimit, WebSocketSession
@@ -28,7 +29,6 @@ from server.schemas.response_items import (
     ResponseInputTokens,
 )
 from server.schemas.responses import CompactRequest, PromptFields, ResponseRequest
-from server.service import Service
 from server.store.store import open_store
 
 PATH = "/v1/responses"
@@ -38,14 +38,14 @@ Limit = Annotated[int, Query(ge=1, le=100)]
 After = Annotated[int, Query(ge=-1, le=2**31 - 1)]
 
 
-def add(app: FastAPI, service: Service) -> ResponseService:
+def add(app: FastAPI, models: ModelRegistry) -> ResponseService:
     """Add the routes; the app's owner closes the returned service."""
-    responses = ResponseService(service, open_store(service.settings.store, first_owner(service.settings.all_keys)))
-    _add_create_routes(app, responses, service.settings.limits)
-    _add_read_routes(app, responses, service.settings.limits)
+    responses = ResponseService(models, open_store(models.settings.store, first_owner(models.settings.all_keys)))
+    _add_create_routes(app, responses, models.settings.limits)
+    _add_read_routes(app, responses, models.settings.limits)
 
-    connections = connection_limit(service.settings.limits.connections)
-    websockets = WebSocketLimit(connections, count_owners(service.settings.all_keys))
+    connections = connection_limit(models.settings.limits.connections)
+    websockets = WebSocketLimit(connections, count_owners(models.settings.all_keys))
 
     @app.websocket(PATH)
     async def converse(socket: WebSocket) -> None:

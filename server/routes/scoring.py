@@ -9,15 +9,15 @@ from starlette.responses import Response
 
 from server.generation.answer import cancel_on_disconnect
 from server.http.encoding import JsonResponse
+from server.models.registry import ModelRegistry
 from server.routes.openapi import ERROR_RESPONSES
 from server.schemas.decisions import Decision, DecisionRequest
 from server.schemas.scoring import Ranking, RerankRequest, ScoreList, ScoreRequest
 from server.scoring.decisions import decide
 from server.scoring.scoring import rerank, score
-from server.service import Service
 
 
-def add(app: FastAPI, service: Service) -> None:
+def add(app: FastAPI, models: ModelRegistry) -> None:
     """Add the routes."""
 
     @app.post("/v2/rerank", responses={**ERROR_RESPONSES, 200: {"model": Ranking}})
@@ -27,7 +27,7 @@ def add(app: FastAPI, service: Service) -> None:
         """Sort documents by relevance."""
 
         async def work() -> Response:
-            return JsonResponse(await rerank(service, body, f"rerank-{uuid.uuid4().hex}"))
+            return JsonResponse(await rerank(models, body, f"rerank-{uuid.uuid4().hex}"))
 
         return await cancel_on_disconnect(request, work())
 
@@ -37,7 +37,7 @@ def add(app: FastAPI, service: Service) -> None:
         """Score pairs of texts."""
 
         async def work() -> Response:
-            return JsonResponse(await score(service, body, f"score-{uuid.uuid4().hex}"))
+            return JsonResponse(await score(models, body, f"score-{uuid.uuid4().hex}"))
 
         return await cancel_on_disconnect(request, work())
 
@@ -46,6 +46,6 @@ def add(app: FastAPI, service: Service) -> None:
         """Answer questions about an input."""
 
         async def work() -> Response:
-            return JsonResponse(await decide(service, body, f"dec-{uuid.uuid4().hex}"))
+            return JsonResponse(await decide(models.lease(body.model), body, f"dec-{uuid.uuid4().hex}"))
 
         return await cancel_on_disconnect(request, work())

@@ -10,6 +10,7 @@ from starlette.responses import Response
 from server.http.encoding import JsonResponse, large_json_response
 from server.http.version import version
 from server.metrics.vllm import BLOCK_TOKENS
+from server.models.registry import ModelRegistry
 from server.openai.tokens import prompt_of, prompts_of_completion
 from server.routes.openapi import ERROR_RESPONSES
 from server.schemas.chat import ChatRequest
@@ -25,13 +26,14 @@ from server.schemas.worker import (
 from server.service import Service
 
 
-def add(app: FastAPI, service: Service) -> None:
+def add(app: FastAPI, models: ModelRegistry) -> None:
     """Add the routes."""
 
     @app.get("/get_server_info", responses={**ERROR_RESPONSES, 200: {"model": WorkerInfo}})
     @app.get("/server_info", responses={**ERROR_RESPONSES, 200: {"model": WorkerInfo}})
     async def server_info() -> Response:
         """Describe this server to a router, by the names of SGLang and vLLM."""
+        service = models.lease()
         service.check_ready()
         return JsonResponse(_worker(service))
 
@@ -39,20 +41,21 @@ def add(app: FastAPI, service: Service) -> None:
     @app.get("/model_info", responses={**ERROR_RESPONSES, 200: {"model": WorkerModel}})
     async def model_info() -> Response:
         """Describe the model to a router, by the names of SGLang."""
+        service = models.lease()
         service.check_ready()
         return JsonResponse(_model(service))
 
     @app.post("/v1/chat/completions/render", responses={**ERROR_RESPONSES, 200: {"model": RenderedRequest}})
     async def render_chat(body: ChatRequest) -> Response:
         """Render a chat as prompt tokens, without generation."""
-        id = _request_id()
+        service, id = models.lease(body.model), _request_id()
         tokens = await prompt_of(service, body, id)
         return await large_json_response(_rendered(service, body, id, tokens))
 
     @app.post("/v1/completions/render", responses={**ERROR_RESPONSES, 200: {"model": list[RenderedRequest]}})
     async def render_completion(body: CompletionRequest) -> Response:
         """Tokenize the prompts of a completion, without generation."""
-        id = _request_id()
+        service, id = models.lease(body.model), _request_id()
         prompts = await prompts_of_completion(service, body, id)
         return await large_json_response([_rendered(service, body, id, tokens) for tokens in prompts])
 
@@ -94,7 +97,7 @@ def _model(service: Service) -> WorkerModel:
 def _rendered(service: Service, body: ChatRequest | CompletionRequest, id: str, tokens: list[int]) -> RenderedRequest:
     return RenderedRequest(
         request_id=id,
-        model=service.resolve(body.model),
+        model=service.name,
         token_ids=tokens,
         features=None,
         cache_salt=body.cache_salt,

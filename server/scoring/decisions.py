@@ -58,11 +58,10 @@ class _LabelledOption:
 
 async def decide(service: Service, body: DecisionRequest, id: str) -> Decision:
     """The answers to a body; raises ApiError or EngineError."""
-    model = service.resolve(body.model)
     service.check_ready()
     scores, results = await score_labels(service, functools.partial(_scorers, service, body), id, "decisions")
     answers = await anyio.to_thread.run_sync(_answers, body.questions, scores)
-    return Decision(answers=answers, model=model, usage=_usage(results))
+    return Decision(answers=answers, model=service.name, usage=_usage(results))
 
 
 def _answers(

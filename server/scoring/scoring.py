@@ -14,10 +14,11 @@ from collections.abc import Sequence
 from server.generation.batch import PromptResult
 from server.http.errors import invalid_value, unsupported_parameter
 from server.metrics.metrics import Endpoint
+from server.models.registry import ModelRegistry
 from server.schemas.scoring import RankedDocument, Ranking, RerankRequest, ScoreList, ScoreRequest, ScoringUsage
 from server.scoring.labels import LabelScorer, score_labels
 from server.scoring.questions import QuestionEncoder
-from server.scoring.similarity import Pairs, compare, uses_embedding_model
+from server.scoring.similarity import Pairs, compare
 from server.service import Service
 
 # Qwen3-Reranker's default instruction.
@@ -30,12 +31,12 @@ _QUESTION = (
 _ANSWERS = ("yes", "no")
 
 
-async def rerank(service: Service, body: RerankRequest, id: str) -> Ranking:
+async def rerank(models: ModelRegistry, body: RerankRequest, id: str) -> Ranking:
     """The documents of a body by relevance; raises ApiError or EngineError."""
-    service.check_ready()
+    models.lease().check_ready()
     texts = [document if isinstance(document, str) else document.text for document in body.documents]
     pairs = [(body.query, text) for text in texts]
-    model, scores, usage = await _scores(service, body, pairs, id, "rerank")
+    model, scores, usage = await _scores(models, body, pairs, id, "rerank")
     order = sorted(range(len(texts)), key=lambda at: -scores[at])[: body.top_n]
     results = [RankedDocument(index=at, relevance_score=scores[at]) for at in order]
     if body.return_documents is not False:
@@ -44,10 +45,10 @@ async def rerank(service: Service, body: RerankRequest, id: str) -> Ranking:
     return Ranking(id=id, model=model, results=results, usage=usage)
 
 
-async def score(service: Service, body: ScoreRequest, id: str) -> ScoreList:
+async def score(models: ModelRegistry, body: ScoreRequest, id: str) -> ScoreList:
     """The scores of a body's pairs; raises ApiError or EngineError."""
-    service.check_ready()
-    model, scores, usage = await _scores(service, body, _pairs(body), id, "score")
+    models.lease().check_ready()
+    model, scores, usage = await _scores(models, body, _pairs(body), id, "score")
     return ScoreList(
         id=id,
         object="list",
@@ -67,16 +68,16 @@ def _pairs(body: ScoreRequest) -> list[tuple[str, str]]:
 
 
 async def _scores(
-    service: Service, body: RerankRequest | ScoreRequest, pairs: Pairs, id: str, endpoint: Endpoint
+    models: ModelRegistry, body: RerankRequest | ScoreRequest, pairs: Pairs, id: str, endpoint: Endpoint
 ) -> tuple[str, list[float], ScoringUsage]:
     """Model name, scores of the pairs, and usage."""
-    if service.settings.embedding_name is None or not uses_embedding_model(service, body.model):
-        model = service.resolve(body.model)
+    service = models.lease_for_scores(body.model)
+    if service.name != service.settings.embedding_name:
         if body.truncate_prompt_tokens is not None:
             raise unsupported_parameter("truncate_prompt_tokens", "it is not an embedding model")
-        return model, *await _relevance(service, pairs, body, id, endpoint)
+        return service.name, *await _relevance(service, pairs, body, id, endpoint)
     scores, tokens = await compare(service, pairs, body, id, endpoint)
-    return service.settings.embedding_name, scores, ScoringUsage(prompt_tokens=tokens, total_tokens=tokens)
+    return service.name, scores, ScoringUsage(prompt_tokens=tokens, total_tokens=tokens)
 
 
 async def _relevance(

@@ -21,12 +21,6 @@ from server.service import Service
 Pairs = Sequence[tuple[str, str]]
 
 
-def uses_embedding_model(service: Service, name: str | None) -> bool:
-    """Whether a request is for the embedding model: by its name or, for a reranker, by default."""
-    named = name is not None and name == service.settings.embedding_name
-    return named or (name is None and service.reranker is not None)
-
-
 async def compare(
     service: Service, pairs: Pairs, body: RerankRequest | ScoreRequest, id: str, endpoint: Endpoint
 ) -> tuple[list[float], int]:

@@ -68,7 +68,7 @@ def run(
     """The frames of the iterator after the steps, and the metrics."""
     engine = StreamingEngine()
     metrics = Metrics(engine, "fake")  # type: ignore[arg-type]
-    service = Service(engine, settings(), metrics)  # type: ignore[arg-type]
+    service = Service(engine, settings(), metrics, "fake")  # type: ignore[arg-type]
     requests = [Request(str(choice), (1,)) for choice in range(choices)]
 
     async def respond() -> list[bytes]:

@@ -1,0 +1,1 @@
+"""The served models by the names of requests."""

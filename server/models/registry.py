@@ -1,0 +1,69 @@
+"""The one way from a name in a request to the service of its model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from server.http.errors import MODEL_NOT_FOUND, ApiError
+from server.service import Service
+
+# Characters of a client's own name of the model.
+MAX_NAME_LENGTH = 512
+
+
+class ModelRegistry:
+    """The served models. There is one entry: a model, its other names, and perhaps an embedding model beside it."""
+
+    def __init__(self, service: Service) -> None:
+        self.settings, self._service = service.settings, service
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the model that generates, the main name first."""
+        return self.settings.model_names
+
+    @property
+    def all_names(self) -> tuple[str, ...]:
+        """The names of all models."""
+        embedding = self.settings.embedding_name
+        return self.names if embedding is None else (*self.names, embedding)
+
+    def check_admission(self, owner: str) -> None:
+        """Raise Overloaded if every request of the owner would be refused now because the queue is full."""
+        self._service.engine.check_admission(owner)
+
+    def lease(self, name: str | None = None) -> Service:
+        """The service of a model, under the requested name or its main one; ApiError for an unknown model.
+
+        The name of a client's own model, such as Claude Code's, is served by --served-model-name '*'.
+        """
+        if name is None:
+            return self._service
+        if name == self.settings.embedding_name:
+            message = (
+                f"The model '{name}' is the embedding model and does not support this endpoint; use '{self.names[0]}'."
+            )
+            raise ApiError(MODEL_NOT_FOUND, message, param="model")
+        if name not in self.names and not (self.settings.serves_any_name and _may_be_name(name)):
+            served = ", ".join(f"'{each}'" for each in self.names)
+            message = f"The model '{name[:128]}' does not exist here. This server serves {served}."
+            raise ApiError(MODEL_NOT_FOUND, message, param="model")
+        return replace(self._service, name=name)
+
+    def lease_for_embeddings(self, name: str | None) -> Service:
+        """The service for vectors: the embedding model's, if it makes some, whatever the name; else as `lease`."""
+        self._service.check_ready()
+        if self._service.embedder is not None and self.settings.embedding_name is not None:
+            return replace(self._service, name=self.settings.embedding_name)
+        return self.lease(name)
+
+    def lease_for_scores(self, name: str | None) -> Service:
+        """The service for scores of pairs: the embedding model's by its name, or by default for a reranker."""
+        embedding, default = self.settings.embedding_name, name is None and self._service.reranker is not None
+        if embedding is not None and (name == embedding or default):
+            return replace(self._service, name=embedding)
+        return self.lease(name)
+
+
+def _may_be_name(name: str) -> bool:
+    return 0 < len(name) <= MAX_NAME_LENGTH and name.isprintable()
