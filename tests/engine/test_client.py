@@ -109,11 +109,11 @@ def test_a_request_starts_has_deltas_and_one_end(running: Running) -> None:
 
 
 def test_leaving_the_block_cancels(running: Running) -> None:
-    """The id of the request is free again, and other requests are answered."""
+    """More requests than there are slots, each left at its start; then another one is answered."""
 
     async def story(engine: EngineClient) -> None:
-        for _ in range(2):
-            async with engine.open(request(count=ENDLESS)) as stream:
+        for name in ("a", "b", "c"):
+            async with engine.open(request(name, ENDLESS)) as stream:
                 assert isinstance(await anext(aiter(stream)), Started)
         async with engine.open(request()) as stream:
             assert isinstance([event async for event in stream][-1], Finished)
