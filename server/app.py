@@ -107,17 +107,18 @@ def create_app(engine: EngineClient, settings: Settings) -> FastAPI:
 
 def _wrap(app: FastAPI, settings: Settings, metrics: Metrics) -> None:
     """Add the middleware, the outermost last."""
-    limits, keys = settings.limits, ApiKeys(settings.all_keys)
-    app.state.refuse = EarlyRefusal(app.state.models.check_admission, keys, settings.hosts, limits, metrics)
+    limits, keys, has_keys = settings.limits, ApiKeys(settings.all_keys), bool(settings.all_keys)
+    hosts = ("*",) if has_keys else settings.hosts
+    app.state.refuse = EarlyRefusal(app.state.models.check_admission, keys, hosts, limits, metrics)
     app.add_middleware(BodyLimitMiddleware, limit=limits.body_bytes, upload_limit=limits.file_bytes)
     app.add_middleware(AdmissionMiddleware, routes=app.routes)
     app.add_middleware(AuthMiddleware, keys=keys, open_paths=page.open_paths())
     app.add_middleware(
         BoundaryMiddleware,
-        hosts=settings.hosts,
+        hosts=hosts,
         origins=settings.origins,
+        has_keys=has_keys,
         metrics=metrics,
         paths=ServedPaths(app.routes),
     )
-    if settings.origins:
-        app.add_middleware(OriginsMiddleware, origins=settings.origins)
+    app.add_middleware(OriginsMiddleware, origins=settings.origins)

@@ -291,8 +291,9 @@ class Settings:
         tuple[str, ...],
         Parameter(
             name="--allowed-host",
-            help="Accepted Host header besides localhost and --host; * accepts all. Repeatable. With a scheme, as in "
-            "https://chat.example.org: an origin whose pages may call the server from a browser (CORS).",
+            help="Without API keys: accepted Host header besides localhost and --host; * accepts all. Repeatable. "
+            "With a scheme, as in https://chat.example.org: an origin whose pages may call the server from a browser "
+            "(CORS), besides those of the browser's own machine.",
             show_default="loopback names",
         ),
     ] = ()

@@ -54,8 +54,16 @@ CONNECTION_RETRY_SECONDS = 10
 METHODS = ("GET", "HEAD", "POST", "DELETE")
 # Characters of a method in a log line; a request line may have 16 KiB of it.
 MAX_LOGGED_METHOD = 16
+# Characters of a host or origin in an error message.
+MAX_NAMED_HOST = 128
 # Response headers that pages may read only if the server exposes them.
 EXPOSED_HEADERS = ("x-request-id", "retry-after", "x-should-retry")
+# Origins of pages and desktop applications of the browser's own machine: Ollama's defaults, and Tauri's on Windows.
+LOCAL_ORIGINS = (
+    r"https?://(localhost|tauri\.localhost|127\.0\.0\.1|0\.0\.0\.0|\[::1\])(:[0-9]{1,5})?"
+    r"|(app|file|tauri|vscode-file|vscode-webview)://[^/?#*\s]*"
+)
+_local_origin = re.compile(LOCAL_ORIGINS)
 
 
 class OriginsMiddleware(CORSMiddleware):
@@ -68,27 +76,46 @@ class OriginsMiddleware(CORSMiddleware):
         super().__init__(
             app,
             allow_origins=origins,
+            allow_origin_regex=LOCAL_ORIGINS,
             allow_methods=METHODS,
             allow_headers=("*",),
             allow_private_network=True,
             expose_headers=EXPOSED_HEADERS,
         )
 
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a preflight request, or add the headers of CORS to the response for a page."""
+        is_page = scope["type"] == "http" and "origin" in Headers(scope=scope)
+        await (super().__call__ if is_page else self.app)(scope, receive, send)
+
     def preflight_response(self, request_headers: Headers) -> Response:
         """The response to a preflight request; an error for an origin that is not allowed."""
         response = super().preflight_response(request_headers)
         if response.status_code == 200:
             return response
-        return error_response(ApiError(ORIGIN_NOT_ALLOWED, "This origin is not allowed; see --allowed-host."), "")
+        origin = request_headers["origin"]
+        if self.is_allowed_origin(origin):
+            return error_response(ApiError(ORIGIN_NOT_ALLOWED, "Pages may not use this method."), "")
+        return error_response(origin_error(origin), "")
 
 
 class BoundaryMiddleware:
-    """Adds a request id, rejects other hosts, origins and media types, answers exceptions and logs one line."""
+    """Adds a request id, rejects other hosts, origins and media types, answers exceptions and logs one line.
+
+    has_keys  whether requests need an API key. No web page has one, so none has to be kept off by its host or, where
+              browsers ask before they send a request, by its origin.
+    """
 
     def __init__(
-        self, app: ASGIApp, hosts: Collection[str], origins: Collection[str], metrics: Metrics, paths: ServedPaths
+        self,
+        app: ASGIApp,
+        hosts: Collection[str],
+        origins: Collection[str],
+        has_keys: bool,
+        metrics: Metrics,
+        paths: ServedPaths,
     ) -> None:
-        self.app, self.hosts, self.origins = app, frozenset(hosts), frozenset(origins)
+        self.app, self.hosts, self.origins, self.has_keys = app, frozenset(hosts), frozenset(origins), has_keys
         self.metrics, self.paths = metrics, paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -120,15 +147,20 @@ class BoundaryMiddleware:
         # Probes of Kubernetes and scrapes of Prometheus have the pod's address as Host, which is not known in advance.
         if "*" in self.hosts or scope["path"] in PROBE_PATHS:
             return
-        if host_of(Headers(scope=scope)) not in self.hosts:
-            raise ApiError(HOST_NOT_ALLOWED, "This host is not allowed; see --allowed-host.")
+        host = host_of(Headers(scope=scope))
+        if host not in self.hosts:
+            raise ApiError(HOST_NOT_ALLOWED, _host_message(host))
 
     def _check_origin(self, scope: Scope) -> None:
-        """Browsers let any page open a WebSocket or send a form to any server; the Origin header names the page."""
-        checked = scope["type"] == "websocket" or _is_upload(scope)
-        origin = Headers(scope=scope).get("origin") if checked else None
-        if origin is not None and origin.lower() not in self.origins:
-            raise ApiError(ORIGIN_NOT_ALLOWED, "This origin is not allowed; see --allowed-host.")
+        """The Origin header names the page: browsers let any page open a WebSocket or send a form to any server."""
+        headers = Headers(scope=scope)
+        origin = headers.get("origin", "").lower()
+        is_checked = not self.has_keys or scope["type"] == "websocket" or _is_upload(scope)
+        if not origin or not is_checked or scope["path"] in PROBE_PATHS:
+            return
+        is_own_page = origin.partition("://")[2] == headers.get("host", "").lower()
+        if not (is_own_page or origin in self.origins or _local_origin.fullmatch(origin)):
+            raise origin_error(origin)
 
 
 class BodyLimitMiddleware:
@@ -227,6 +259,29 @@ def _has_no_body(headers: Headers) -> bool:
     """Whether neither a body nor a content type is announced; some clients cancel a response with such a POST."""
     announced = "content-type" in headers or "transfer-encoding" in headers
     return not announced and headers.get("content-length", "0") == "0"
+
+
+def origin_error(origin: str) -> ApiError:
+    """The error for a page whose origin is not allowed; it names the option that allows it."""
+    if "://" not in origin:
+        return ApiError(
+            ORIGIN_NOT_ALLOWED, "Pages without an origin, such as sandboxed frames, may not call this server."
+        )
+    named = origin[:MAX_NAMED_HOST]
+    message = (
+        f"Pages of the origin '{named}' may not call this server. Start it with --allowed-host {named} to allow them."
+    )
+    return ApiError(ORIGIN_NOT_ALLOWED, message)
+
+
+def _host_message(host: str) -> str:
+    if not host:
+        return "The Host header is missing or invalid."
+    named = host[:MAX_NAMED_HOST]
+    return (
+        f"The Host header names '{named}', which this server does not know. Start it with --allowed-host {named}, "
+        "or with --api-key: a server with keys accepts any name."
+    )
 
 
 def request_id(headers: Mapping[str, str]) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from starlette.requests import Request
 
 from server.configuration.settings import is_loopback
-from server.http.errors import KEY_REQUIRED, ORIGIN_NOT_ALLOWED, ApiError
+from server.http.errors import KEY_REQUIRED, ApiError
 
 # A proxy on this machine has a loopback address, its clients may not.
 _PROXY_HEADERS = ("forwarded", "x-forwarded-for", "x-real-ip", "via")
@@ -18,18 +18,12 @@ class ModelPermission:
     """Permits clients with an API key; without keys, clients of this machine.
 
     has_keys  whether the server has keys: then no request without one arrives here
-    origins   origins whose pages may call the server
     """
 
     has_keys: bool
-    origins: frozenset[str]
 
     def check(self, request: Request) -> None:
         """Raise ApiError for a client that may not change the models."""
-        origin = request.headers.get("origin")
-        own = f"{request.url.scheme}://{request.headers.get('host', '')}".lower()
-        if origin is not None and origin.lower() not in self.origins | {own}:
-            raise ApiError(ORIGIN_NOT_ALLOWED, "This origin is not allowed; see --allowed-host.")
         if not self.has_keys and not _is_local(request):
             message = "Without API keys, only clients on this machine may change its models; see --api-key."
             raise ApiError(KEY_REQUIRED, message)

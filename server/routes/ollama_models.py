@@ -41,7 +41,7 @@ OTHER_MODEL = (
 def add(app: FastAPI, models: ModelRegistry, presets: Presets, errors: dict[int | str, dict[str, Any]]) -> None:
     """Add the routes."""
     settings = models.settings
-    permission = ModelPermission(bool(settings.all_keys), frozenset(settings.origins))
+    permission = ModelPermission(bool(settings.all_keys))
     names = _Names(models, presets)
     _add_downloads(app, names, permission, errors)
     _add_presets(app, names, permission, errors)

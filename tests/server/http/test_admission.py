@@ -154,7 +154,6 @@ def test_an_early_refusal_is_logged_and_counted(full: tuple[FakeEngine, int], ca
         (post("/v1/completions", CHAT), 401),
         (post("/v1/completions", CHAT, "Authorization: Bearer two"), 401),
         (post("/v1/completions", CHAT, KEYED, "X-Api-Key: two"), 401),
-        (post("/v1/completions", CHAT, KEYED).replace(b"localhost", b"example.com"), 421),
         (post("/v1/completions", CHAT, KEYED).replace(b"application/json", b"text/plain"), 415),
         (post("/v1/completions", CHAT, KEYED, "Content-Length: 3"), 400),
         (post("/v1/completions", CHAT, KEYED, "Content-Length : 3"), 400),

@@ -63,6 +63,23 @@ def test_probes_may_have_any_host(app: Any, path: str) -> None:
     envelope(ask(app, "GET", f"{path}/x", headers={"host": "10.1.2.3:8000"}), 421, "host_not_allowed")
 
 
+def test_the_error_names_the_host_and_the_option(app: Any) -> None:
+    message = ask(app, "GET", "/v1/models", headers={"host": "192.168.1.5:8000"}).json["error"]["message"]
+
+    assert "'192.168.1.5'" in message
+    assert "--allowed-host 192.168.1.5," in message
+
+
+@pytest.mark.parametrize("host", ["192.168.1.5:8000", "cellar.local", "evil.example", ""])
+def test_a_server_with_keys_accepts_every_host(host: str) -> None:
+    """A machine has names and addresses that its server does not know; a rebound page has no key."""
+    app = create_app(FakeEngine(), settings(keys=("secret",), host="0.0.0.0"))  # type: ignore[arg-type]
+    headers = {"host": host, "authorization": "Bearer secret"}
+
+    assert ask(app, "GET", "/v1/models", headers=headers).status == 200
+    assert ask(app, "GET", "/v1/models", headers={"host": host}).status == 401
+
+
 def test_a_star_allows_every_host() -> None:
     """For servers behind a proxy with its own check."""
     app = create_app(FakeEngine(), settings(allowed_hosts=("*",)))  # type: ignore[arg-type]
