@@ -30,6 +30,7 @@ from torch import Tensor
 
 from benchmarks.result import command_parser
 from engine.kernels import reference
+from engine.kernels.attention_input import AttentionInput
 from engine.kernels.cpu import build
 from engine.kernels.cpu.attention import NativeAttention
 from engine.load.resources import processor_count
@@ -150,7 +151,8 @@ class AttentionBench:
         def run() -> Tensor:
             layer = next(self._layer)
             keys, values = LayerKV(self.pool.keys, layer), LayerKV(self.pool.values, layer)
-            return attend(self.query, keys, values, segments, AttentionRange(), scale=self.query.shape[-1] ** -0.5)
+            scale = self.query.shape[-1] ** -0.5
+            return attend(AttentionInput(self.query, keys, values, segments, AttentionRange(), scale))
 
         return run
 

@@ -8,6 +8,7 @@ from functools import cache
 import torch
 
 from engine.kernels import linear, reference
+from engine.kernels.attention_input import AttentionFunction
 from engine.kernels.blocks import BlockReader, TorchBlocks
 from engine.kernels.cell_kernels import KernelUnavailable
 from engine.kernels.cpu import build
@@ -17,7 +18,6 @@ from engine.kernels.cpu.products import NativeProduct
 from engine.kernels.device_products import DeviceProducts, TorchProducts
 from engine.kernels.linear import PrepareMatrices
 from engine.kernels.products import RowInvariantProduct, TiledProduct
-from engine.kernels.reference import AttentionFunction
 
 log = logging.getLogger("cellar.engine")
 NO_VECTORS = "the C++ kernel needs AVX2, AVX-512 or NEON, which this processor has not"

@@ -10,17 +10,15 @@ two algorithms with the same result, and each segment takes the cheaper one:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from engine.kernels import reference
+from engine.kernels.attention_input import AttentionInput
 from engine.types.request import MlaMode
 from kvcache.forward import Segment
-from kvcache.kv_buffer import LayerKV
-from kvcache.spec import AttentionRange
 
 # The memory for expanded keys and values of one segment; a single head may exceed it.
 _EXPANDED_BYTES = 64 * 2**20
@@ -66,29 +64,19 @@ class AbsorptionRule:
         return bool(rows * multiplications <= expansion)
 
 
-def attend(
-    query: Tensor,
-    cells: LayerKV,
-    segments: Sequence[Segment],
-    attention_range: AttentionRange,
-    projection: LatentProjection,
-    *,
-    scale: float,
-    mode: MlaMode = "auto",
-) -> Tensor:
+def attend(inputs: AttentionInput, projection: LatentProjection, *, mode: MlaMode = "auto") -> Tensor:
     """The attention output of a packed batch, [rows, heads, value_width].
 
-    query  [heads, rows, key_width + rotary_width], its last columns rotated
-    cells  of the layer, [1, cells, latent_width + rotary_width]
-    mode   the algorithm of all segments; "auto": the cheaper one for each
+    inputs  without softcap, sinks and bias. query: [heads, rows, key_width + rotary_width], its last columns rotated;
+            keys: cells [1, cells, latent_width + rotary_width]; values are not read
+    mode    the algorithm of all segments; "auto": the cheaper one for each
     """
-    heads, rows = query.shape[:2]
-    output = query.new_empty(rows, heads, projection.values.shape[1])
+    heads, rows = inputs.query.shape[:2]
+    output = inputs.query.new_empty(rows, heads, projection.values.shape[1])
     rule = AbsorptionRule.of(projection, mode)
-    for segment in segments:
+    for segment in inputs.segments:
         compute = _absorbed if rule.applies(segment) else _expanded
-        own = query[:, segment.batch_slice]
-        output[segment.batch_slice] = compute(own, cells, segment, attention_range, projection, scale)
+        output[segment.batch_slice] = compute(inputs, segment, projection)
     return output
 
 
@@ -103,29 +91,17 @@ def project_values(mixed: Tensor, projection: LatentProjection) -> Tensor:
     return (mixed @ projection.values.mT).transpose(0, 1)
 
 
-def _absorbed(
-    query: Tensor,
-    cells: LayerKV,
-    segment: Segment,
-    attention_range: AttentionRange,
-    projection: LatentProjection,
-    scale: float,
-) -> Tensor:
+def _absorbed(inputs: AttentionInput, segment: Segment, projection: LatentProjection) -> Tensor:
+    query, cells = inputs.query[:, segment.batch_slice], inputs.keys
     cached = cells.read(segment.cells, query.dtype)
     latents = cached[..., : projection.latent_width]
     reduced = cells.transform(absorb_keys(query, projection))
-    mixed = reference.attend_one(reduced, cached, latents, segment, attention_range, scale=scale)
+    mixed = reference.attend_one(inputs, reduced, cached, latents, segment)
     return project_values(cells.transform(mixed).transpose(0, 1), projection)
 
 
-def _expanded(
-    query: Tensor,
-    cells: LayerKV,
-    segment: Segment,
-    attention_range: AttentionRange,
-    projection: LatentProjection,
-    scale: float,
-) -> Tensor:
+def _expanded(inputs: AttentionInput, segment: Segment, projection: LatentProjection) -> Tensor:
+    query, cells = inputs.query[:, segment.batch_slice], inputs.keys
     cached = cells.transform(cells.read(segment.cells, query.dtype))[0]
     latents, rotary = cached[:, : projection.latent_width], cached[:, projection.latent_width :]
     (heads, rows), length = query.shape[:2], latents.shape[0]
@@ -135,7 +111,7 @@ def _expanded(
         some = slice(at, min(at + together, heads))
         keys = torch.cat((latents @ projection.keys[some].mT, rotary.expand(some.stop - at, -1, -1)), -1)
         values = latents @ projection.values[some].mT
-        output[:, some] = reference.attend_one(query[some], keys, values, segment, attention_range, scale=scale)
+        output[:, some] = reference.attend_one(inputs, query[some], keys, values, segment)
     return output
 
 

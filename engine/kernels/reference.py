@@ -6,102 +6,47 @@ float32, so the pool allocates contiguous cells where it can).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from engine.kernels.attention_input import AttentionInput, ScoreBias
 from engine.kernels.products import POSITIONS
 from kvcache.forward import Segment
-from kvcache.kv_buffer import LayerKV
 from kvcache.spec import AttentionRange
 
-# From (rows, before) to the bias of the last `rows` of `before + rows` positions, [heads, rows, before + rows].
-ScoreBias: TypeAlias = Callable[[int, int], Tensor]
 
-
-class AttentionFunction(Protocol):
-    """The interface of `attend` and the kernels."""
-
-    def __call__(
-        self,
-        query: Tensor,
-        keys: LayerKV,
-        values: LayerKV,
-        segments: Sequence[Segment],
-        attention_range: AttentionRange,
-        *,
-        scale: float,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-        bias: ScoreBias | None = None,
-    ) -> Tensor:
-        """The attention output of a packed batch, [rows, heads, value_width]."""
-        ...
-
-
-def attend(
-    query: Tensor,
-    keys: LayerKV,
-    values: LayerKV,
-    segments: Sequence[Segment],
-    attention_range: AttentionRange,
-    *,
-    scale: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    bias: ScoreBias | None = None,
-) -> Tensor:
-    """The attention output of a packed batch, [rows, heads, value_width].
-
-    query    [heads, rows, key_width]
-    keys     of the layer, [key_heads, cells, key_width]; heads is a multiple of key_heads
-    values   of the layer, [key_heads, cells, value_width]
-    softcap  scores become softcap * tanh(score / softcap)
-    sinks    [heads], scores that take part in the softmax without a value
-    bias     added to the scaled scores
-    """
-    query = keys.transform(query)
-    output = query.new_empty(query.shape[1], query.shape[0], values.width)
-    for segment in segments:
-        k, v = (stored.read(segment.cells, query.dtype) for stored in (keys, values))
-        own = query[:, segment.batch_slice]
-        output[segment.batch_slice] = attend_one(
-            own, k, v, segment, attention_range, scale=scale, softcap=softcap, sinks=sinks, bias=bias
-        )
+def attend(inputs: AttentionInput) -> Tensor:
+    """The attention output of a packed batch, [rows, heads, value_width]."""
+    query = inputs.keys.transform(inputs.query)
+    output = query.new_empty(query.shape[1], query.shape[0], inputs.values.width)
+    for segment in inputs.segments:
+        keys, values = (stored.read(segment.cells, query.dtype) for stored in (inputs.keys, inputs.values))
+        output[segment.batch_slice] = attend_one(inputs, query[:, segment.batch_slice], keys, values, segment)
     return output
 
 
-def attend_aligned(
-    query: Tensor,
-    keys: LayerKV,
-    values: LayerKV,
-    segments: Sequence[Segment],
-    attention_range: AttentionRange,
-    *,
-    scale: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    bias: ScoreBias | None = None,
-) -> Tensor:
+def attend_aligned(inputs: AttentionInput) -> Tensor:
     """As `attend`, with sums over positions from a multiple of POSITIONS on, also where a segment begins later.
 
     So the order of the sums does not depend on the chunks of the prompt, if products and softmax are row-invariant.
     """
-    query = keys.transform(query)
-    output = query.new_empty(query.shape[1], query.shape[0], values.width)
-    for segment in segments:
+    query = inputs.keys.transform(inputs.query)
+    output = query.new_empty(query.shape[1], query.shape[0], inputs.values.width)
+    for segment in inputs.segments:
         before = segment.oldest_visible % POSITIONS
-        k, v = (functional.pad(one.read(segment.cells, query.dtype), (0, 0, before, 0)) for one in (keys, values))
+        k, v = (
+            functional.pad(one.read(segment.cells, query.dtype), (0, 0, before, 0))
+            for one in (inputs.keys, inputs.values)
+        )
         own = query[:, segment.batch_slice]
         q = own.reshape(k.shape[0], -1, *own.shape[1:])
         # The padding before the first position is not visible.
         aligned = replace(segment, oldest_visible=segment.oldest_visible - before)
-        rule = None if bias is None else _padded_bias(bias, before)
-        result = _explicit(q, k, v, aligned, attention_range, scale, softcap, sinks, rule)
+        bias = None if inputs.bias is None else _padded_bias(inputs.bias, before)
+        result = _explicit(replace(inputs, bias=bias), q, k, v, aligned)
         output[segment.batch_slice] = result.flatten(0, 1).transpose(0, 1)
     return output
 
@@ -111,29 +56,17 @@ def _padded_bias(bias: ScoreBias, padding: int) -> ScoreBias:
     return lambda rows, before: functional.pad(bias(rows, before - padding), (padding, 0))
 
 
-def attend_one(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    segment: Segment,
-    attention_range: AttentionRange,
-    *,
-    scale: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    bias: ScoreBias | None = None,
-) -> Tensor:
+def attend_one(inputs: AttentionInput, query: Tensor, keys: Tensor, values: Tensor, segment: Segment) -> Tensor:
     """The attention output of one segment, [rows, heads, value_width].
 
+    inputs  range, scale, softcap, sinks and bias
     query   [heads, rows, key_width]
     keys    [key_heads, positions, key_width], read from the segment's cells
     values  [key_heads, positions, value_width]
     """
     q = query.reshape(keys.shape[0], -1, *query.shape[1:])
-    if softcap is None and sinks is None and bias is None:
-        result = _fused(q, keys, values, segment, attention_range, scale)
-    else:
-        result = _explicit(q, keys, values, segment, attention_range, scale, softcap, sinks, bias)
+    is_plain = inputs.softcap is None and inputs.sinks is None and inputs.bias is None
+    result = (_fused if is_plain else _explicit)(inputs, q, keys, values, segment)
     return result.flatten(0, 1).transpose(0, 1)
 
 
@@ -153,9 +86,9 @@ def visibility_mask(segment: Segment, attention_range: AttentionRange, device: t
     return visible
 
 
-def _fused(q: Tensor, k: Tensor, v: Tensor, segment: Segment, attention_range: AttentionRange, scale: float) -> Tensor:
+def _fused(inputs: AttentionInput, q: Tensor, k: Tensor, v: Tensor, segment: Segment) -> Tensor:
     """[key_heads, group, rows, value_width] by torch's kernel; q is [key_heads, group, rows, key_width]."""
-    rows = q.shape[2]
+    rows, scale, attention_range = q.shape[2], inputs.scale, inputs.attention_range
     if rows == 1:
         # A single query sees all positions, so the heads of a group can be rows: keys are read once for all of them.
         folded = functional.scaled_dot_product_attention(
@@ -170,29 +103,19 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, segment: Segment, attention_range: A
     return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
 
 
-def _explicit(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    segment: Segment,
-    attention_range: AttentionRange,
-    scale: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-    bias: ScoreBias | None,
-) -> Tensor:
+def _explicit(inputs: AttentionInput, q: Tensor, k: Tensor, v: Tensor, segment: Segment) -> Tensor:
     """The same with explicit scores, for softcap, sinks and bias."""
-    scores = (q @ k[:, None].transpose(-1, -2)) * scale
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
-    if bias is not None:
-        scores = scores + bias(q.shape[2], segment.start - segment.oldest_visible).view_as(scores)
-    scores = scores.masked_fill(~visibility_mask(segment, attention_range, q.device), -torch.inf)
-    if sinks is not None:
-        column = sinks.to(scores.dtype).view(*q.shape[:2], 1, 1).expand(*scores.shape[:3], 1)
+    scores = (q @ k[:, None].transpose(-1, -2)) * inputs.scale
+    if inputs.softcap is not None:
+        scores = torch.tanh(scores / inputs.softcap) * inputs.softcap
+    if inputs.bias is not None:
+        scores = scores + inputs.bias(q.shape[2], segment.start - segment.oldest_visible).view_as(scores)
+    scores = scores.masked_fill(~visibility_mask(segment, inputs.attention_range, q.device), -torch.inf)
+    if inputs.sinks is not None:
+        column = inputs.sinks.to(scores.dtype).view(*q.shape[:2], 1, 1).expand(*scores.shape[:3], 1)
         scores = torch.cat((scores, column), -1)
     weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(v.dtype)
-    if sinks is not None:
+    if inputs.sinks is not None:
         weights = weights[..., :-1]
     return weights @ v[:, None]
 

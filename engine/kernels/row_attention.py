@@ -8,35 +8,26 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from engine.kernels.attention_input import RowAttentionInput
 from engine.kernels.latent import LatentProjection, absorb_keys, project_values
 from kvcache.kv_buffer import LayerKV
 from kvcache.row_forward import RowCells
 
 
-def attend_rows(
-    query: Tensor,
-    keys: LayerKV,
-    values: LayerKV,
-    cells: RowCells,
-    *,
-    scale: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """The output [rows, heads, value_width] of queries [heads, rows, key_width]; see reference.attend."""
-    index, visible = _visible_cells(cells)
-    k, v = (_read(stored, index, query.dtype) for stored in (keys, values))
-    return _mix(keys.transform(query), k, v, visible, scale, softcap, sinks)
+def attend_rows(inputs: RowAttentionInput) -> Tensor:
+    """The attention output, [rows, heads, value_width]."""
+    index, visible = _visible_cells(inputs.cells)
+    keys, values = (_read(stored, index, inputs.query.dtype) for stored in (inputs.keys, inputs.values))
+    return _mix(inputs, inputs.keys.transform(inputs.query), keys, values, visible)
 
 
-def attend_latent_rows(
-    query: Tensor, latents: LayerKV, cells: RowCells, projection: LatentProjection, *, scale: float
-) -> Tensor:
+def attend_latent_rows(inputs: RowAttentionInput, projection: LatentProjection) -> Tensor:
     """The output [rows, heads, value_width] of latent attention; see latent.attend, mode "absorb"."""
-    index, visible = _visible_cells(cells)
+    index, visible = _visible_cells(inputs.cells)
+    latents, query = inputs.keys, inputs.query
     cached = _read(latents, index, query.dtype)
     reduced = latents.transform(absorb_keys(query, projection))
-    mixed = _mix(reduced, cached, cached[..., : projection.latent_width], visible, scale, None, None)
+    mixed = _mix(inputs, reduced, cached, cached[..., : projection.latent_width], visible)
     return project_values(latents.transform(mixed).transpose(0, 1), projection)
 
 
@@ -55,25 +46,17 @@ def _read(stored: LayerKV, index: Tensor, dtype: torch.dtype) -> Tensor:
     return flat.view(flat.shape[0], *index.shape, flat.shape[-1])
 
 
-def _mix(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    visible: Tensor,
-    scale: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
+def _mix(inputs: RowAttentionInput, query: Tensor, keys: Tensor, values: Tensor, visible: Tensor) -> Tensor:
     """Queries [heads, rows, width] over keys and values [key_heads, rows, positions, width]."""
     q = query.reshape(keys.shape[0], -1, *query.shape[1:])
     # Matrix products, which can be made row-invariant (engine/model/invariant.py).
-    scores = (q.transpose(1, 2) @ keys.mT).transpose(1, 2) * scale
+    scores = (q.transpose(1, 2) @ keys.mT).transpose(1, 2) * inputs.scale
     precision = torch.promote_types(scores.dtype, torch.float32)
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
+    if inputs.softcap is not None:
+        scores = inputs.softcap * torch.tanh(scores / inputs.softcap)
     scores = scores.masked_fill(~visible, -torch.inf)
-    if sinks is not None:
-        sink = sinks.to(scores.dtype).view(*scores.shape[:2], 1, 1).expand(*scores.shape[:3], 1)
+    if inputs.sinks is not None:
+        sink = inputs.sinks.to(scores.dtype).view(*scores.shape[:2], 1, 1).expand(*scores.shape[:3], 1)
         weights = torch.cat((scores, sink), -1).softmax(-1, dtype=precision)[..., :-1]
     else:
         weights = scores.softmax(-1, dtype=precision)

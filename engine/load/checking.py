@@ -13,8 +13,8 @@ from engine.config import BUNDLED_NAME, EngineConfig
 from engine.errors import ModelUnsupported
 from engine.gguf.matrices import FileMatrices
 from engine.kernels import dispatch, reference
+from engine.kernels.attention_input import AttentionFunction
 from engine.kernels.products import RowInvariantProduct, TiledProduct
-from engine.kernels.reference import AttentionFunction
 from engine.load.checkpoint import Checkpoint, is_small
 from engine.load.outcomes import Outcome, OutcomeFile
 from engine.load.selection import RunnerSelection, select

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from engine.errors import ModelUnsupported
 from engine.kernels import reference
-from engine.kernels.reference import AttentionFunction
+from engine.kernels.attention_input import AttentionFunction
 from engine.model import hooks, rope
 from engine.model.device_runner import DeviceRunner
 from engine.model.encoder import Encoder

@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.kernels import row_attention
+from engine.kernels.attention_input import AttentionFunction, RowAttentionInput
 from engine.kernels.cell_kernels import CellKernels
-from engine.kernels.reference import AttentionFunction
 from engine.model import hooks
 from engine.model.device_runner import DeviceRunner
 from engine.model.graph_sizes import BATCH_SIZES, all_sizes, batch_size, positions
@@ -383,9 +383,9 @@ class _RowBackend:
             self._forward.store_kv(layer, call.key, call.value, self._store)
         (keys, values), cells = self._forward.layer_kv(layer), self._forward.row_cells(layer)
         if call.latent is not None:
-            return self._attend_latent_rows(call.query, keys, cells, call.latent, scale=call.scale)
+            return self._attend_latent_rows(RowAttentionInput(call.query, keys, values, cells, call.scale), call.latent)
         return self._attend_rows(
-            call.query, keys, values, cells, scale=call.scale, softcap=call.softcap, sinks=call.sinks
+            RowAttentionInput(call.query, keys, values, cells, call.scale, call.softcap, call.sinks)
         )
 
     def recur(self, name: Hashable, operation: hooks.RecurrentOperation) -> list[Tensor]:

@@ -32,8 +32,8 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_outputs import BaseModelOutput
 
+from engine.kernels.attention_input import ScoreBias
 from engine.kernels.latent import LatentProjection
-from engine.kernels.reference import ScoreBias
 
 ATTENTION_NAME = "cells"
 

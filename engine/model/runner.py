@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from engine.kernels import latent, reference
+from engine.kernels.attention_input import AttentionFunction, AttentionInput
 from engine.kernels.cell_kernels import CellKernels
 from engine.kernels.products import RowInvariantProduct
-from engine.kernels.reference import AttentionFunction
 from engine.model import hooks, rope
 from engine.model.invariant import RowInvariant
 from engine.model.layers import CachedLayer
@@ -221,21 +221,10 @@ class _CacheBackend:
             self._forward.store_kv(layer, call.key, call.value, self._store)
         keys, values = self._forward.layer_kv(layer)
         segments, attention_range = self._forward.segments(layer), self._forward.attention_range(layer)
+        cells = (keys, values, segments, attention_range)
         if call.latent is not None:
-            return self._attend_latent(
-                call.query, keys, segments, attention_range, call.latent, scale=call.scale, mode=self._mla
-            )
-        return self._attend(
-            call.query,
-            keys,
-            values,
-            segments,
-            attention_range,
-            scale=call.scale,
-            softcap=call.softcap,
-            sinks=call.sinks,
-            bias=call.bias,
-        )
+            return self._attend_latent(AttentionInput(call.query, *cells, call.scale), call.latent, mode=self._mla)
+        return self._attend(AttentionInput(call.query, *cells, call.scale, call.softcap, call.sinks, call.bias))
 
     def _cross(self, call: hooks.AttentionCall) -> Tensor:
         """Tokens of each sequence attend to its encoder entry; tokens without one get zeros."""

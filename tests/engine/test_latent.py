@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from engine.kernels import latent, reference
+from engine.kernels.attention_input import AttentionInput
 from engine.load.load import LoadedModel
 from engine.model.runner import PackedRunner
 from engine.types.request import MlaMode, Request
@@ -94,7 +95,7 @@ def test_absorbed_equals_expanded(rows: int, before: int, contiguous: bool) -> N
     length = before + rows
     index = slice(3, 3 + length) if contiguous else torch.randperm(64)[:length]
     segment = Segment(slice(0, rows), before, index)
-    arguments = (query, cells, segment, AttentionRange(), projection, 0.3)
+    arguments = (AttentionInput(query, cells, cells, [segment], AttentionRange(), 0.3), segment, projection)
 
     assert torch.allclose(latent._absorbed(*arguments), latent._expanded(*arguments), atol=1e-12)
 
@@ -108,13 +109,14 @@ def test_expansion_is_bounded_in_memory(monkeypatch: pytest.MonkeyPatch) -> None
     )
     cells = LayerKV(FloatKVBuffer(torch.randn(1, 1, 64, rank + rotary, **draw)), 0)
     query = torch.randn(heads, 9, width + rotary, **draw)
-    arguments = (query, cells, Segment(slice(0, 9), length - 9, slice(0, length)), AttentionRange(), projection, 0.3)
+    segment = Segment(slice(0, 9), length - 9, slice(0, length))
+    arguments = (AttentionInput(query, cells, cells, [segment], AttentionRange(), 0.3), segment, projection)
     whole = latent._expanded(*arguments)
     seen: list[int] = []
     own = reference.attend_one
     monkeypatch.setattr(latent, "_EXPANDED_BYTES", 2 * length * (width + rotary + value) * 8)
     monkeypatch.setattr(
-        reference, "attend_one", lambda q, *given, **named: (seen.append(len(q)), own(q, *given, **named))[1]
+        reference, "attend_one", lambda inputs, q, *given: (seen.append(len(q)), own(inputs, q, *given))[1]
     )
 
     parts = latent._expanded(*arguments)

@@ -19,11 +19,10 @@ import torch
 from torch import Tensor
 
 from engine.kernels import reference
+from engine.kernels.attention_input import AttentionInput
 from engine.kernels.cpu.layout import Mirrors, check_layout, struct_of
-from engine.kernels.reference import ScoreBias
 from kvcache.forward import Segment
 from kvcache.kv_buffer import FloatKVBuffer, Int8KVBuffer, LayerKV
-from kvcache.spec import AttentionRange
 
 # The enumerations of attention.h.
 FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
@@ -98,62 +97,40 @@ class NativeAttention:
         self._call = library.cellar_attend
         self._call.argtypes, self._call.restype = [POINTER(_AttentionCallFields)], c_int64
 
-    def attend(
-        self,
-        query: Tensor,
-        keys: LayerKV,
-        values: LayerKV,
-        segments: Sequence[Segment],
-        attention_range: AttentionRange,
-        *,
-        scale: float,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-        bias: ScoreBias | None = None,
-    ) -> Tensor:
+    def attend(self, inputs: AttentionInput) -> Tensor:
         """See reference.attend, which computes float64, other KV dtypes, bias and bidirectional ranges.
 
         Raises ValueError for shapes that do not fit, IndexError for a table that names a cell outside the pool.
         """
-        k, v = kernel_buffer(keys), kernel_buffer(values)
-        if k is None or v is None or query.dtype == torch.float64 or bias is not None or _has_bidirectional(segments):
-            return reference.attend(
-                query, keys, values, segments, attention_range, scale=scale, softcap=softcap, sinks=sinks, bias=bias
-            )
+        query, k, v = inputs.query, kernel_buffer(inputs.keys), kernel_buffer(inputs.values)
+        is_reference = query.dtype == torch.float64 or inputs.bias is not None or _has_bidirectional(inputs.segments)
+        if k is None or v is None or is_reference:
+            return reference.attend(inputs)
         # A torch function mode (engine/model/invariant.py) has nothing to do here.
         with torch._C.DisableTorchFunction():
-            output = self.attend_float32(
-                _float32(keys.transform(query)),
-                k,
-                v,
-                segments,
-                attention_range,
-                scale=scale,
-                softcap=softcap,
-                sinks=None if sinks is None else _float32(sinks),
-                # The queries are rounded already, and so is the output.
-                rounds_to_bfloat16=query.dtype == torch.bfloat16,
-            )
+            transformed = _float32(inputs.keys.transform(query))
+            # The queries are rounded already, and so is the output.
+            output = self.attend_float32(inputs, transformed, k, v, rounds_to_bfloat16=query.dtype == torch.bfloat16)
             return output.to(query.dtype)
 
     def attend_float32(
         self,
+        inputs: AttentionInput,
         query: Tensor,
         keys: KernelBuffer,
         values: KernelBuffer,
-        segments: Sequence[Segment],
-        attention_range: AttentionRange,
         *,
-        scale: float,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
         rounds_to_bfloat16: bool = False,
     ) -> Tensor:
-        """The output of `attend` in float32, from float32 queries (transformed as the keys are) and sinks.
+        """The output of `attend` in float32.
 
+        query               of the inputs in float32, transformed as the keys are
+        keys, values        of the inputs
         rounds_to_bfloat16  whether queries and weights may be rounded for products with bfloat16 keys and values, where
                             the processor is faster so
         """
+        segments, attention_range = inputs.segments, inputs.attention_range
+        sinks = None if inputs.sinks is None else _float32(inputs.sinks)
         _check(query, keys.numbers, values.numbers, sinks, segments)
         output = torch.empty(query.shape[1], query.shape[0], values.numbers.shape[2])
         table = segment_table(segments)
@@ -161,7 +138,7 @@ class NativeAttention:
         call.segments, call.segment_count = address(table), len(segments)
         call.attention_range = ATTENTION_RANGES[attention_range.kind]
         call.attention_range_size = attention_range.size
-        call.scale, call.softcap, call.rounds_to_bfloat16 = scale, softcap or 0.0, rounds_to_bfloat16
+        call.scale, call.softcap, call.rounds_to_bfloat16 = inputs.scale, inputs.softcap or 0.0, rounds_to_bfloat16
         self._run(call)
         return output
 

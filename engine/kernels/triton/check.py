@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from engine.kernels import reference
+from engine.kernels.attention_input import AttentionInput
 from engine.kernels.cell_kernels import CellKernels, KernelUnavailable
 from engine.kernels.triton.agreement import disagreement
 from engine.kernels.triton.batch import Tiling
@@ -51,9 +54,9 @@ def _largest_error(kernels: CellKernels, dtype: torch.dtype, kv_dtype: torch.dty
         keys, values, torch.arange(cells, device=device), *(draw(_KEY_HEADS, cells, _WIDTH) for _ in range(2))
     )
     query, sinks = draw(_HEADS, segments[-1].batch_slice.stop, _WIDTH), draw(_HEADS)
-    arguments = (keys, values, segments, AttentionRange())
-    actual = kernels(query, *arguments, scale=_WIDTH**-0.5, sinks=sinks)
-    expected = reference.attend(query.float(), *arguments, scale=_WIDTH**-0.5, sinks=sinks.float())
+    inputs = AttentionInput(query, keys, values, segments, AttentionRange(), _WIDTH**-0.5, sinks=sinks)
+    actual = kernels(inputs)
+    expected = reference.attend(replace(inputs, query=query.float(), sinks=sinks.float()))
     return float((actual.float() - expected).abs().max())
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -11,9 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.kernels import latent, reference, row_attention
+from engine.kernels.attention_input import AttentionInput, RowAttentionInput
 from engine.kernels.cell_kernels import CellKernels
 from engine.kernels.latent import AbsorptionRule, LatentProjection
-from engine.kernels.reference import ScoreBias
 from engine.kernels.triton import launch
 from engine.kernels.triton.batch import BatchTables, HostTables, Tiling, make_tables, row_tables
 from engine.kernels.triton.launch import Scoring, StoredRows, stored_rows
@@ -22,6 +23,8 @@ from kvcache.forward import Segment
 from kvcache.kv_buffer import CellIndex, HadamardInt8KVBuffer, Int8KVBuffer, LayerKV, store_rows
 from kvcache.row_forward import RowCells
 from kvcache.spec import AttentionRange, GroupSpec
+
+_Inputs = TypeVar("_Inputs", AttentionInput, RowAttentionInput)
 
 # Batches with tables on the device: one for each group of a model and of its draft model.
 _KEPT_TABLES = 16
@@ -59,111 +62,67 @@ class TritonKernels(CellKernels):
         # The keys and segments of the tables of the last `batch_arrays`.
         self._planned: list[tuple[tuple[object, ...], Sequence[Segment], HostTables]] = []
 
-    def __call__(
-        self,
-        query: Tensor,
-        keys: LayerKV,
-        values: LayerKV,
-        segments: Sequence[Segment],
-        attention_range: AttentionRange,
-        *,
-        scale: float,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-        bias: ScoreBias | None = None,
-    ) -> Tensor:
+    def __call__(self, inputs: AttentionInput) -> Tensor:
         """See reference.attend. Raises ValueError for shapes that do not fit."""
-        k, v = stored_rows(keys), stored_rows(values)
-        if bias is not None or k is None or v is None or query.dtype == torch.float64:
-            return reference.attend(
-                query, keys, values, segments, attention_range, scale=scale, softcap=softcap, sinks=sinks, bias=bias
-            )
-        query = _transform(keys, query, keys.width)
-        return self._attend(query, keys, k, v, segments, attention_range, Scoring(scale, softcap, sinks))
+        keys, values = stored_rows(inputs.keys), stored_rows(inputs.values)
+        if inputs.bias is not None or keys is None or values is None or inputs.query.dtype == torch.float64:
+            return reference.attend(inputs)
+        return self._attend(_transformed(inputs), keys, values)
 
-    def attend_latent(
-        self,
-        query: Tensor,
-        cells: LayerKV,
-        segments: Sequence[Segment],
-        attention_range: AttentionRange,
-        projection: LatentProjection,
-        *,
-        scale: float,
-        mode: MlaMode = "auto",
-    ) -> Tensor:
+    def attend_latent(self, inputs: AttentionInput, projection: LatentProjection, *, mode: MlaMode = "auto") -> Tensor:
         """See latent.attend: absorbed segments are one batch, expanded ones are computed by torch."""
-        stored, width = stored_rows(cells), projection.latent_width
+        query, stored, width = inputs.query, stored_rows(inputs.keys), projection.latent_width
         if stored is None or not _has_latent_kernel(stored, width) or query.dtype == torch.float64:
-            return latent.attend(query, cells, segments, attention_range, projection, scale=scale, mode=mode)
+            return latent.attend(inputs, projection, mode=mode)
         rule = AbsorptionRule.of(projection, mode)
-        self._layout(query.shape[0], stored.numbers.shape[0], cells.width, rule)
-        absorbed = [one for one in segments if rule.applies(one)]
+        self._layout(query.shape[0], stored.numbers.shape[0], inputs.keys.width, rule)
+        absorbed = [one for one in inputs.segments if rule.applies(one)]
         output = query.new_empty(query.shape[1], query.shape[0], projection.values.shape[1])
-        for segment in segments:
+        for segment in inputs.segments:
             if not rule.applies(segment):
-                own = query[:, segment.batch_slice]
-                output[segment.batch_slice] = latent.attend(
-                    own, cells, [_alone(segment)], attention_range, projection, scale=scale, mode="expand"
-                )
+                own = replace(inputs, query=query[:, segment.batch_slice], segments=[_alone(segment)])
+                output[segment.batch_slice] = latent.attend(own, projection, mode="expand")
         if absorbed:
-            latents = replace(stored, width=width)
-            self._absorb(output, query, cells, latents, absorbed, attention_range, projection, rule, scale)
+            self._absorb(output, replace(inputs, segments=absorbed), replace(stored, width=width), projection, rule)
         return output
 
     def _absorb(
         self,
         output: Tensor,
-        query: Tensor,
-        cells: LayerKV,
+        inputs: AttentionInput,
         latents: StoredRows,
-        segments: Sequence[Segment],
-        attention_range: AttentionRange,
         projection: LatentProjection,
         rule: AbsorptionRule,
-        scale: float,
     ) -> None:
         """Write the output rows of the segments."""
-        runs = list(_runs(segments))
+        query, cells, runs = inputs.query, inputs.keys, list(_runs(inputs.segments))
         reduced = query.new_empty(*query.shape[:2], cells.width)
         for rows in runs:
             reduced[:, rows] = _transform(cells, latent.absorb_keys(query[:, rows], projection), cells.width)
         keys = replace(latents, width=cells.width)
-        mixed = self._attend(reduced, cells, keys, latents, segments, attention_range, Scoring(scale), rule)
+        mixed = self._attend(replace(inputs, query=reduced), keys, latents, rule)
         for rows in runs:
             own = _transform(cells, mixed[rows].transpose(0, 1), latents.width)
             output[rows] = latent.project_values(own, projection)
 
-    def attend_rows(
-        self,
-        query: Tensor,
-        keys: LayerKV,
-        values: LayerKV,
-        cells: RowCells,
-        *,
-        scale: float,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def attend_rows(self, inputs: RowAttentionInput) -> Tensor:
         """See row_attention.attend_rows: the bits of `__call__` for the same rows."""
-        k, v = stored_rows(keys), stored_rows(values)
-        if k is None or v is None or query.dtype == torch.float64:
-            return row_attention.attend_rows(query, keys, values, cells, scale=scale, softcap=softcap, sinks=sinks)
-        query = _transform(keys, query, keys.width)
-        tables = self._row_tables(cells, query.shape[0] // k.numbers.shape[0])
-        return self._launch(query, keys, k, v, tables, Scoring(scale, softcap, sinks))
+        keys, values = stored_rows(inputs.keys), stored_rows(inputs.values)
+        if keys is None or values is None or inputs.query.dtype == torch.float64:
+            return row_attention.attend_rows(inputs)
+        tables = self._row_tables(inputs.cells, inputs.query.shape[0] // keys.numbers.shape[0])
+        return self._launch(_transformed(inputs), keys, values, tables)
 
-    def attend_latent_rows(
-        self, query: Tensor, latents: LayerKV, cells: RowCells, projection: LatentProjection, *, scale: float
-    ) -> Tensor:
+    def attend_latent_rows(self, inputs: RowAttentionInput, projection: LatentProjection) -> Tensor:
         """See row_attention.attend_latent_rows."""
+        query, latents = inputs.query, inputs.keys
         stored, width = stored_rows(latents), projection.latent_width
         if stored is None or not _has_latent_kernel(stored, width) or query.dtype == torch.float64:
-            return row_attention.attend_latent_rows(query, latents, cells, projection, scale=scale)
+            return row_attention.attend_latent_rows(inputs, projection)
         reduced = _transform(latents, latent.absorb_keys(query, projection), latents.width)
         keys, values = replace(stored, width=latents.width), replace(stored, width=width)
-        tables = self._row_tables(cells, query.shape[0])
-        mixed = self._launch(reduced, latents, keys, values, tables, Scoring(scale))
+        tables = self._row_tables(inputs.cells, query.shape[0])
+        mixed = self._launch(replace(inputs, query=reduced), keys, values, tables)
         return latent.project_values(_transform(latents, mixed.transpose(0, 1), width), projection)
 
     def store(self, keys: LayerKV, values: LayerKV, cells: CellIndex, key_rows: Tensor, value_rows: Tensor) -> None:
@@ -192,43 +151,24 @@ class TritonKernels(CellKernels):
         self._planned.append((_table_key(segments, attention_range, rows, layout), segments, tables))
 
     def _attend(
-        self,
-        query: Tensor,
-        keys: LayerKV,
-        stored_keys: StoredRows,
-        stored_values: StoredRows,
-        segments: Sequence[Segment],
-        attention_range: AttentionRange,
-        scoring: Scoring,
-        rule: AbsorptionRule | None = None,
+        self, inputs: AttentionInput, keys: StoredRows, values: StoredRows, rule: AbsorptionRule | None = None
     ) -> Tensor:
-        """`query` is transformed as the keys are."""
-        tables = self._tables_of(segments, attention_range, query, stored_keys, rule)
-        return self._launch(query, keys, stored_keys, stored_values, tables, scoring)
+        """The query of the inputs is transformed as the keys are."""
+        return self._launch(inputs, keys, values, self._tables_of(inputs, keys, rule))
 
     def _launch(
-        self,
-        query: Tensor,
-        keys: LayerKV,
-        stored_keys: StoredRows,
-        stored_values: StoredRows,
-        tables: BatchTables,
-        scoring: Scoring,
+        self, inputs: AttentionInput | RowAttentionInput, keys: StoredRows, values: StoredRows, tables: BatchTables
     ) -> Tensor:
-        _check(query, stored_keys, stored_values, scoring.sinks)
-        parts = keys.buffer.parts if isinstance(keys.buffer, Int8KVBuffer) else ()
-        query = launch.contiguous_columns(query)
-        columns = launch.key_columns(stored_keys, query.shape[2], parts)
-        return launch.attend(query, stored_keys, stored_values, columns, tables, scoring, self._tiling)
+        """See `_attend`."""
+        _check(inputs, keys, values)
+        buffer, query = inputs.keys.buffer, launch.contiguous_columns(inputs.query)
+        parts = buffer.parts if isinstance(buffer, Int8KVBuffer) else ()
+        columns = launch.key_columns(keys, query.shape[2], parts)
+        scoring = Scoring(inputs.scale, inputs.softcap, inputs.sinks)
+        return launch.attend(query, keys, values, columns, tables, scoring, self._tiling)
 
-    def _tables_of(
-        self,
-        segments: Sequence[Segment],
-        attention_range: AttentionRange,
-        query: Tensor,
-        keys: StoredRows,
-        rule: AbsorptionRule | None,
-    ) -> BatchTables:
+    def _tables_of(self, inputs: AttentionInput, keys: StoredRows, rule: AbsorptionRule | None) -> BatchTables:
+        query, segments, attention_range = inputs.query, inputs.segments, inputs.attention_range
         layout, rows = self._layout(query.shape[0], keys.numbers.shape[0], keys.width, rule), query.shape[1]
         return self._kept(
             _table_key(segments, attention_range, rows, layout),
@@ -282,6 +222,11 @@ def _runs(segments: Sequence[Segment]) -> Iterator[slice]:
     yield slice(start, stop)
 
 
+def _transformed(inputs: _Inputs) -> _Inputs:
+    """The inputs with queries that are transformed as the keys are."""
+    return replace(inputs, query=_transform(inputs.keys, inputs.query, inputs.keys.width))
+
+
 def _transform(cells: LayerKV, rows: Tensor, width: int) -> Tensor:
     """LayerKV.transform of rows [heads, rows, width], in one launch."""
     buffer = cells.buffer
@@ -295,8 +240,9 @@ def _alone(segment: Segment) -> Segment:
     return replace(segment, batch_slice=slice(0, segment.batch_slice.stop - segment.batch_slice.start))
 
 
-def _check(query: Tensor, keys: StoredRows, values: StoredRows, sinks: Tensor | None) -> None:
+def _check(inputs: AttentionInput | RowAttentionInput, keys: StoredRows, values: StoredRows) -> None:
     """Raise ValueError for shapes with which a kernel would read outside the tensors."""
+    query, sinks = inputs.query, inputs.sinks
     conditions = {
         "keys and values are of one pool": keys.numbers.shape[:2] == values.numbers.shape[:2],
         "queries are as wide as keys": query.shape[2] == keys.width,

@@ -53,7 +53,7 @@ def stored_rows(layer: LayerKV) -> StoredRows | None:
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """How scores become weights, see reference.attend."""
+    """How scores become weights, see AttentionInput."""
 
     scale: float
     softcap: float | None = None

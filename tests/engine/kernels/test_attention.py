@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
 from engine.kernels import reference
+from engine.kernels.attention_input import AttentionInput
 from engine.kernels.cpu.attention import KernelBuffer, NativeAttention
 from kvcache.forward import Segment
 from kvcache.kv_buffer import FloatKVBuffer, Int8KVBuffer, KVBuffer, LayerKV, allocate_kv_buffers
@@ -70,25 +71,25 @@ class Batch:
         """The maximum error of a row."""
         return ROUNDED if self.rounds else TOLERANCE
 
-    def attend(self, native: NativeAttention, attention_range: AttentionRange, **options: object) -> Tensor:
-        """The output of the kernel, from layer 1 of two."""
-        scale = self.query.shape[-1] ** -0.5
-        keys, values = LayerKV(self.keys, 1), LayerKV(self.values, 1)
+    def inputs(self, attention_range: AttentionRange, **options: Any) -> AttentionInput:
+        """The input of attention, from layer 1 of two."""
+        keys, values, scale = LayerKV(self.keys, 1), LayerKV(self.values, 1), self.query.shape[-1] ** -0.5
+        return AttentionInput(self.query, keys, values, self.segments, attention_range, scale, **options)
+
+    def attend(self, native: NativeAttention, attention_range: AttentionRange, **options: Any) -> Tensor:
+        """The output of the kernel."""
+        inputs = self.inputs(attention_range, **options)
         if self.rounds:
             assert isinstance(self.keys, FloatKVBuffer)
             assert isinstance(self.values, FloatKVBuffer)
             own = KernelBuffer(self.keys.rows[1]), KernelBuffer(self.values.rows[1])
-            options = {"rounds_to_bfloat16": True, **options}
-            return native.attend_float32(self.query, *own, self.segments, attention_range, scale=scale, **options)  # type: ignore[arg-type]
-        return native.attend(self.query, keys, values, self.segments, attention_range, scale=scale, **options)  # type: ignore[arg-type]
+            return native.attend_float32(inputs, self.query, *own, rounds_to_bfloat16=True)
+        return native.attend(inputs)
 
-    def expected(self, attention_range: AttentionRange, **options: object) -> Tensor:
+    def expected(self, attention_range: AttentionRange, **options: Any) -> Tensor:
         """The output of the reference in float64."""
-        keys, values = LayerKV(self.keys, 1), LayerKV(self.values, 1)
         options = {name: own.double() if isinstance(own, Tensor) else own for name, own in options.items()}
-        scale = self.query.shape[-1] ** -0.5
-        query = self.query.double()
-        return reference.attend(query, keys, values, self.segments, attention_range, scale=scale, **options)  # type: ignore[arg-type]
+        return reference.attend(replace(self.inputs(attention_range, **options), query=self.query.double()))
 
 
 def batch(

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.kernels.attention_input import AttentionInput
 from engine.kernels.reference import attend
 from kvcache.cache import Cache
 from kvcache.forward import Forward
@@ -89,7 +90,7 @@ def attended(
     forward.store_kv(0, k, v)
     keys, values = forward.layer_kv(0)
     segments = forward.segments(0)
-    return attend(q, keys, values, segments, reach, scale=WIDTH**-0.5, softcap=softcap, sinks=sinks)
+    return attend(AttentionInput(q, keys, values, segments, reach, WIDTH**-0.5, softcap, sinks))
 
 
 @pytest.mark.parametrize("bend", quick(BENDS[::2], BENDS), ids=lambda bend: "+".join(bend) or "plain")

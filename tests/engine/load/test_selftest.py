@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.errors import ModelUnsupported
 from engine.kernels import reference
+from engine.kernels.attention_input import AttentionInput
 from engine.load import selftest
 from engine.load.selftest import ModelTraits, find_runner
 from engine.model import hooks, recurrence
@@ -116,11 +117,9 @@ def test_wrong_attention_kernel_is_replaced_by_the_reference(
 ) -> None:
     """A kernel that attends to at most a dozen cells."""
 
-    def forgetful(
-        query: Tensor, keys: Any, values: Any, segments: Any, attention_range: AttentionRange, **others: Any
-    ) -> Tensor:
-        shorter = AttentionRange("window", 12) if attention_range.kind == "full" else attention_range
-        return reference.attend(query, keys, values, segments, shorter, **others)
+    def forgetful(inputs: AttentionInput) -> Tensor:
+        is_full = inputs.attention_range.kind == "full"
+        return reference.attend(replace(inputs, attention_range=AttentionRange("window", 12)) if is_full else inputs)
 
     with caplog.at_level(logging.WARNING):
         runner = find_runner("gemma3", own("gemma3"), replace(FACTS, attend=forgetful))

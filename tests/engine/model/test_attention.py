@@ -14,8 +14,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from engine.kernels import dispatch, reference
+from engine.kernels.attention_input import AttentionFunction, AttentionInput
 from engine.kernels.cpu import build
-from engine.kernels.reference import AttentionFunction
 from engine.load.load import LoadedModel
 from engine.model.model_runner import runners_of
 from engine.model.runner import PackedRunner
@@ -148,9 +148,8 @@ class Rows:
         )
         with cache.forward(spans) as forward:
             forward.store_kv(0, key, value)
-            output = self._attend(
-                query, *forward.layer_kv(0), forward.segments(0), forward.attention_range(0), scale=0.25
-            )
+            cells = (*forward.layer_kv(0), forward.segments(0), forward.attention_range(0))
+            output = self._attend(AttentionInput(query, *cells, 0.25))
         return list(output.split([span.length for span in spans]))
 
 
@@ -178,8 +177,8 @@ def test_attention_of_a_row_is_batch_invariant(
 def test_kernel_that_fails_the_self_test_is_replaced_by_torch(
     folder: Folder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def wrong(*inputs: object, **bend: object) -> Tensor:
-        return reference.attend(*inputs, **bend) * 1.1  # type: ignore[arg-type]
+    def wrong(inputs: AttentionInput) -> Tensor:
+        return reference.attend(inputs) * 1.1
 
     monkeypatch.setattr(dispatch, "best_attention", lambda: wrong)
     with caplog.at_level(logging.WARNING, "cellar.engine"):

@@ -14,6 +14,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from engine.kernels import reference
+from engine.kernels.attention_input import AttentionFunction, AttentionInput
 from engine.kernels.cpu.products import NativeProduct
 from engine.kernels.products import POSITIONS, RowInvariantProduct, TiledProduct
 from engine.kernels.rounding import Bits
@@ -150,10 +151,10 @@ def test_aligned_attention_agrees_with_the_reference(attention_range: AttentionR
     keys, values = (LayerKV(FloatKVBuffer(random(1, 2, 200, 8 + width)), 0) for width in (0, 1))
     keys, query = LayerKV(FloatKVBuffer(random(1, 2, 200, 8)), 0), random(4, 200, 8)
 
-    def attend(start: int, stop: int, form: reference.AttentionFunction) -> Tensor:
+    def attend(start: int, stop: int, form: AttentionFunction) -> Tensor:
         first = attention_range.oldest_visible(start)
         segment = Segment(slice(0, stop - start), start, slice(first, stop), first)
-        return form(query[:, start:stop], keys, values, [segment], attention_range, scale=0.4)
+        return form(AttentionInput(query[:, start:stop], keys, values, [segment], attention_range, 0.4))
 
     with RowInvariant(TiledProduct()):
         whole = attend(0, 200, reference.attend_aligned)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from engine.kernels import reference
-from kvcache.kv_buffer import LayerKV
 from kvcache.spec import AttentionRange
 from tests.engine.kernels.test_attention import Batch, Format, batch
 from tests.engine.kernels.triton.interpreter import (
@@ -102,11 +101,7 @@ def attend(work: Batch, attention_range: AttentionRange, tiling: Tiling, **optio
     options = {
         name: own.to(DEVICE, work.query.dtype) if isinstance(own, Tensor) else own for name, own in options.items()
     }
-    keys, values = LayerKV(moved.keys, 1), LayerKV(moved.values, 1)
-    scale = work.query.shape[-1] ** -0.5
-    return TritonKernels(tiling)(
-        moved.query, keys, values, moved.segments, attention_range, scale=scale, **options
-    ).cpu()
+    return TritonKernels(tiling)(moved.inputs(attention_range, **options)).cpu()
 
 
 def check(case: Case, tiling: Tiling = SMALL) -> None:
@@ -208,10 +203,7 @@ def test_bias_and_float64_are_computed_by_the_reference() -> None:
     def bias(rows: int, before: int) -> Tensor:
         return torch.arange(before + rows, dtype=torch.float32, device=DEVICE).expand(2, rows, -1)
 
-    keys, values, scale = LayerKV(work.keys, 1), LayerKV(work.values, 1), 32**-0.5
-    expected = reference.attend(
-        work.query, keys, values, work.segments, FULL, scale=scale, bias=lambda rows, before: bias(rows, before).cpu()
-    )
+    expected = reference.attend(work.inputs(FULL, bias=lambda rows, before: bias(rows, before).cpu()))
     torch.testing.assert_close(attend(work, FULL, SMALL, bias=bias), expected, rtol=0, atol=TOLERANCE)
     double = replace(work, query=work.query.double())
     torch.testing.assert_close(attend(double, FULL, SMALL), work.expected(FULL), rtol=0, atol=1e-12)
@@ -221,13 +213,12 @@ def test_tables_are_made_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) ->
     """Those of earlier steps are deleted."""
     monkeypatch.setattr(kernels_module, "_KEPT_TABLES", 2)
     work, kernels = on_device(Case(plan=((1, 40),)).batch()), TritonKernels(SMALL)
-    keys, values = LayerKV(work.keys, 1), LayerKV(work.values, 1)
 
     for _ in range(2):
-        kernels(work.query, keys, values, work.segments, FULL, scale=1.0)
+        kernels(work.inputs(FULL))
     assert 1 == len(kernels._tables)
     for _ in range(3):
-        kernels(work.query, keys, values, tuple(replace(one) for one in work.segments), FULL, scale=1.0)
+        kernels(replace(work, segments=tuple(replace(one) for one in work.segments)).inputs(FULL))
     assert 2 == len(kernels._tables)
 
 

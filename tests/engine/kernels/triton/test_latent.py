@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from engine.kernels import latent
+from engine.kernels.attention_input import AttentionInput
 from engine.types.request import MlaMode
 from kvcache.forward import Segment
 from kvcache.kv_buffer import LayerKV, allocate_kv_buffers
@@ -33,30 +34,27 @@ def test_latent_attention_equals_torch(dtype: torch.dtype, width: int, mode: Mla
     """Int8 latents of a width that is no power of two are computed by torch."""
     generator = torch.Generator().manual_seed(0)
     spec = GroupSpec(1, width + ROTARY, 0, AttentionRange(), (0, 1), (None, None), width)
-    buffer, _ = allocate_kv_buffers(spec, 150, dtype, torch.device("cpu"))
+    buffer, no_values = allocate_kv_buffers(spec, 150, dtype, torch.device("cpu"))
     buffer.write(1, slice(0, 150), torch.randn(1, 150, width + ROTARY, generator=generator))
     keys, values = (torch.randn(HEADS, rows, width, generator=generator) for rows in (KEY, VALUE))
     query = torch.randn(HEADS, 8, KEY + ROTARY, generator=generator)
     rule = latent.AbsorptionRule.of(latent.LatentProjection(keys, values), mode)
     assert (mode == "absorb") == all(rule.applies(one) for one in SEGMENTS)
 
+    inputs = AttentionInput(query, LayerKV(buffer, 1), LayerKV(no_values, 1), SEGMENTS, AttentionRange(), 0.2)
+    moved = replace(
+        inputs,
+        query=query.to(DEVICE),
+        keys=LayerKV(buffer_on_device(buffer), 1),
+        segments=[
+            replace(one, cells=one.cells.to(DEVICE)) if isinstance(one.cells, torch.Tensor) else one for one in SEGMENTS
+        ],
+    )
     actual = TritonKernels(SMALL).attend_latent(
-        query.to(DEVICE),
-        LayerKV(buffer_on_device(buffer), 1),
-        [replace(one, cells=one.cells.to(DEVICE)) if isinstance(one.cells, torch.Tensor) else one for one in SEGMENTS],
-        AttentionRange(),
-        latent.LatentProjection(keys.to(DEVICE), values.to(DEVICE)),
-        scale=0.2,
-        mode=mode,
+        moved, latent.LatentProjection(keys.to(DEVICE), values.to(DEVICE)), mode=mode
     )
 
     expected = latent.attend(
-        query.double(),
-        LayerKV(buffer, 1),
-        SEGMENTS,
-        AttentionRange(),
-        latent.LatentProjection(keys.double(), values.double()),
-        scale=0.2,
-        mode=mode,
+        replace(inputs, query=query.double()), latent.LatentProjection(keys.double(), values.double()), mode=mode
     )
     torch.testing.assert_close(actual.cpu().double(), expected, rtol=0, atol=1e-4)

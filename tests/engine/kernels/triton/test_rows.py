@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels import latent, row_attention
+from engine.kernels.attention_input import AttentionInput, RowAttentionInput
 from kvcache.forward import Segment
 from kvcache.kv_buffer import LayerKV
 from kvcache.row_forward import RowCells
@@ -47,11 +48,11 @@ def test_rows_have_the_bits_of_segments(name: str) -> None:
     there, kernels = on_device(work), TritonKernels(SMALL)
     keys, values = LayerKV(there.keys, 1), LayerKV(there.values, 1)
     options = {key: own.to(DEVICE) if isinstance(own, Tensor) else own for key, own in case.options.items()}
-    options |= {"scale": work.query.shape[-1] ** -0.5}
+    inputs = RowAttentionInput(there.query, keys, values, cells, work.query.shape[-1] ** -0.5, **options)
 
-    segments = kernels(there.query, keys, values, there.segments, case.attention_range, **options)
-    rows = kernels.attend_rows(there.query, keys, values, cells, **options)
-    in_torch = row_attention.attend_rows(there.query, keys, values, cells, **options)
+    segments = kernels(there.inputs(case.attention_range, **options))
+    rows = kernels.attend_rows(inputs)
+    in_torch = row_attention.attend_rows(inputs)
 
     assert torch.equal(segments, rows)
     expected = work.expected(case.attention_range, **case.options)
@@ -69,12 +70,15 @@ def test_latent_rows_have_the_bits_of_segments(width: int) -> None:
         *(torch.randn(4, rows, width, generator=generator).to(DEVICE) for rows in (12, 10))
     )
     query = torch.randn(4, len(DECODING), 12 + 8, generator=generator).to(DEVICE)
-    latents, kernels = LayerKV(work.keys, 1), TritonKernels(replace(SMALL))
+    layers, kernels = (LayerKV(work.keys, 1), LayerKV(work.values, 1)), TritonKernels(replace(SMALL))
+    inputs = RowAttentionInput(query, *layers, cells, 0.2)
 
-    segments = kernels.attend_latent(query, latents, work.segments, FULL, projection, scale=0.2, mode="absorb")
+    segments = kernels.attend_latent(
+        AttentionInput(query, *layers, work.segments, FULL, 0.2), projection, mode="absorb"
+    )
 
-    assert torch.equal(segments, kernels.attend_latent_rows(query, latents, cells, projection, scale=0.2))
-    in_torch = row_attention.attend_latent_rows(query, latents, cells, projection, scale=0.2)
+    assert torch.equal(segments, kernels.attend_latent_rows(inputs, projection))
+    in_torch = row_attention.attend_latent_rows(inputs, projection)
     torch.testing.assert_close(segments, in_torch, rtol=0, atol=1e-4)
 
 
@@ -84,10 +88,12 @@ def test_tables_are_made_once_for_all_layers_of_a_recording() -> None:
     keys, values = LayerKV(work.keys, 1), LayerKV(work.values, 1)
     cells = row_cells(Case(plan=DECODING).batch().segments, FULL, CAPACITY)
 
-    first, again = (kernels.attend_rows(work.query, keys, values, cells, scale=1.0) for _ in range(2))
+    inputs = RowAttentionInput(work.query, keys, values, cells, 1.0)
+
+    first, again = (kernels.attend_rows(inputs) for _ in range(2))
     assert 1 == len(kernels._tables)
     cells.latest[2] -= 100
-    shorter = kernels.attend_rows(work.query, keys, values, replace(cells), scale=1.0)
+    shorter = kernels.attend_rows(replace(inputs, cells=replace(cells)))
 
     assert torch.equal(first, again)
     assert torch.equal(first[:2], shorter[:2])

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from engine.kernels.attention_input import AttentionInput, RowAttentionInput
 from engine.kernels.triton import batch
 from engine.kernels.triton.batch import BatchTables
 from engine.model.graph_runner import CallRecorder, GraphRunner
@@ -50,20 +51,18 @@ class InterpretedKernels(TritonKernels):
 
     def _launch(
         self,
-        query: Tensor,
-        keys: LayerKV,
-        stored_keys: launch.StoredRows,
-        stored_values: launch.StoredRows,
+        inputs: AttentionInput | RowAttentionInput,
+        keys: launch.StoredRows,
+        values: launch.StoredRows,
         tables: BatchTables,
-        scoring: Any,
     ) -> Tensor:
-        stored = (replace(rows, numbers=in_memory(rows.numbers)) for rows in (stored_keys, stored_values))
+        stored = (replace(rows, numbers=in_memory(rows.numbers)) for rows in (keys, values))
         tile_sets = tuple(replace(each, table=in_memory(each.table)) for each in tables.tile_sets)
         for each in (tables.bounds, *(own.table for own in tables.tile_sets)):
             assert each.data_ptr() % 16 == 0 if not isinstance(each, DeviceTensor) else each.storage_offset() % 4 == 0
         own = BatchTables(in_memory(tables.cells), in_memory(tables.bounds), tile_sets)
-        sinks = replace(scoring, sinks=in_memory(scoring.sinks))
-        return DeviceTensor(super()._launch(in_memory(query), keys, *stored, own, sinks))
+        moved = replace(inputs, query=in_memory(inputs.query), sinks=in_memory(inputs.sinks))
+        return DeviceTensor(super()._launch(moved, *stored, own))
 
 
 @pytest.fixture(autouse=True)
