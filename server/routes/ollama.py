@@ -61,6 +61,9 @@ OLLAMA_ERRORS: dict[int | str, dict[str, Any]] = {
     "5XX": {"model": OllamaErrorBody, "description": "The server cannot serve it now."},
 }
 
+# The version whose documented requests are answered (docs/ollama.md). Clients refuse servers of older versions.
+OLLAMA_VERSION = "0.14.3"
+
 logger = logging.getLogger("cellar.http")
 
 
@@ -159,8 +162,8 @@ def _add_cards(app: FastAPI, models: ModelRegistry, presets: Presets) -> None:
 
     @app.get("/api/version", responses={**OLLAMA_ERRORS, 200: {"model": Version}})
     async def get_version() -> Response:
-        """The version of this server."""
-        return JsonResponse(Version(version=version()))
+        """The version of Ollama whose API this is, and the version of this server."""
+        return JsonResponse(Version(version=OLLAMA_VERSION, cellar_version=version()))
 
     @app.get("/api/tags", responses=OLLAMA_ERRORS)
     async def tags(request: Request) -> Response:

@@ -294,6 +294,7 @@ class OllamaErrorBody(TypedDict):
 
 
 class Version(TypedDict):
-    """The version of the server."""
+    """The version of Ollama whose API the server has, and the server's own."""
 
     version: str
+    cellar_version: str

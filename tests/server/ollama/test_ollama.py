@@ -15,6 +15,7 @@ from engine.text.fill_in_middle import FillInMiddle
 from engine.types.events import Delta, Embedded, Event, Started
 from engine.types.request import Request
 from server.app import create_app
+from server.http.version import version
 from server.schemas.ollama import OllamaErrorBody, OllamaLine
 from tests.server.fakes import HERMES, Answer, FakeEngine, FakeTokenizer, ask, finished, settings
 
@@ -325,6 +326,22 @@ def test_unsupported_parameters_are_refused(body: Any, named: str) -> None:
     assert named in answer.json["error"]
 
 
+# The lowest version that each client accepts, by its source.
+MINIMUM_VERSIONS = {
+    "microsoft/vscode: extensions/copilot/src/extension/byok/vscode-node/ollamaProvider.ts": (0, 6, 4),
+    "a desktop application for agents: MINIMUM_OLLAMA_VERSION of its AgentsBetaTab": (0, 14, 2),
+}
+
+
+@pytest.mark.parametrize("client", MINIMUM_VERSIONS)
+def test_clients_accept_the_version(client: str) -> None:
+    """It is the one of Ollama's API; the server's own is another field."""
+    answer = ask(create_app(FakeEngine(), settings()), "GET", "/api/version").json
+
+    assert tuple(map(int, answer["version"].split("."))) >= MINIMUM_VERSIONS[client]
+    assert answer["cellar_version"] == version()
+
+
 def test_model_is_listed_and_shown() -> None:
     app = create_app(engine_emitting("x"), settings())
 
@@ -336,6 +353,8 @@ def test_model_is_listed_and_shown() -> None:
     assert {"tags": ["fake", "org/alias"], "ps": ["fake", "org/alias"]} == names
     assert {"completion", "tools", "thinking", "embedding"} == set(card["capabilities"])
     assert 64 == card["model_info"]["fake.context_length"]
+    # Copilot's name of the model.
+    assert card["model_info"]["general.basename"] == "model"
 
 
 def test_embed() -> None:
