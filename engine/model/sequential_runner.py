@@ -127,9 +127,11 @@ class SequentialRunner(LocalRunner):
         return NO_HIDDEN_STATES if features.hidden_states and not self.has_hidden_states else None
 
     def run(self, step: StepInput) -> StepOutput:
-        """See ModelRunner."""
-        logits, states, caches, row = [], [], [], 0
-        forward = step.forward
+        """See ModelRunner. Raises ValueError for other features: the model's own masks would ignore them."""
+        reason = self.supports(step.features)
+        if reason is not None:
+            raise ValueError(reason)
+        forward, logits, states, caches, row = step.forward, [], [], [], 0
         for number, span in enumerate(forward.spans):
             stop = row + span.length
             cache, tokens = self._fill_cache(forward, number), step.tokens[row:stop]

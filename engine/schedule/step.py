@@ -154,13 +154,14 @@ class Stepper:
         for one, own, (score_queries, logprob_queries) in zip(slices, sampled, queries, strict=True):
             scores = tuple(next(entries) for _ in score_queries)
             logprobs = tuple(next(entries) for _ in logprob_queries)
-            pooled = [state_rows[token] for token in one.pooled_tokens]
+            # Pooled tokens are consecutive; on a device a slice needs no upload.
+            first = state_rows[one.pooled_tokens[0]] if one.pooled_tokens else 0
             yield StepResult(
                 one.scheduled,
                 tuple(own),
                 logprobs,
                 scores,
-                output.hidden_states[pooled] if pooled else None,
+                output.hidden_states[first : first + len(one.pooled_tokens)] if one.pooled_tokens else None,
                 output.hidden_states[one.batch_tokens.start : one.batch_tokens.stop] if self.returns_states else None,
             )
 

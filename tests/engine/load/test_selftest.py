@@ -20,8 +20,11 @@ from engine.load import selftest
 from engine.load.selftest import ModelTraits, find_runner
 from engine.model import hooks, recurrence
 from engine.model.layers import CachedLayer, find_cached_layers
+from engine.model.model_runner import LocalRunner
 from engine.model.runner import PackedRunner
 from engine.model.sequential_runner import SequentialRunner
+from engine.step.input import StepInput
+from engine.step.output import StepOutput
 from kvcache.spec import AttentionRange
 from tests.engine.kit import tiny
 from tests.engine.kit.models import VOCABULARY, load_model
@@ -71,14 +74,24 @@ def test_packed_runner_with_a_wrong_mask_is_replaced(
     assert "its logits differ" in caplog.text
 
 
+def scale_logits(monkeypatch: pytest.MonkeyPatch, kind: type[LocalRunner], factor: float) -> None:
+    """A kind of runner whose logits are wrong by a factor."""
+    run = kind.run
+
+    def scaled(runner: Any, step: StepInput) -> StepOutput:
+        output = run(runner, step)
+        return replace(output, logits=factor * output.logits)
+
+    monkeypatch.setattr(kind, "run", scaled)
+
+
 def test_model_without_a_correct_runner_is_refused(own: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         selftest,
         "find_cached_layers",
         plan_with(lambda attention_range: AttentionRange("window", attention_range.size + 1)),
     )
-    run = SequentialRunner.run
-    monkeypatch.setattr(SequentialRunner, "run", lambda *args: 1.1 * run(*args))
+    scale_logits(monkeypatch, SequentialRunner, 1.1)
 
     with pytest.raises(
         ModelUnsupported, match=r"its logits differ.*, nor one sequence at a time \(LogitsDiffer: its logits"
@@ -91,8 +104,7 @@ def test_parts_in_float32_are_compared_with_float32_tolerance(
     own: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, error: float
 ) -> None:
     """A wrong mask changes far more."""
-    run = PackedRunner.run
-    monkeypatch.setattr(PackedRunner, "run", lambda *args: (1 + error) * run(*args))
+    scale_logits(monkeypatch, PackedRunner, 1 + error)
 
     assert isinstance(find_runner("llama", own("llama"), FACTS), PackedRunner if error < 1e-3 else SequentialRunner)
 

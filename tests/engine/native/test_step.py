@@ -290,18 +290,6 @@ def test_bidirectional_ranges_run_in_the_modules() -> None:
     assert torch.equal(*logits)
 
 
-def test_hooked_modules_run_instead_of_the_step() -> None:
-    """A forward hook on the decoder, as of an MTP head."""
-    model, outputs = native("llama"), []
-    handle = model.model.get_decoder().register_forward_hook(lambda module, inputs, output: outputs.append(output))
-    try:
-        model.states(model.runner, (((0, 3),),))
-    finally:
-        handle.remove()
-
-    assert 1 == len(outputs)
-
-
 @pytest.mark.parametrize("family", OTHERS)
 def test_unsupported_models_run_in_the_modules(family: str) -> None:
     assert not isinstance(runners_of(tiny_model(family).runner)[0], NativeRunner)
