@@ -37,8 +37,28 @@ _WORDS: dict[str, Any] = {
 _UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgt", start=1):
     _UNITS |= dict.fromkeys((_letter, f"{_letter}i", f"{_letter}ib"), 1024**_power) | {f"{_letter}b": 1000**_power}
+# Bytes: a smaller number without a unit lacks one.
+_LEAST_BARE_SIZE = 2**20
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
+_COUNT = re.compile(r"([+-]?[0-9]+)\s*([km]?)", re.IGNORECASE)
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]*|%)", re.IGNORECASE)
+
+
+def parse_size(text: str) -> int:
+    """Bytes of a size such as 8GiB, or of a plain number; ValueError for anything else."""
+    found = _SIZE.fullmatch(text.strip().removeprefix("-"))
+    if found is None or found[2].lower() not in _UNITS:
+        raise ValueError(f"must be a size such as 8GiB, or a number of bytes, not {text}")
+    size = int(float(found[1]) * _UNITS[found[2].lower()])
+    return -size if text.strip().startswith("-") else size
+
+
+def parse_count(text: str) -> int:
+    """A count such as 4096, or 4k for it: k and m are powers of 1024; ValueError for anything else."""
+    found = _COUNT.fullmatch(text.strip())
+    if found is None:
+        raise ValueError(f"must be a whole number, or one with k or m such as 32k, not {text}")
+    return int(found[1]) * 1024 ** " km".index(found[2].lower() or " ")
 
 
 def parse_memory(text: str) -> Callable[[int], int]:
@@ -47,6 +67,8 @@ def parse_memory(text: str) -> Callable[[int], int]:
     number, unit = (float(found[1]), found[2].lower()) if found else (0.0, "")
     if unit == "%" and 0 < number <= 100:
         return lambda total: int(total * number / 100)
+    if found and not unit and 1 <= number < _LEAST_BARE_SIZE:
+        raise ValueError(f"needs a unit: {text.strip()} would be bytes; write {text.strip()}GiB")
     if unit in _UNITS and number * _UNITS[unit] >= 1:
         return lambda _: int(number * _UNITS[unit])
     raise ValueError(f"must be a size such as 8GiB or a share of the memory such as 40%, not {text}")

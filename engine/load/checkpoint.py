@@ -7,6 +7,7 @@ The path of a model is a folder in the layout of transformers, or a GGUF file, t
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +21,17 @@ from engine.errors import ModelMissing
 from engine.gguf.config import is_language_model
 from engine.gguf.container import GgufError, GgufModel, Metadata, read_metadata, read_model, shard_files
 from engine.load.file_kind import GGUF_FILE, JSON_FILE, SAFETENSORS_FILE, file_kind
-from engine.load.hub import CONSOLIDATED_FILES, NAME_FORMAT, download, download_headers
+from engine.load.hub import (
+    ADAPTER_CONFIG,
+    CONSOLIDATED_FILES,
+    NAME_FORMAT,
+    PICKLE_REMEDY,
+    PICKLE_SUFFIXES,
+    download,
+    download_headers,
+)
 from engine.load.resources import processor_count
+from engine.types.model_name import plain_name
 
 # Errors that transformers raises for a broken checkpoint. The last two derive from Exception directly.
 READ_ERRORS = (
@@ -62,13 +72,14 @@ def resolve(model: str | None, download_files: Callable[[str], Path] = download)
         if path.is_dir():
             return _in_folder(model, path, "the folder has no config.json and no GGUF file")
         # A colon separates a repository from one of its files.
-        if path.is_file() or (":" not in model and path.suffix.lower() in _FILE_SUFFIXES):
+        if path.is_file() or (":" not in plain_name(model) and path.suffix.lower() in _FILE_SUFFIXES):
             return _model_file(model, path)
     except (OSError, RuntimeError) as error:
         raise ModelMissing(model, error_line(error)) from error
-    if model.partition(":")[0].count("/") != 1 or model.startswith((".", "/", "~")):
+    name = plain_name(model)
+    if name.partition(":")[0].count("/") != 1 or name.startswith((".", "/", "~")):
         raise ModelMissing(model, f"there is no such folder, and {NAME_FORMAT}")
-    found = download_files(model)
+    found = download_files(name)
     if found.is_file():
         return _model_file(model, found)
     return _in_folder(model, found, f"its repository has no config.json; {_MODEL_HINT}")
@@ -76,6 +87,8 @@ def resolve(model: str | None, download_files: Callable[[str], Path] = download)
 
 def _in_folder(model: str, folder: Path, reason: str) -> Path:
     """The folder if it has a config.json, else its only GGUF model. Raises ModelMissing."""
+    if (folder / ADAPTER_CONFIG).is_file() and all(file.name.startswith("adapter") for file in weight_files(folder)):
+        raise ModelMissing(model, _adapter_reason(folder / ADAPTER_CONFIG))
     if (folder / "config.json").is_file():
         return folder
     # A repository without a file of a model has no folder in the cache, which glob permits.
@@ -88,6 +101,20 @@ def _in_folder(model: str, folder: Path, reason: str) -> Path:
     if not found:
         raise ModelMissing(model, reason)
     return (models or found)[0]
+
+
+def _adapter_reason(configuration: Path) -> str:
+    """Why the folder of an adapter is no model, and the remedy."""
+    try:
+        base = json.loads(configuration.read_bytes())["base_model_name_or_path"]
+    except (ValueError, KeyError, TypeError):
+        base = None
+    of = f" of {base}" if isinstance(base, str) and base.isprintable() and base else ""
+    return (
+        f"it is an adapter (LoRA){of}, and adapters are not applied: merge it into its base model, serve the result; "
+        "with PEFT: AutoPeftModelForCausalLM.from_pretrained(ADAPTER).merge_and_unload().save_pretrained(FOLDER), and "
+        "the tokenizer into the same folder"
+    )
 
 
 def _is_language_model(file: Path) -> bool:
@@ -171,6 +198,9 @@ def missing_weights_reason(folder: Path) -> str:
     suffixes = {".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".safetensors"}
     found = sorted(file.name for file in folder.iterdir() if file.suffix.lower() in suffixes)
     others = f"; {found[0]} has another format" if found else ""
+    pickled = next((name for name in found if Path(name).suffix.lower() in PICKLE_SUFFIXES), None)
+    if pickled is not None:
+        others = f"; {pickled} {PICKLE_REMEDY}"
     return f"it has no safetensors weights in the layout of transformers{others}"
 
 

@@ -1,7 +1,7 @@
 """Models of the hub: their files are downloaded, or found in its local cache if the hub is unreachable.
 
 A model is named organisation/model, or organisation/model:Q4_K_M for one GGUF file of its repository: by quantisation,
-in any case, or by file name. All shards of a file are downloaded.
+in any case, or by file name; also as an address, hf.co/organisation/model. All shards of a file are downloaded.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from huggingface_hub.utils import filter_repo_objects, validate_repo_id
 
 from engine.errors import CacheNotWritable, HubUnreachable, ModelMissing
 from engine.load.reporting_bar import ReportingBar
+from engine.types.model_name import plain_name
 from engine.types.progress import Progress, progress_listener, progress_to
 
 _DOWNLOADED_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "tokenizer*", "*.tiktoken"]
@@ -37,6 +38,14 @@ _DOWNLOADED_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "tokenizer
 # numbered modules of sentence-transformers (1_Pooling). A pattern's * matches slashes too.
 CONSOLIDATED_FILES = "consolidated*"
 _IGNORED_FILES = [CONSOLIDATED_FILES, "[!0-9]*/*"]
+ADAPTER_CONFIG = "adapter_config.json"
+# Weights of PyTorch, and what to do with them.
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+PICKLE_REMEDY = (
+    "has weights in Python's pickle format, which can run code and is not read: convert them where you trust the file, "
+    "AutoModelForCausalLM.from_pretrained(SOURCE).save_pretrained(FOLDER) in transformers writes safetensors; "
+    "serve the folder"
+)
 # Ends the error of a name that cannot be one.
 NAME_FORMAT = "a name on the hub looks like organisation/model, as in Qwen/Qwen3-0.6B"
 # The file that is served if none is named: the first of these quantisations, else the first file by name.
@@ -74,6 +83,7 @@ def download(model: str, revision: str | None = None) -> Path:
             return _download_gguf(repository, _named_file(model, files, quantisation))
         if files and not any("/" not in file and file.endswith(".safetensors") for file in repository.files):
             return _download_gguf(repository, _preferred_file(files))
+        _check_weights(model, repository)
         return _download(repository, _DOWNLOADED_FILES, _IGNORED_FILES)
 
 
@@ -92,11 +102,18 @@ def download_headers(model: str) -> Path:
         return _download(repository, patterns, _IGNORED_FILES)
 
 
+def _check_weights(model: str, repository: _Repository) -> None:
+    """Raise ModelMissing if the only weights of a repository are pickled ones."""
+    weights = [name for name in repository.files if Path(name).suffix in (".safetensors", *PICKLE_SUFFIXES)]
+    if weights and not any(name.endswith(".safetensors") for name in weights) and "config.json" in repository.files:
+        raise ModelMissing(model, f"{weights[0]} {PICKLE_REMEDY}")
+
+
 def split_name(model: str) -> tuple[str, str]:
     """The repository of a model of the hub, and its quantisation or file (empty: none is named). Raises ModelMissing
     for a name that no model can have.
     """
-    name, _, quantisation = model.partition(":")
+    name, _, quantisation = plain_name(model).partition(":")
     try:
         validate_repo_id(name)
     except HFValidationError as error:

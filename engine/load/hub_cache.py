@@ -15,6 +15,7 @@ from huggingface_hub.errors import CacheNotFound
 
 from engine.errors import ModelKept
 from engine.gguf.container import GgufError, shard_files
+from engine.types.model_name import plain_name
 
 _FORMATS = {".safetensors": "safetensors", ".gguf": "GGUF"}
 
@@ -60,7 +61,7 @@ def find_cached(name: str) -> list[CachedModel]:
     """All revisions of `organisation/model`, or one as `organisation/model@revision`: a branch, a tag, or the first
     characters of its commit. Raises ModelKept if several commits begin with them.
     """
-    id, at, revision = name.partition("@")
+    id, at, revision = plain_name(name).partition("@")
     models = [model for model in cached_models() if model.id == id]
     if not at:
         return models

@@ -12,7 +12,7 @@ from cyclopts.config import Env
 from bench.options import BenchOptions
 from server.configuration.config_file import ConfigFile, ConfigFileError
 from server.configuration.options import options
-from server.configuration.peer_names import nearest_option
+from server.configuration.peer_names import missing_option, nearest_option
 from server.configuration.settings import ENVIRONMENT_PREFIX, Settings
 from server.replicas.options import RayOptions
 from server.terminal.options import ChatOptions, RunOptions
@@ -54,8 +54,10 @@ def check_environment() -> None:
     for name, value in sorted(os.environ.items()):
         if not name.startswith(ENVIRONMENT_PREFIX) or name in variables or _is_service_link(name, value):
             continue
-        nearest = nearest_option(_key(name), [_key(variable) for variable in variables])
-        raise ValueError(f"the environment variable {name} is no setting; the nearest one is {_variable(nearest)}")
+        keys = [_key(variable) for variable in variables]
+        remedy = missing_option(_key(name), keys)
+        answer = f". {remedy}" if remedy else f"; the nearest one is {_variable(nearest_option(_key(name), keys))}"
+        raise ValueError(f"the environment variable {name} is no setting{answer}")
 
 
 def _key(variable: str) -> str:

@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args, get_origin
 from cyclopts import App, ArgumentCollection, Token
 
 from server.configuration.options import Option, options, union_members
-from server.configuration.peer_names import nearest_option
+from server.configuration.peer_names import missing_option, nearest_option
 from server.configuration.settings import is_world_readable
 from server.configuration.xdg import config_folder
 
@@ -117,8 +117,9 @@ def _check(path: Path, place: str, table: Mapping[str, Any], types: Mapping[str,
         if key not in types and isinstance(value, dict):
             raise ConfigFileError(f"{path}: [{key}] is no section; options of `cellar serve` stand above all sections")
         if key not in types:
-            nearest = nearest_option(key, [*types, *sections])
-            raise ConfigFileError(f"{path}: {place}{key} is not an option; the nearest one is {nearest}")
+            remedy = missing_option(key, types)
+            answer = f". {remedy}" if remedy else f"; the nearest one is {nearest_option(key, [*types, *sections])}"
+            raise ConfigFileError(f"{path}: {place}{key} is not an option{answer}")
         if not _accepts(value, types[key]):
             raise ConfigFileError(f"{path}: {place}{key} must be {_describe(types[key])}, not {_shown(value)}")
 

@@ -21,7 +21,8 @@ class Option:
     """One option of a command.
 
     flags         the current name first, then its aliases
-    value_type    of the field: int, str | None, tuple[str, ...], a Literal, ...
+    value_type    of the field: int, str | None, tuple[str, ...], a Literal, ...; with str where a text such as 4k is
+                  converted to it
     choices       the accepted words, if there are only few values
     default_text  the default in words
     """
@@ -83,7 +84,7 @@ def _option(declared: Field[Any], hint: Any) -> Option | None:
     return Option(
         field=declared.name,
         flags=(*names, *(parameter.alias or ())),
-        value_type=value_type,
+        value_type=value_type | str if parameter.converter and int in union_members(value_type) else value_type,
         choices=_words(value_type),
         help=parameter.help or "",
         default=declared.default,

@@ -7,7 +7,9 @@ from collections.abc import Collection
 
 # The option of Cellar without dashes, and the names of other servers, one-letter options with their dash.
 _SAME = {
-    "allowed-host": ("allowed-origins", "api-allow-origin", "cors-allow-origins"),
+    "allowed-host": (
+        *("allowed-origins", "api-allow-origin", "cors-allow-origins", "cors", "cors-origins", "enable-cors"),
+    ),
     "api-key-file": ("api-keys-file",),
     "context": ("max-model-len", "ctx-size", "context-length", "context-size", "num-ctx", "-c"),
     "device": ("n-gpu-layers", "gpu-layers", "num-gpu", "main-gpu", "gpus", "-ngl", "-dev"),
@@ -47,7 +49,15 @@ _REMEDIES = {
     "cellar pull MODEL --revision REVISION downloads it and prints its folder.": ("revision", "hf-file", "-hff"),
     "Embeddings of the model need no option; --embedding-model adds a second model.": ("embedding", "embeddings"),
     "Metrics are always at /metrics.": ("metrics", "enable-metrics"),
+    "There are no adapters: merge a LoRA adapter into its base model (merge_and_unload of PEFT), serve the result.": (
+        *("lora", "lora-scaled", "lora-modules", "enable-lora", "lora-paths", "lora-base", "adapter", "adapters"),
+    ),
+    "There is no vision and no audio input: models are served for text only.": (
+        *("mmproj", "mmproj-url", "mm", "-mm", "image", "audio", "limit-mm-per-prompt", "enable-multimodal"),
+    ),
 }
+# Parameters of sampling and of single answers, which a server does not have as options.
+_OF_REQUESTS = frozenset({"temperature", "top-p", "top-k", "min-p", "max-tokens", "seed", "system"})
 _REMEDY_OF = {name: remedy for remedy, names in _REMEDIES.items() for name in names}
 _COMMANDS = {
     "cellar models": ("list", "ls", "ps", "tags"),
@@ -76,7 +86,18 @@ def option_remedy(flag: str, flags: Collection[str]) -> str | None:
     own = _PEER_NAMES.get(name)
     if own is not None and f"--{own}" in flags:
         return f"Its name in Cellar is --{own}."
+    if (own or name) in _OF_REQUESTS:
+        field = (own or name).replace("-", "_")
+        place = "a message with the role system" if field == "system" else f"their parameter {field}"
+        return f"Requests have it: {place}, or --{own or name} of cellar run and cellar chat."
     return _REMEDY_OF.get(name)
+
+
+def missing_option(key: str, keys: Collection[str]) -> str | None:
+    """A sentence about a key of an option that Cellar does not have; None if it has one of another name, or the key is
+    unknown.
+    """
+    return None if _PEER_NAMES.get(key) in keys else option_remedy(f"--{key}", ())
 
 
 def command_remedy(name: str) -> str | None:

@@ -10,15 +10,16 @@ import ipaddress
 import math
 import re
 import stat
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
-from cyclopts import Parameter, Token
+from cyclopts import Parameter
 
 from engine.config import BUNDLED_NAME, ConfigError, Dtype, EngineConfig, KvDtype, Quantize
+from engine.types.model_name import plain_name
 from engine.types.request import DrafterChoice, MlaMode, Overflow
+from server.configuration.converters import convert_count, convert_keys, convert_size, split_keys
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
@@ -59,15 +60,6 @@ class ClientLimits:
     keep_alive_seconds: int = 120
     ping_seconds: float = 15.0
     connections: int = 1024
-
-
-def split_keys(text: str) -> tuple[str, ...]:
-    """The keys of a list separated by commas or lines."""
-    return tuple(key for part in text.splitlines() for key in (piece.strip() for piece in part.split(",")) if key)
-
-
-def _parse_keys(type_: object, tokens: Sequence[Token]) -> tuple[str, ...]:
-    return tuple(key for token in tokens for key in split_keys(token.value))
 
 
 @Parameter(name="*")
@@ -141,7 +133,10 @@ class Settings:
     context: Annotated[
         int | None,
         Parameter(
-            help="Context length in tokens. Default: up to the model's trained length, 8192 for each slot first.",
+            converter=convert_count,
+            n_tokens=1,
+            help="Context length in tokens, such as 4096 or 4k. Default: up to the model's trained length, 8192 for "
+            "each slot first.",
             show_default="what memory allows",
         ),
     ] = None
@@ -164,7 +159,7 @@ class Settings:
         tuple[str, ...],
         Parameter(
             name="--api-key",
-            converter=_parse_keys,
+            converter=convert_keys,
             n_tokens=1,
             help="API keys, separated by commas; requests send one as Authorization: Bearer or x-api-key. Keys of one "
             "organisation, written as organisation:key, share the prefix cache. Visible in the process list: prefer "
@@ -268,7 +263,9 @@ class Settings:
         int,
         Parameter(
             alias="--shelf-bytes",
-            help="Size limit of the disk cache; the least recently used files are deleted.",
+            converter=convert_size,
+            n_tokens=1,
+            help="Size limit of the disk cache, such as 8GiB; the least recently used files are deleted.",
             show_default="8 GiB",
         ),
     ] = 8 * 2**30
@@ -276,8 +273,10 @@ class Settings:
         int,
         Parameter(
             alias="--shelf-memory-bytes",
-            help="Host memory for prompts evicted from the prefix cache. On a CPU the cache is host memory already. "
-            "With 0, the write buffer of a disk cache still takes up to 64 MiB.",
+            converter=convert_size,
+            n_tokens=1,
+            help="Host memory, such as 4GiB, for prompts evicted from the prefix cache. On a CPU the cache is host "
+            "memory already. With 0, the write buffer of a disk cache still takes up to 64 MiB.",
         ),
     ] = 0
     store: Annotated[
@@ -435,7 +434,7 @@ def _model_name(model: str) -> str:
     path = Path(model)
     if path.is_file():
         return path.stem
-    return path.resolve().name if path.is_dir() else model
+    return path.resolve().name if path.is_dir() else plain_name(model)
 
 
 def is_loopback(host: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from engine.types.model_name import plain_name
 from server.http.errors import MODEL_NOT_FOUND, ApiError
 from server.service import Service
 
@@ -28,6 +29,11 @@ class ModelRegistry:
         embedding = self.settings.embedding_name
         return self.names if embedding is None else (*self.names, embedding)
 
+    def served_name(self, name: str) -> str:
+        """The name itself, or the served one of an address on the hub such as hf.co/organisation/model."""
+        plain = plain_name(name)
+        return plain if plain in self.all_names and name not in self.all_names else name
+
     def check_admission(self, owner: str) -> None:
         """Raise Overloaded if every request of the owner would be refused now because the queue is full."""
         self._service.engine.check_admission(owner)
@@ -39,6 +45,7 @@ class ModelRegistry:
         """
         if name is None:
             return self._service
+        name = self.served_name(name)
         if name == self.settings.embedding_name:
             message = (
                 f"The model '{name}' is the embedding model and does not support this endpoint; use '{self.names[0]}'."
@@ -60,7 +67,8 @@ class ModelRegistry:
     def lease_for_scores(self, name: str | None) -> Service:
         """The service for scores of pairs: the embedding model's by its name, or by default for a reranker."""
         embedding, default = self.settings.embedding_name, name is None and self._service.reranker is not None
-        if embedding is not None and (name == embedding or default):
+        named = name is not None and self.served_name(name) == embedding
+        if embedding is not None and (named or default):
             return replace(self._service, name=embedding)
         return self.lease(name)
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from engine.errors import ModelMissing
 from engine.load.hub import split_name
+from engine.types.model_name import plain_name
 from server.http.errors import DISK_FULL, HUB_UNREACHABLE, INTERNAL_ERROR, MODEL_NOT_FOUND, QUEUE_FULL, ApiError
 from server.ollama.presets import LATEST_TAG
 from server.schemas.ollama import OllamaStatus
@@ -20,7 +21,6 @@ MAX_PULLS = 2
 RETRY_SECONDS = 30
 # Time for an ended download to delete its unfinished files.
 END_SECONDS = 5.0
-HUB_PREFIXES = ("hf.co/", "huggingface.co/")
 
 # Imports come from the folders of this process, not from the current folder.
 _PROGRAM = "import sys; sys.path[:] = {path!r}; from server.ollama.download import main; sys.exit(main(sys.argv[1]))"
@@ -67,9 +67,7 @@ async def served_lines(model: str) -> Lines:
 
 def hub_name(model: str) -> str:
     """The name on the hub, `organisation/model` or `organisation/model:quantisation`; ApiError for another one."""
-    for prefix in HUB_PREFIXES:
-        model = model.removeprefix(prefix)
-    model = model.removesuffix(LATEST_TAG)
+    model = plain_name(model).removesuffix(LATEST_TAG)
     try:
         split_name(model)
     except ModelMissing as error:

@@ -26,6 +26,7 @@ def add(app: FastAPI, models: ModelRegistry) -> None:
     @app.get("/v1/models/{model:path}", responses={**ERROR_RESPONSES, 200: {"model": Model}})
     async def retrieve_model(model: str) -> Response:
         """Describe a model by one of its names."""
+        model = models.served_name(model)
         service = models.lease(None if model == models.settings.embedding_name else model)
         return JsonResponse(_model(service, model))
 

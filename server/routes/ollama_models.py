@@ -57,7 +57,7 @@ class _Names:
     def is_served(self, name: str) -> bool:
         """Whether requests may use a name, with or without the default tag."""
         served = self.models.all_names
-        return name in served or name.removesuffix(LATEST_TAG) in served
+        return name in served or self.models.served_name(name.removesuffix(LATEST_TAG)) in served
 
     def needs_no_download(self, request: Request, name: str) -> bool:
         """Whether requests may use a name already: with --served-model-name '*', any name without an organisation."""
@@ -69,7 +69,7 @@ class _Names:
         preset = self.presets.get(owner(request), name)
         if preset is not None:
             return preset
-        short = name if name in self.models.names else name.removesuffix(LATEST_TAG)
+        short = name if name in self.models.names else self.models.served_name(name.removesuffix(LATEST_TAG))
         if short not in self.models.names:
             if field == "from" and self._is_folder_of_model(name):
                 return Preset(self.models.names[0], name)

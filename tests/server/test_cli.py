@@ -121,12 +121,31 @@ def test_the_environment_stands_in_and_argv_wins(parsed: Any, tmp_path: Path) ->
     assert [None, None, "x"] == [parsed(CELLAR_DISK_CACHE=name).disk_cache_folder for name in ("", "none", "x")]
 
 
+@pytest.mark.parametrize(("text", "context"), [("4096", 4096), ("4k", 4096), ("32K", 32768), ("1m", 2**20)])
+def test_a_context_may_have_a_unit(parsed: Any, text: str, context: int) -> None:
+    """On the command line and in the environment; sizes of caches too."""
+    assert context == parsed("--context", text).context
+    assert context == parsed(CELLAR_CONTEXT=text).context
+    assert 3 * 2**30 == parsed("--disk-cache-bytes", "3GiB").disk_cache_bytes
+    assert 5_000_000_000 == parsed(CELLAR_HOST_CACHE_BYTES="5GB").host_cache_bytes
+
+
 def test_older_names_of_options_are_valid(parsed: Any) -> None:
     """On the command line and in the environment."""
     expected = Settings(disk_cache="x", disk_cache_bytes=5, host_cache_bytes=6)
 
     assert expected == parsed("--shelf", "x", "--shelf-bytes", "5", "--shelf-memory-bytes", "6")
     assert expected == parsed(CELLAR_SHELF="x", CELLAR_SHELF_BYTES="5", CELLAR_SHELF_MEMORY_BYTES="6")
+
+
+def test_a_variable_of_another_server_is_answered_with_the_remedy(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("os.environ", {"PATH": "", "CELLAR_LORA": "x"})
+    with pytest.raises(SystemExit):
+        cli.make_app()(["serve"])
+
+    assert "CELLAR_LORA is no setting. There are no adapters" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("command", ["serve", "bench"])
@@ -161,6 +180,12 @@ def test_an_unknown_variable_is_an_error(
         ("serve --max-model-len=4096", "Unknown option: --max-model-len. Its name in Cellar is --context."),
         ("serve -ngl 99", "Unknown option: -ngl. Its name in Cellar is --device."),
         ("run x y --temp 0.2", "Unknown option: --temp. Its name in Cellar is --temperature."),
+        ("serve --lora x.gguf", "Unknown option: --lora. There are no adapters: merge a LoRA adapter into its base"),
+        ("chat x --mmproj x.gguf", "Unknown option: --mmproj. There is no vision and no audio input"),
+        ("serve --cors", "Unknown option: --cors. Its name in Cellar is --allowed-host."),
+        ("serve --temp 0", "Unknown option: --temp. Requests have it: their parameter temperature, or --temperature"),
+        ("serve --top-k 3", "Unknown option: --top-k. Requests have it: their parameter top_k, or --top-k of cellar"),
+        ("serve --context 4q", "Invalid value for --context: must be a whole number, or one with k or m such as 32k"),
         ("serve -m x.gguf", "Unknown option: -m. The model is an argument: cellar serve MODEL."),
         ("serve --enable-prefix-caching", "Unknown option: --enable-prefix-caching. Prefix caching is always on."),
         ("list", 'Unknown command "list". Did you mean "cellar models"?'),

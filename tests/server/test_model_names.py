@@ -96,6 +96,16 @@ def test_invalid_names_are_client_errors(route: str) -> None:
     assert all(message(each, ROUTES[route][1]) for each in answers.values())
 
 
+@pytest.mark.parametrize("route", ["show", "create from", "ollama chat", "chat", "completions", "messages", "models"])
+def test_an_address_of_the_hub_names_the_served_model(route: str) -> None:
+    """hf.co/organisation/model as Ollama writes it, or the address of the page."""
+    app = create_app(FakeEngine(), settings(served_names=(), model="someone/tiny"))  # type: ignore[arg-type]
+
+    assert 200 == answer(app, route, "hf.co/someone/tiny").status
+    assert 200 == answer(app, route, "https://huggingface.co/someone/tiny").status
+    assert 404 == answer(app, route, "hf.co/someone/other").status
+
+
 # The other routes need more of a server than a name.
 @pytest.mark.parametrize("route", ["show", "create from", "ollama chat", "chat", "completions", "messages", "models"])
 def test_a_server_of_any_name_serves_printable_names(route: str) -> None:

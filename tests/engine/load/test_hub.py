@@ -114,6 +114,25 @@ def test_model_of_the_hub_is_downloaded_and_served(hub: Hub) -> None:
     assert not set(UNWANTED) & set(hub.asked)
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["hf.co/someone/tiny", "https://huggingface.co/someone/tiny", "https://huggingface.co/someone/tiny/tree/main"],
+)
+def test_an_address_of_the_hub_names_a_model(hub: Hub, name: str) -> None:
+    """Also for `cellar pull`, which calls `download`."""
+    assert resolve("someone/tiny") == resolve(name) == download(name)
+
+
+def test_pickled_weights_are_not_downloaded(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "names", lambda: ["config.json", "pytorch_model.bin"])
+
+    with pytest.raises(
+        ModelMissing, match=r"pytorch_model\.bin has weights in Python's pickle format.*save_pretrained"
+    ):
+        resolve("someone/tiny")
+    assert [] == hub.asked
+
+
 def test_module_folders_of_an_embedding_model_are_downloaded(
     hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -121,6 +121,27 @@ def test_weights_of_another_format_are_named(copy: Path, file: str) -> None:
         load_folder(copy)
 
 
+def test_pickled_weights_are_refused_with_the_remedy(copy: Path) -> None:
+    (copy / "model.safetensors").rename(copy / "pytorch_model.bin")
+
+    with pytest.raises(ModelUnsupported, match=r"pytorch_model\.bin has weights in Python's pickle.*save_pretrained"):
+        load_folder(copy)
+
+
+@pytest.mark.parametrize(
+    ("content", "base"),
+    [(b'{"base_model_name_or_path": "a/b"}', r"adapter \(LoRA\) of a/b"), (b"[]", r"\(LoRA\)"), (b"\xff", r"\(LoRA\)")],
+)
+def test_the_folder_of_an_adapter_is_refused_with_the_remedy(tmp_path: Path, content: bytes, base: str) -> None:
+    """With and without the base model's config.json."""
+    (tmp_path / "adapter_config.json").write_bytes(content)
+    (tmp_path / "adapter_model.safetensors").touch()
+    for _ in range(2):
+        with pytest.raises(ModelMissing, match=f"{base}.*merge_and_unload"):
+            resolve(str(tmp_path))
+        (tmp_path / "config.json").write_text("{}")
+
+
 @pytest.mark.parametrize(
     ("content", "reason"),
     [

@@ -174,7 +174,7 @@ def test_the_tightest_memory_limit_counts(files: dict[str, str], expected: int |
         ("1.5GiB", 3 * 2**29),
         ("8GB", 8_000_000_000),
         ("512m", 2**29),
-        ("123456", 123456),
+        ("12345678", 12345678),
         ("40%", 400),
         (" 12.5 % ", 125),
     ],
@@ -187,6 +187,13 @@ def test_memory_is_a_size_or_a_share(text: str, expected: int) -> None:
 @pytest.mark.parametrize("text", ["", "0", "0%", "101%", "8x", "-1g", "1e9", "half"])
 def test_other_memory_is_refused_by_name(text: str) -> None:
     with pytest.raises(ConfigError, match="^memory must be a size such as 8GiB or a share"):
+        EngineConfig(memory=text)
+
+
+@pytest.mark.parametrize("text", ["5", "1", "4096"])
+def test_a_size_that_lacks_its_unit_is_refused(text: str) -> None:
+    """`--memory 5` is no limit of five bytes."""
+    with pytest.raises(ConfigError, match=f"^memory needs a unit: .* write {text}GiB"):
         EngineConfig(memory=text)
 
 

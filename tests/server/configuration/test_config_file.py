@@ -115,6 +115,19 @@ def test_every_option_has_one_meaning_in_all_places(run: Run) -> None:
         check_meanings(run, [option for option in IN_FILE if option.field == field])
 
 
+def test_counts_and_sizes_may_have_a_unit(run: Run) -> None:
+    settings = run.from_file('context = "4k"\ndisk-cache-bytes = "2GiB"\n')
+
+    assert (4096, 2 * 2**30) == (settings.context, settings.disk_cache_bytes)
+
+
+def test_a_key_of_another_server_is_answered_with_the_remedy(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    run.file.write_text('lora = "x"\n')
+
+    assert 2 == run.code("--config", str(run.file))
+    assert "lora is not an option. There are no adapters" in capsys.readouterr().err
+
+
 def check_meanings(run: Run, some: Sequence[Option]) -> None:
     values = {option: value_of(option, run.folder) for option in some}
     found = [run.from_file("", *itertools.chain(*(flags(option, value) for option, value in values.items())))]
@@ -194,8 +207,9 @@ def test_the_file_is_found_by_flag_by_variable_and_by_its_place(run: Run) -> Non
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('context = "512"', "context must be a whole number, not '512'"),
-        ("context = true", "context must be a whole number, not true"),
+        ('slots = "512"', "slots must be a whole number, not '512'"),
+        ("slots = true", "slots must be a whole number, not true"),
+        ("context = true", "context must be a whole number or a text, not true"),
         ("lenient = 1", "lenient must be true or false, not 1"),
         ('quantize = "int5"', 'quantize must be "none", "int8", "int4", "auto", not \'int5\''),
         ("draft-tokens = 1.5", 'draft-tokens must be "auto" or a whole number, not 1.5'),

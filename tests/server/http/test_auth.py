@@ -12,7 +12,8 @@ import pytest
 from starlette.routing import Route
 
 from server.app import create_app
-from server.configuration.settings import Settings, is_loopback, read_keys, split_keys
+from server.configuration.converters import split_keys
+from server.configuration.settings import Settings, is_loopback, read_keys
 from server.http.auth import OPEN_PATHS, ApiKeys
 from tests.server.fakes import FakeEngine, ask, settings
 

@@ -149,7 +149,7 @@ EXAMPLES = [
     Example("show", "show", {"model": MODEL}, CARD),
     Example("show verbose", "show", {"model": MODEL, "verbose": True}, CARD),
     Example("copy", "copy", {"source": MODEL, "destination": "llama3-backup"}),
-    Example("delete", "delete", {"model": "llama3:13b"}, method="DELETE", status=404, refused="no model"),
+    Example("delete", "delete", {"model": "llama3:13b"}, method="DELETE", status=404, refused="not a model"),
     Example("pull", "pull", {"model": MODEL}, ("status",)),
     Example("pull without stream", "pull", {"model": MODEL, "stream": False}, ("status",)),
     Example("push", "push", {"model": "mattw/pygmalion:latest"}, refused="uploads no models"),
