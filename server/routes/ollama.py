@@ -199,7 +199,7 @@ def _load_response(body: OllamaGenerationFields, noted: list[str]) -> OllamaLine
 
 def _without_tag(models: ModelRegistry, name: str) -> str:
     """The name without the default tag."""
-    return name if name in models.names else name.removesuffix(LATEST_TAG)
+    return name if name in models.names else models.served_name(name.removesuffix(LATEST_TAG))
 
 
 def _leased(models: ModelRegistry, body: OllamaGenerationFields, preset: Preset | None) -> Service:
