@@ -58,7 +58,7 @@ def parse_count(text: str) -> int:
     found = _COUNT.fullmatch(text.strip())
     if found is None:
         raise ValueError(f"must be a whole number, or one with k or m such as 32k, not {text}")
-    return int(found[1]) * 1024 ** " km".index(found[2].lower() or " ")
+    return int(found[1]) * {"": 1, "k": 1024, "m": 1024**2}[found[2].lower()]
 
 
 def parse_memory(text: str) -> Callable[[int], int]:
