@@ -22,7 +22,7 @@ from engine.types.events import Delta, Event, Finished, PrefillProgress, PromptS
 from engine.types.request import ReasoningLimit, RenderedPrompt, Request
 from server.generation.grammar import answer_grammar
 from server.generation.messages import PreparedMessages, has_breakpoints, prepare_messages
-from server.generation.requests import check_capacity, choice_requests, engine_request, truncated_prompt
+from server.generation.requests import check_capacity, choice_requests, engine_request, limit_warnings, truncated_prompt
 from server.generation.support import REASONING_BUDGETS, SupportedRequest, supported_request
 from server.generation.tools import ToolSet
 from server.http.errors import invalid_value, unsupported_parameter
@@ -144,7 +144,12 @@ async def prepare_chat(service: Service, body: ChatRequest, id: str) -> ChatTurn
         cache_bypassed=_with_cache_mode(body).cache_prompt is False,
         tool_set=supported.tool_set,
         generation_prompt=prompt.generation_prompt,
-        warnings=(*supported.warnings, *(error.message for error in supported.missing), *compiled.warnings),
+        warnings=(
+            *limit_warnings(service, body, _limit_field(body), _max_tokens(body)),
+            *supported.warnings,
+            *(error.message for error in supported.missing),
+            *compiled.warnings,
+        ),
     )
 
 
@@ -235,6 +240,10 @@ def _max_tokens(body: ChatRequest) -> int | None:
     if old is not None and new is not None and old != new:
         raise invalid_value("max_tokens", "it differs from 'max_completion_tokens'; give one of them")
     return old if new is None else new
+
+
+def _limit_field(body: ChatRequest) -> str:
+    return "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
 
 
 def _rendered(

@@ -56,6 +56,8 @@ async def engine_request(
     ApiError for contradictory parameters, and for token ids outside the vocabulary.
     """
     info = service.engine.info
+    if _exceeds_context(service, body, max_tokens):
+        max_tokens = info.context
     _check(body, info.context, max_tokens, body.overflow or service.settings.overflow)
     check_token_ids("prompt", prompt.tokens, info.vocabulary)
     check_token_ids("stop_token_ids", body.stop_token_ids or (), info.vocabulary)
@@ -90,6 +92,13 @@ async def engine_request(
     )
 
 
+def limit_warnings(service: Service, body: Generation, field: str, max_tokens: int | None) -> tuple[str, ...]:
+    """The warning of an answer that is limited to the context, because `field` asks for more."""
+    if not _exceeds_context(service, body, max_tokens):
+        return ()
+    return (f"'{field}' is {max_tokens}: the answer ends at the context of {service.engine.info.context} tokens.",)
+
+
 def truncated_prompt(
     service: Service, body: Generation, prompt: RenderedPrompt, max_tokens: int | None
 ) -> RenderedPrompt:
@@ -98,7 +107,8 @@ def truncated_prompt(
     if limit is None:
         return prompt
     if limit == -1:
-        limit = max(service.engine.info.context - (1 if max_tokens is None else max_tokens), 1)
+        is_limited = max_tokens is not None and not _exceeds_context(service, body, max_tokens)
+        limit = max(service.engine.info.context - (max_tokens or 0 if is_limited else 1), 1)
     removed = len(prompt.tokens) - limit
     if removed <= 0:
         return prompt
@@ -159,8 +169,6 @@ def _check(body: Generation, context: int, max_tokens: int | None, overflow: Ove
         raise invalid_value("stream_interval", "it needs 'stream' to be true")
     if body.timings_per_token and not body.stream:
         raise invalid_value("timings_per_token", "it needs 'stream' to be true")
-    if max_tokens is not None and max_tokens > context and overflow != "shift":
-        raise invalid_value("max_tokens", f"the context of this model holds {context} tokens")
     if body.min_tokens and max_tokens is not None and body.min_tokens > max_tokens:
         raise invalid_value("min_tokens", f"the answer has {max_tokens} tokens at most")
     if body.priority and body.service_tier is not None:
@@ -171,6 +179,11 @@ def _check(body: Generation, context: int, max_tokens: int | None, overflow: Ove
     if keep is not None and keep > context // 2 and overflow == "shift":
         name = "n_keep" if body.keep is None else "keep"
         raise invalid_value(name, f"a context shift keeps at most half of the context, {context // 2} tokens")
+
+
+def _exceeds_context(service: Service, body: Generation, max_tokens: int | None) -> bool:
+    overflow = body.overflow or service.settings.overflow
+    return max_tokens is not None and max_tokens > service.engine.info.context and overflow != "shift"
 
 
 def _optional_max(*counts: int | None) -> int | None:

@@ -14,6 +14,8 @@ from server.service import Service
 
 Value = TypeVar("Value")
 Encode = Callable[[str], Sequence[int]]
+# A share of the mass that the likeliest token alone exceeds: as in llama.cpp, 0 leaves one token.
+MIN_MASS = 1e-6
 # llama.cpp's default.
 DRY_SEQUENCE_BREAKERS = ("\n", ":", '"', "*")
 
@@ -28,7 +30,7 @@ async def sampling(service: Service, body: Generation) -> SamplingParams:
     return SamplingParams(
         temperature=_or(body.temperature, 1.0),
         top_k=max(_or(body.top_k, 0), 0),
-        top_p=_or(body.top_p, 1.0),
+        top_p=max(_or(body.top_p, 1.0), MIN_MASS),
         min_p=_or(body.min_p, 0.0),
         frequency_penalty=_or(body.frequency_penalty, 0.0),
         presence_penalty=_or(body.presence_penalty, 0.0),
@@ -37,7 +39,7 @@ async def sampling(service: Service, body: Generation) -> SamplingParams:
         penalty_lookback=None if body.repeat_last_n in (None, -1) else body.repeat_last_n,
         logit_bias=bias,
         seed=body.seed,
-        typical_p=_or(body.typical_p, 1.0),
+        typical_p=max(_or(body.typical_p, 1.0), MIN_MASS),
         # llama.cpp disables it by -1.
         top_n_sigma=max(_or(body.top_n_sigma, 0.0), 0.0),
         dry=dry,

@@ -14,7 +14,7 @@ from engine.types.events import Logprob, PromptScored
 from engine.types.request import RenderedPrompt, Request
 from server.generation.grammar import answer_grammar
 from server.generation.logprobs import LogprobFormat, completion_logprobs, concatenated, with_offsets
-from server.generation.requests import check_capacity, choice_requests, engine_request, truncated_prompt
+from server.generation.requests import check_capacity, choice_requests, engine_request, limit_warnings, truncated_prompt
 from server.generation.tools import ToolSet
 from server.http.errors import invalid_value, unsupported_parameter
 from server.schemas.completions import CompletionRequest, TextLogprobs
@@ -101,7 +101,7 @@ async def prepare_completion(service: Service, body: CompletionRequest, id: str)
         prompts=tuple(prompts),
         width=width,
         returned_choices=returned,
-        warnings=compiled.warnings,
+        warnings=(*limit_warnings(service, body, "max_tokens", body.max_tokens), *compiled.warnings),
     )
 
 

@@ -201,7 +201,7 @@ class CountRequest(Strict):
     stop_sequences: Annotated[list[StopString], Field(max_length=16)] | None = None
     stream: bool | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
     metadata: AnthropicMetadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None

@@ -12,13 +12,13 @@ from typing_extensions import TypedDict
 from server.schemas import policy
 from server.schemas.common import (
     AnsweredTier,
-    Count,
     FinishReason,
     Generation,
     Label,
     PromptLogprobs,
     PromptProgress,
     TimingsBody,
+    TokenLimit,
     UsageBody,
 )
 from server.schemas.content import Content, Strict
@@ -87,7 +87,7 @@ class ChatRequest(Generation):
     documented: ClassVar[Mapping[str, tuple[object, ...]]] = {**policy.EXTENSIONS, **policy.CHAT}
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=2048)]
-    max_completion_tokens: Count | None = None
+    max_completion_tokens: TokenLimit = None
     tools: Annotated[list[ToolDefinition], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Choice | None = None
     parallel_tool_calls: bool | None = None

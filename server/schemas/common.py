@@ -15,6 +15,15 @@ from server.schemas.content import Content, Strict
 from server.schemas.structure import Choices, Grammar, Regex, ResponseFormat, SchemaOrText, StructuredOutputs
 
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
+
+
+def unlimited(count: object) -> object:
+    """None for -1, which llama.cpp's clients send for an answer without limit."""
+    return None if count == -1 and type(count) is int else count
+
+
+# Maximum tokens of an answer; -1, as in llama.cpp: no limit but the context.
+TokenLimit = Annotated[Count | None, BeforeValidator(unlimited)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Label = Annotated[str, StringConstraints(max_length=256)]
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=256)]
@@ -97,7 +106,7 @@ class Generation(Strict):
 
     model: str | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
@@ -105,7 +114,7 @@ class Generation(Strict):
     repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
     logit_bias: Annotated[dict[TokenKey, Bias], Field(max_length=1024)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
-    typical_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    typical_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_n_sigma: Annotated[float, Field(ge=-1, le=100)] | None = None
     repeat_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
     repeat_last_n: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
@@ -119,7 +128,7 @@ class Generation(Strict):
     allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=4096)] | None = None
     bad_words: Annotated[list[Word], Field(max_length=256)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    max_tokens: Count | None = None
+    max_tokens: TokenLimit = None
     min_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
     stop: Stops | None = None
     stop_regex: Patterns | None = None

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, NotRequired
 
-from pydantic import Field, PlainValidator
+from pydantic import BeforeValidator, Field, PlainValidator
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
@@ -20,6 +20,7 @@ from server.schemas.common import (
     PromptProgress,
     TimingsBody,
     UsageBody,
+    unlimited,
 )
 from server.schemas.content import MAX_TOKENS
 
@@ -72,7 +73,7 @@ class CompletionRequest(Generation):
     documented: ClassVar[Mapping[str, tuple[object, ...]]] = {**policy.EXTENSIONS, **policy.COMPLETIONS}
 
     prompt: Prompts
-    max_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
+    max_tokens: Annotated[Annotated[int, Field(ge=0, le=2**31 - 1)] | None, BeforeValidator(unlimited)] = None
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     echo: bool | None = None
     suffix: str | None = None

@@ -34,9 +34,9 @@ class OllamaOptions(Strict):
 
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    typical_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    typical_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repeat_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None

@@ -50,19 +50,37 @@ _EXTENSIONS = (
     "adaptive_decay adaptive_target chat_template documents dynatemp_exponent dynatemp_range grammar_lazy id_slot "
     "keep_alive kv_transfer_params length_penalty logits_processors lora lora_path mirostat mirostat_eta mirostat_tau "
     "mm_processor_kwargs n_cache_reuse n_discard n_predict n_probs prompt_embeds reasoning_format "
-    "samplers session_id spaces_between_special_tokens speculative structural_tag thinking truncation use_beam_search "
-    "vllm_xargs"
+    "samplers session_id spaces_between_special_tokens speculative structural_tag tfs_z thinking truncation "
+    "use_beam_search vllm_xargs"
 )
 EXTENSIONS: NeutralValues = {
     **dict.fromkeys(_EXTENSIONS.split(), ()),
+    "documents": ([],),
+    "dynatemp_exponent": (1, 1.0),
+    "dynatemp_range": (0, 0.0),
+    "grammar_lazy": (False,),
+    "id_slot": (-1,),
+    "length_penalty": (1, 1.0),
+    "logits_processors": ([],),
+    "lora": ([],),
+    "mirostat": (0,),
+    "mirostat_eta": (0.1,),
+    "mirostat_tau": (5, 5.0),
+    "mm_processor_kwargs": ({},),
+    "n_cache_reuse": (0,),
+    "n_discard": (0,),
+    "n_predict": (-1,),
+    "n_probs": (0,),
     "no_stop_trim": (False,),
     "reasoning_format": ("auto", "deepseek"),
     "return_hidden_states": (False,),
     "separate_reasoning": (True,),
     "spaces_between_special_tokens": (True,),
     "stream_reasoning": (True,),
+    "tfs_z": (1, 1.0),
     "truncation": ("disabled",),
     "use_beam_search": (False,),
+    "vllm_xargs": ({},),
 }
 
 # Fields of messages and calls that clients send back when a response is part of the history.

@@ -10,7 +10,16 @@ from pydantic_core import PydanticCustomError
 
 from server.schemas import policy
 from server.schemas.chat import ArgumentName, ArgumentValue, CacheOptions
-from server.schemas.common import Count, Label, MetadataKey, MetadataValue, ServiceTier, SpeculationOptions, Stops
+from server.schemas.common import (
+    Count,
+    Label,
+    MetadataKey,
+    MetadataValue,
+    ServiceTier,
+    SpeculationOptions,
+    Stops,
+    TokenLimit,
+)
 from server.schemas.content import IgnoredFields, Object, Strict
 from server.schemas.response_input import Input, kind_of
 from server.schemas.structure import FormatName
@@ -232,7 +241,7 @@ class ResponseRequest(PromptFields):
 
     background: bool | None = None
     include: Annotated[list[Include], Field(max_length=16)] | None = None
-    max_output_tokens: Count | None = None
+    max_output_tokens: TokenLimit = None
     max_tool_calls: Count | None = None
     metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)] | None = None
     prompt_cache_key: Label | None = None
@@ -244,7 +253,7 @@ class ResponseRequest(PromptFields):
     stream_options: ResponseStreamOptions | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     user: Label | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
