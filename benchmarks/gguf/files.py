@@ -70,7 +70,7 @@ FIRST_START, START, MEMORY = "first start, ms", "start, ms", "resident, MiB"
 PERPLEXITY, DISTANCE = "perplexity, %", "distance, millinats"
 READ = "file read in decode, GB/s"
 # What Cellar keeps of a served file in its cache folder; compiled kernels are of the machine.
-CACHED_OF_FILES = ("checks", "weights")
+CACHED_OF_FILES = ("checks", "tokenizers", "weights")
 # Figures of which less is better, beside those in milliseconds.
 LESS_IS_BETTER = (MEMORY, DISTANCE)
 _quantisation = re.compile(r"[-.](i?q\d\w*|bf16|f16|f32|mxfp4\w*)$", re.IGNORECASE)

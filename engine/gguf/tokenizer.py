@@ -24,7 +24,8 @@ from transformers import PreTrainedTokenizerFast
 from engine.gguf.charsmap import checked_charsmap
 from engine.gguf.chat_template import read_chat_template
 from engine.gguf.container import GgufError
-from engine.gguf.merges import derive_merges, parse_merges
+from engine.gguf.merge_file import cached_merges
+from engine.gguf.merges import parse_merges
 from engine.gguf.pre_tokenizers import DEFAULT, PRE_TOKENIZERS, PreTokenizer
 from engine.gguf.vocabulary import Vocabulary, flag, read_vocabulary, strings, text_value
 
@@ -86,7 +87,7 @@ def _sentencepiece(vocabulary: Vocabulary, metadata: Mapping[str, Any]) -> Token
     if not vocabulary.scores:
         raise GgufError(f"its metadata lacks {_KEYS.SCORES}")
     mergeable = vocabulary.with_types(TokenType.NORMAL, TokenType.USER_DEFINED, TokenType.UNUSED)
-    merges = derive_merges(vocabulary.tokens, vocabulary.scores, mergeable)
+    merges = cached_merges(vocabulary, mergeable)
     add_space = flag(metadata, _KEYS.ADD_PREFIX, True)
     backend = _with_byte_fallback(vocabulary, merges, strip=add_space)
     backend.normalizer = normalizers.Sequence(

@@ -1,7 +1,7 @@
 """The user's cache folder: files that can be rebuilt, with a size limit and least-recently-used removal.
 
 It is `$XDG_CACHE_HOME/kvcellar`, else `~/.cache/kvcellar`, with a subfolder for each kind of file (kernels, weights,
-checks).
+checks, tokenizers).
 Its files are executed or trusted, so a folder that other users can write to is neither read nor written.
 The modification time of a file is the time of its last use. Advisory locks (flock) mark files in use and folders being
 written; the system releases them when the process ends. Without file locks (on some file systems) nothing is removed.
