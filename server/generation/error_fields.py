@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from engine.errors import EngineError
 from server.http.errors import ApiError, from_engine_error
@@ -17,9 +17,19 @@ def with_client_field_names(error: ApiError | EngineError, path: str, names: Map
     api_error = from_engine_error(error, path) if isinstance(error, EngineError) else error
     if api_error.param is None:
         return api_error
-    renamed = (
-        match.expand(new) for old, new in names.items() if (match := re.fullmatch(old, api_error.param, re.DOTALL))
-    )
-    param = next(renamed, api_error.param)
+    param = _client_name(api_error.param, names)
     message = api_error.message.replace(f"'{api_error.param}'", f"'{param}'")
     return ApiError(api_error.kind, message, param=param, headers=api_error.headers, details=api_error.details)
+
+
+def warnings_with_client_field_names(warnings: Iterable[str], names: Mapping[str, str]) -> tuple[str, ...]:
+    """The warnings, each with the client's name of the field that it names first."""
+    return tuple(
+        re.sub("'([^']*)'", lambda match: f"'{_client_name(match[1], names)}'", warning, count=1)
+        for warning in warnings
+    )
+
+
+def _client_name(field: str, names: Mapping[str, str]) -> str:
+    renamed = (match.expand(new) for old, new in names.items() if (match := re.fullmatch(old, field, re.DOTALL)))
+    return next(renamed, field)

@@ -18,7 +18,7 @@ from server.generation.arguments import read_arguments
 from server.generation.chat_turn import ChatTurn, ChoiceDelta, ChoiceEnd, ChoiceEvent, ChoiceParser
 from server.generation.completed_message import CompletedToolCall as CompletedToolCall
 from server.generation.completed_message import MessageBuilder, collect_messages
-from server.generation.error_fields import with_client_field_names
+from server.generation.error_fields import warnings_with_client_field_names, with_client_field_names
 from server.generation.jobs import EmbeddingResult
 from server.generation.logprobs import LogprobFormat, chat_logprobs
 from server.http.errors import OLLAMA_PREFIX, ApiError
@@ -68,6 +68,11 @@ _NAMES = {
     r"response_format.*": "format",
     r"reasoning_effort|chat_template_kwargs.*": "think",
 }
+
+
+def client_warnings(warnings: Sequence[str]) -> tuple[str, ...]:
+    """Warnings of the chat with Ollama's field names."""
+    return warnings_with_client_field_names(warnings, _NAMES)
 
 
 def chat_body(body: OllamaChatRequest, model: str) -> ChatRequest:

@@ -40,7 +40,7 @@ from server.responses.initial import initial_response, prompt_of_response
 from server.responses.messages import LatestResponse
 from server.responses.partial_items import new_id
 from server.responses.task import Diagnose, ResponseTask
-from server.responses.translation import chat_request, renamed_error
+from server.responses.translation import chat_request, client_warnings, renamed_error
 from server.responses.truncation import fitting_turn
 from server.responses.writer import FINAL_STATUSES, ResponseWriter
 from server.schemas.response_input import MAX_ITEMS, ReferenceInput
@@ -85,7 +85,7 @@ class ResponseService:
         items = await self._prompt_items(body, input_items, latest)
         turn = await self._turn(body, items, new_id("resp"))
         response = initial_response(body, turn, stored=body.stored and self._archive is not None)
-        if all_warnings := [*warnings, *turn.warnings]:
+        if all_warnings := [*warnings, *client_warnings(turn.warnings)]:
             response["warnings"] = all_warnings
         writer = ResponseWriter(response, encrypted=body.includes("reasoning.encrypted_content"))
         diagnose = await self._diagnose(body.compared, response, turn)

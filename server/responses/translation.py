@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pydantic import ValidationError
 
 from engine.errors import EngineError
-from server.generation.error_fields import with_client_field_names
+from server.generation.error_fields import warnings_with_client_field_names, with_client_field_names
 from server.http.errors import ApiError, invalid_value, missing_parameter
 from server.responses.messages import chat_messages
 from server.schemas.chat import ChatRequest
@@ -91,6 +91,11 @@ def single_tools(
 def renamed_error(error: ApiError | EngineError) -> ApiError:
     """An error of the chat with the field names of this API."""
     return with_client_field_names(error, _PATH, FIELD_NAMES)
+
+
+def client_warnings(warnings: Sequence[str]) -> tuple[str, ...]:
+    """Warnings of the chat with the field names of this API."""
+    return warnings_with_client_field_names(warnings, FIELD_NAMES)
 
 
 def _prompt_fields(body: PromptFields) -> dict[str, object]:

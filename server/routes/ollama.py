@@ -32,6 +32,7 @@ from server.ollama.presets import LATEST_TAG, Preset, Presets, chat_with_preset,
 from server.ollama.translation import (
     OllamaAnswer,
     chat_body,
+    client_warnings,
     embed_response,
     generate_body,
     now,
@@ -91,7 +92,9 @@ def _add_chats(app: FastAPI, models: ModelRegistry, presets: Presets) -> None:
             body = chat_with_preset(body, preset)
         translated = await run_by_size(request, chat_body, body, service.name)
         turn = await _renamed(prepare_chat(service, translated, uuid.uuid4().hex))
-        return await _answer(service, request, body, OllamaAnswer(turn, body.model, False, (*noted, *turn.warnings)))
+        return await _answer(
+            service, request, body, OllamaAnswer(turn, body.model, False, (*noted, *client_warnings(turn.warnings)))
+        )
 
     @app.post("/api/generate", responses={**OLLAMA_ERRORS, **streamed_responses(OllamaLine, NDJSON)})
     async def complete(body: GenerateRequest, request: Request) -> Response:
@@ -108,7 +111,9 @@ def _add_chats(app: FastAPI, models: ModelRegistry, presets: Presets) -> None:
         if preset is not None:
             body, before = generate_with_preset(body, preset), preset.messages
         turn = await _renamed(_generate_turn(service, request, body, before))
-        return await _answer(service, request, body, OllamaAnswer(turn, body.model, True, (*noted, *turn.warnings)))
+        return await _answer(
+            service, request, body, OllamaAnswer(turn, body.model, True, (*noted, *client_warnings(turn.warnings)))
+        )
 
 
 async def _generate_turn(

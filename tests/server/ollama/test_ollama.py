@@ -178,6 +178,17 @@ def test_penalties_count_the_last_tokens(last: int | None, lookback: int | None)
     assert lookback == engine.requests[-1].sampling.penalty_lookback
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("chat", {"messages": MESSAGES}), ("generate", {"prompt": "hi"}), ("generate", {"prompt": "hi", "raw": True})],
+)
+def test_a_larger_num_predict_is_a_warning(path: str, body: dict[str, Any]) -> None:
+    """With Ollama's name of the option."""
+    answer = post(engine_emitting("x"), path, **body, options={"num_predict": 65}, stream=False)
+
+    assert answer.json["warnings"] == ["'options.num_predict' is 65: the answer ends at the context of 64 tokens."]
+
+
 @pytest.mark.parametrize(("path", "body"), [("chat", {"messages": MESSAGES}), ("generate", {"prompt": "hi"})])
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_larger_num_ctx_is_a_warning(path: str, body: dict[str, Any], stream: bool) -> None:
@@ -310,7 +321,6 @@ def test_model_names_may_have_a_tag() -> None:
     ("body", "named"),
     [
         ({"options": {"mirostat": 1}}, "options.mirostat"),
-        ({"options": {"num_predict": 65}}, "'options.num_predict'"),
         ({"options": {"tfs_z": 0.5}}, "does not support 'options.tfs_z'"),
         ({"messages": [{"role": "user", "content": "", "images": ["aGk="]}]}, "does not support 'messages[0].images'"),
         ({"template": "{{ .Prompt }}"}, "template"),

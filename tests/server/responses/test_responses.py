@@ -280,7 +280,6 @@ def test_settings_reach_the_engine_request() -> None:
         ({"input": "a", "reasoning": {"summary": "detailed"}}, "unsupported_value", "reasoning.summary"),
         ({"input": "a", "reasoning": {"context": "current_turn"}}, "unsupported_parameter", "reasoning.context"),
         ({"input": "a", "text": {"verbosity": "loud"}}, "invalid_value", "text.verbosity"),
-        ({"input": "a", "max_output_tokens": 999}, "invalid_value", "max_output_tokens"),
         ({"input": "a" * 100}, "context_length_exceeded", "input"),
         ({"input": "a", "model": "none"}, "model_not_found", "model"),
         ({"input": "a", "previous_response_id": "resp_none"}, "previous_response_not_found", "previous_response_id"),
@@ -299,6 +298,12 @@ def test_errors_name_the_unsupported_field(body: dict[str, Any], code: str, para
     error = answer.json["error"]
     assert (code, param) == (error["code"], error["param"])
     assert 400 <= answer.status < 500
+
+
+def test_a_limit_above_the_context_is_a_warning_with_the_name_of_this_api() -> None:
+    answer = post(make(generating("x")), input="a", max_output_tokens=999)
+
+    assert answer.json["warnings"] == ["'max_output_tokens' is 999: the answer ends at the context of 64 tokens."]
 
 
 @pytest.mark.parametrize(
