@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from _pytest.mark import ParameterSet
 
-from engine.kernels.cpu import build
+from engine.kernels.cpu.build import libraries
 
 # `make test` compiles the variants for other processors without most optimisations, in a third of the time.
 OTHER_FLAGS = ("-O1",) if os.environ.get("QUICK_KERNELS") else ()
@@ -24,32 +24,32 @@ QUICK = {"attention": ("avx2",), "linear": ("dotprod", "neon"), "step": ()}
 
 def built(kernel: str, variant: str | None = None) -> Path:
     """The library of a kernel, by default of the fastest variant; without it the test is skipped, or the whole file."""
-    if not build.variants(kernel):
+    if not libraries.variants(kernel):
         pytest.skip(f"this processor has no variant of {kernel}", allow_module_level=True)
     try:
         return compiled(kernel, variant)
-    except build.LibraryUnavailable as error:
+    except libraries.LibraryUnavailable as error:
         pytest.skip(error.reason, allow_module_level=True)
 
 
 def compiled(kernel: str, variant: str | None = None) -> Path:
     """The library of a kernel, by default of the fastest variant. Raises LibraryUnavailable."""
-    is_fastest = variant in (None, build.variants(kernel)[0])
-    return build.library(kernel, variant, flags=() if is_fastest else OTHER_FLAGS)
+    is_fastest = variant in (None, libraries.variants(kernel)[0])
+    return libraries.library(kernel, variant, flags=() if is_fastest else OTHER_FLAGS)
 
 
 def every_variant(kernel: str, *, generic: bool = True) -> list[ParameterSet]:
     """The variants of a kernel as parameters of a test: slow are all but the fastest and QUICK ones."""
     return [
         pytest.param(name, marks=[] if name in quick_variants(kernel) else pytest.mark.slow)
-        for name in build.variants(kernel)
+        for name in libraries.variants(kernel)
         if generic or name != "generic"
     ]
 
 
 def quick_variants(kernel: str) -> list[str]:
     """The fastest variant of a kernel and the QUICK ones."""
-    return [name for at, name in enumerate(build.variants(kernel)) if at == 0 or name in QUICK[kernel]]
+    return [name for at, name in enumerate(libraries.variants(kernel)) if at == 0 or name in QUICK[kernel]]
 
 
 def compile_quick_variants() -> None:
@@ -62,5 +62,5 @@ def compile_quick_variants() -> None:
 if __name__ == "__main__":
     try:
         compile_quick_variants()
-    except build.LibraryUnavailable as error:
+    except libraries.LibraryUnavailable as error:
         print(f"cellar: tests without compiled kernels: {error.reason}")

@@ -31,8 +31,8 @@ from torch import Tensor
 from benchmarks.result import command_parser
 from engine.kernels import reference
 from engine.kernels.attention_input import AttentionInput
-from engine.kernels.cpu import build
-from engine.kernels.cpu.attention import NativeAttention
+from engine.kernels.cpu.attention.attention import NativeAttention
+from engine.kernels.cpu.build import libraries
 from engine.load.resources import processor_count
 from kvcache.cell_pool import CellPool
 from kvcache.forward import Segment
@@ -236,7 +236,7 @@ def limits_of(dtype: torch.dtype) -> Limits:
 
 def add_kernel_options(parser: ArgumentParser, kernel: str, *, rounds: int) -> None:
     """Add --variant, --threads, --rounds and --library."""
-    variants = build.variants(kernel)
+    variants = libraries.variants(kernel)
     parser.add_argument("--variant", default=variants[0], choices=variants)
     parser.add_argument("--threads", type=int, default=processor_count())
     parser.add_argument("--rounds", type=int, default=rounds)
@@ -252,7 +252,7 @@ def main() -> None:
     add_kernel_options(parser, "attention", rounds=15)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    native = NativeAttention(options.library or build.library("attention", options.variant))
+    native = NativeAttention(options.library or libraries.library("attention", options.variant))
     print(f"{options.variant}, {options.threads} threads, pool of {options.dtype}")
     dtype = getattr(torch, options.dtype)
     limits = limits_of(dtype)

@@ -24,8 +24,8 @@ from torch import Tensor
 from benchmarks.cpu.attention import POOL_BYTES, Call, add_kernel_options, alternate
 from benchmarks.result import command_parser
 from engine.kernels import linear
-from engine.kernels.cpu import build
-from engine.kernels.cpu.linear import NativeLinear
+from engine.kernels.cpu.build import libraries
+from engine.kernels.cpu.products.linear import NativeLinear
 from engine.kernels.formats import LAYOUTS, WeightFormat
 from engine.kernels.packing import PackedMatrix, PackedStorage
 from engine.kernels.rounding import Bits, pack_floats
@@ -123,7 +123,7 @@ def main() -> None:
     add_kernel_options(parser, "linear", rounds=9)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    native = NativeLinear(options.library or build.library("linear", options.variant))
+    native = NativeLinear(options.library or libraries.library("linear", options.variant))
     print(f"{options.variant}, {options.threads} threads\n")
     print("| " + " | ".join(HEADS) + " |")
     print("|" + "---|" * len(HEADS))

@@ -11,10 +11,10 @@ from engine.kernels import linear, reference
 from engine.kernels.attention_input import AttentionFunction
 from engine.kernels.blocks import BlockReader, TorchBlocks
 from engine.kernels.cell_kernels import KernelUnavailable
-from engine.kernels.cpu import build
-from engine.kernels.cpu.attention import FORMATS, NativeAttention
-from engine.kernels.cpu.linear import NativeLinear
-from engine.kernels.cpu.products import NativeProduct
+from engine.kernels.cpu.attention.attention import FORMATS, NativeAttention
+from engine.kernels.cpu.build import libraries
+from engine.kernels.cpu.products.linear import NativeLinear
+from engine.kernels.cpu.products.row_invariant import NativeProduct
 from engine.kernels.device_products import DeviceProducts, TorchProducts
 from engine.kernels.linear import PrepareMatrices
 from engine.kernels.products import RowInvariantProduct, TiledProduct
@@ -74,22 +74,22 @@ def best_attention() -> AttentionFunction:
     """The C++ kernel, or torch and one warning in the log."""
     try:
         return native_attention()
-    except build.LibraryUnavailable as error:
+    except libraries.LibraryUnavailable as error:
         log.warning("attention takes about twice the processor time, in torch instead of C++: %s", error.reason)
         return reference.attend
 
 
 def native_attention() -> AttentionFunction:
     """The C++ kernel. Raises LibraryUnavailable."""
-    variant = build.variants("attention")[0]
+    variant = libraries.variants("attention")[0]
     if variant == "generic":
         # Measured: without wide vectors it is slower than torch.
-        raise build.LibraryUnavailable(NO_VECTORS)
-    library = build.library("attention", variant)
+        raise libraries.LibraryUnavailable(NO_VECTORS)
+    library = libraries.library("attention", variant)
     try:
         return NativeAttention(library).attend
     except OSError as error:
-        raise build.LibraryUnavailable(f"the library cannot be loaded: {error}") from error
+        raise libraries.LibraryUnavailable(f"the library cannot be loaded: {error}") from error
 
 
 @cache
@@ -97,7 +97,7 @@ def best_linear() -> PrepareMatrices:
     """The C++ kernel for products with quantised matrices, or torch and one warning in the log."""
     try:
         return native_linear()
-    except build.LibraryUnavailable as error:
+    except libraries.LibraryUnavailable as error:
         log.warning(
             "quantised weights take several times the processor time of float32 ones, in torch instead of C++: %s",
             error.reason,
@@ -110,7 +110,7 @@ def best_blocks() -> BlockReader:
     """Reads the blocks of GGUF files in C++, or in torch."""
     try:
         return _linear_library()
-    except build.LibraryUnavailable:
+    except libraries.LibraryUnavailable:
         return TorchBlocks()
 
 
@@ -120,11 +120,11 @@ def native_linear() -> PrepareMatrices:
 
 
 def _linear_library() -> NativeLinear:
-    library = build.library("linear")
+    library = libraries.library("linear")
     try:
         return NativeLinear(library)
     except OSError as error:
-        raise build.LibraryUnavailable(f"the library cannot be loaded: {error}") from error
+        raise libraries.LibraryUnavailable(f"the library cannot be loaded: {error}") from error
 
 
 def device_row_invariant(device: str) -> RowInvariantProduct:
@@ -145,17 +145,17 @@ def best_row_invariant() -> RowInvariantProduct:
     """The C++ kernel for row-invariant products, or torch in tiles."""
     try:
         return native_product()
-    except build.LibraryUnavailable:
+    except libraries.LibraryUnavailable:
         return TiledProduct()
 
 
 def native_product() -> RowInvariantProduct:
     """The C++ kernel for row-invariant products. Raises LibraryUnavailable."""
-    variant = build.variants("linear")[0]
+    variant = libraries.variants("linear")[0]
     if variant == "generic":
-        raise build.LibraryUnavailable(NO_VECTORS)
-    library = build.library("linear", variant)
+        raise libraries.LibraryUnavailable(NO_VECTORS)
+    library = libraries.library("linear", variant)
     try:
         return NativeProduct(library)
     except OSError as error:
-        raise build.LibraryUnavailable(f"the library cannot be loaded: {error}") from error
+        raise libraries.LibraryUnavailable(f"the library cannot be loaded: {error}") from error

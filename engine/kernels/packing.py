@@ -1,4 +1,4 @@
-"""Storage of quantised matrices in the memory layout of the C++ kernels, drawn in engine/kernels/cpu/linear.h."""
+"""Quantised matrices in the memory layout of the C++ kernels, drawn in engine/kernels/cpu/products/linear.h."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from huggingface_hub.constants import ENDPOINT
 from packaging.requirements import Requirement
 
 from engine.kernels.cache_folder import cache_folder
-from engine.kernels.cpu import build
+from engine.kernels.cpu.build import libraries
 from engine.load.device import describe_gpus
 from engine.load.memory import available_bytes
 from engine.load.resources import FILESYSTEM_ROOT, processor_count
@@ -84,8 +84,8 @@ def examine() -> Machine:
         architecture=platform.machine(),
         distribution=_distribution(),
         python=platform.python_version(),
-        kernels={name: _kernel(name) for name in build.KERNELS},
-        compiler=build.find_compiler(),
+        kernels={name: _kernel(name) for name in libraries.KERNELS},
+        compiler=libraries.find_compiler(),
         processors=processor_count(),
         all_processors=psutil.cpu_count() or 1,
         memory_bytes=int(psutil.virtual_memory().total),
@@ -103,8 +103,8 @@ def examine() -> Machine:
 
 
 def _kernel(name: str) -> Kernel:
-    variants = build.variants(name)
-    return Kernel(variants=variants, library=build.find_library(name, variants[0]) if variants else None)
+    variants = libraries.variants(name)
+    return Kernel(variants=variants, library=libraries.find_library(name, variants[0]) if variants else None)
 
 
 def _distribution() -> tuple[str, ...]:

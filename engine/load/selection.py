@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from engine.kernels.cpu.attention import FORMATS
-from engine.kernels.cpu.build import LibraryUnavailable
+from engine.kernels.cpu.attention.attention import FORMATS
+from engine.kernels.cpu.build.libraries import LibraryUnavailable
 from engine.kernels.packing import PackedMatrix
 from engine.load.selftest import ModelTraits, logit_difference
 from engine.model import rope

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine.kernels.cpu.linear import WEIGHT_FORMATS
+from engine.kernels.cpu.products.linear import WEIGHT_FORMATS
 from engine.kernels.packing import PackedMatrix
 from engine.native.decoder import (
     NO_NORM,

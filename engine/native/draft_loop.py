@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Sequence
 from ctypes import pointer
 
-from engine.kernels.cpu.attention import address
+from engine.kernels.cpu.attention.attention import address
 from engine.model.model_runner import DraftLoopInput
 from engine.native.decoder import DecoderSpec
 from engine.native.sampler import write_context

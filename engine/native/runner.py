@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from engine.kernels.cpu.attention import (
+from engine.kernels.cpu.attention.attention import (
     ATTENTION_RANGES,
     FORMATS,
     KernelBuffer,

@@ -1,4 +1,4 @@
-"""Sampling in one native call (engine/kernels/cpu/sampling.h), with the tokens of engine/sample/sampler.py."""
+"""Sampling in one native call (engine/kernels/cpu/step/sampling.h), with the tokens of engine/sample/sampler.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine.kernels.cpu.attention import address
+from engine.kernels.cpu.attention.attention import address
 from engine.native.step_library import SAMPLING_CONTEXT, SamplingFields, StepLibrary
 from engine.sample.logprobs import LogprobQuery, at_least_float32
 from engine.sample.sampler import HostReport, LogitReport, SamplingContext, modified_logits, sample_tokens

@@ -1,4 +1,4 @@
-"""The library of the native step: mirrors of the structures of engine/kernels/cpu/step.h, and its functions."""
+"""The library of the native step: mirrors of the structures of engine/kernels/cpu/step/step.h, and its functions."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from ctypes import POINTER, Structure, byref, c_double, c_float, c_int64, c_uint
 from pathlib import Path
 from typing import TypeAlias
 
-from engine.kernels.cpu import build
-from engine.kernels.cpu.attention import KVBufferFields, SegmentFields
-from engine.kernels.cpu.layout import Mirrors, check_layout, struct_of
-from engine.kernels.cpu.linear import load_library
+from engine.kernels.cpu.attention.attention import KVBufferFields, SegmentFields
+from engine.kernels.cpu.build import libraries
+from engine.kernels.cpu.build.layout import Mirrors, check_layout, struct_of
+from engine.kernels.cpu.products.linear import load_library
 
 MAX_PROJECTIONS = 6
 # The variants of the linear kernel for those of the step, fastest first: with the same number of lanes.
@@ -68,7 +68,7 @@ class RotaryFields(Structure):
 
 
 class CellGroupFields(Structure):
-    """`CellGroup` of step.h; `segments` is a table of engine.kernels.cpu.attention.segment_table."""
+    """`CellGroup` of step.h; `segments` is a table of engine.kernels.cpu.attention.attention.segment_table."""
 
     _fields_ = [("segments", c_void_p), ("count", c_int64), ("cells", c_int64)]
 
@@ -311,21 +311,21 @@ class StepLibrary:
 
 def step_variants(variant: str | None = None) -> tuple[str, str]:
     """A variant of the step, by default the fastest, and that of its products. Raises LibraryUnavailable."""
-    variants = build.variants("step")
+    variants = libraries.variants("step")
     if not variants:
-        raise build.LibraryUnavailable("it needs AVX2, AVX-512 or NEON, which this processor lacks")
+        raise libraries.LibraryUnavailable("it needs AVX2, AVX-512 or NEON, which this processor lacks")
     variant = variant or variants[0]
-    return variant, next(own for own in build.variants("linear") if own in _PRODUCTS[variant])
+    return variant, next(own for own in libraries.variants("linear") if own in _PRODUCTS[variant])
 
 
 def step_library(variant: str | None = None) -> StepLibrary:
     """The library of a variant, by default the fastest. May build it, in seconds. Raises LibraryUnavailable."""
     step, products = step_variants(variant)
-    files = build.library("step", step), build.library("linear", products)
+    files = libraries.library("step", step), libraries.library("linear", products)
     try:
         return StepLibrary(*files)
     except OSError as error:
-        raise build.LibraryUnavailable(f"the library cannot be loaded: {error}") from error
+        raise libraries.LibraryUnavailable(f"the library cannot be loaded: {error}") from error
 
 
 def _error(outcome: int) -> Exception:

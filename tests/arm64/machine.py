@@ -7,7 +7,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from engine.kernels.cpu import build
+from engine.kernels.cpu.build import libraries
 
 MACHINE = "aarch64"
 COMPILER = "aarch64-linux-gnu-g++"
@@ -22,14 +22,14 @@ PROCESSORS = {"neon": "cortex-a72", "dotprod": "neoverse-n1", "i8mm": "max"}
 
 def compile_program(source: Path, program: Path) -> None:
     """Compile a program for arm64."""
-    command = [COMPILER, "-std=c++17", "-O2", f"-I{build.SOURCE}", str(source), "-o", str(program), "-ldl"]
+    command = [COMPILER, "-std=c++17", "-O2", f"-I{libraries.SOURCE}", str(source), "-o", str(program), "-ldl"]
     subprocess.run(command, check=True)
 
 
 def compile_library(kernel: str, variant: str, folder: Path) -> Path:
     """Build a variant of a kernel for arm64."""
     library = folder / f"{kernel}-{variant}.so"
-    build._build([COMPILER], kernel, build.KERNELS[kernel][variant], library)
+    libraries._build([COMPILER], kernel, libraries.KERNELS[kernel][variant], library)
     return library
 
 

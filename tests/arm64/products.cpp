@@ -8,7 +8,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-#include "linear.h"
+#include "products/linear.h"
 
 namespace {
 

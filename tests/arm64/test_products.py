@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kernels.cpu import build
-from engine.kernels.cpu.linear import WEIGHT_FORMATS, NativeLinear
+from engine.kernels.cpu.build import libraries
+from engine.kernels.cpu.products.linear import WEIGHT_FORMATS, NativeLinear
 from engine.kernels.formats import LAYOUTS, WeightFormat
 from engine.kernels.packing import PackedMatrix
 from tests.arm64.machine import MISSING, NEEDED, PROCESSORS, compile_library, compile_program, run
@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.arm64,
     pytest.mark.timeout(1800),
     pytest.mark.skipif(bool(MISSING), reason=NEEDED),
-    pytest.mark.skipif(build.variants("linear")[0] == "generic", reason="no fused multiplications to compare with"),
+    pytest.mark.skipif(libraries.variants("linear")[0] == "generic", reason="no fused multiplications to compare with"),
 ]
 
 # One row, rows of one tile, and of several; outputs and columns with and without whole blocks and superblocks.

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.kernels.cpu.build import prebuild
+from engine.kernels.cpu.build.libraries import prebuild
 from tests.arm64.machine import MACHINE, MISSING, NEEDED
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.cpu import attention
 from benchmarks.cpu.attention import TITLES, AttentionBatch, AttentionBench, AttentionShape, Limits
-from engine.kernels.cpu.attention import NativeAttention
+from engine.kernels.cpu.attention.attention import NativeAttention
 from tests.libraries import built
 
 SHAPE = AttentionShape("tiny", 4, 2, 16)

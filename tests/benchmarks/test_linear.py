@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks.cpu import linear
-from engine.kernels.cpu.linear import NativeLinear
+from engine.kernels.cpu.products.linear import NativeLinear
 from tests.libraries import built
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from engine.kernels.cpu import build
+from engine.kernels.cpu.build import libraries
 from tests.e2e.serving import ROOT
 
 BUILD_SECONDS, START_SECONDS = 1800, 300
@@ -34,13 +34,13 @@ pytestmark = [
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of prebuilt libraries: one of an earlier `make wheel`, or a new one."""
     earlier = ROOT / "build/kernels"
-    names = set(build.prebuilt_names(platform.machine()))
+    names = set(libraries.prebuilt_names(platform.machine()))
     if names == {file.name for file in earlier.glob("*.so")}:
         return earlier
     folder = tmp_path_factory.mktemp("kernels")
     try:
-        build.prebuild(folder)
-    except build.LibraryUnavailable as error:
+        libraries.prebuild(folder)
+    except libraries.LibraryUnavailable as error:
         pytest.skip(error.reason)
     return folder
 
@@ -97,7 +97,7 @@ def answer(url: str) -> str:
     return str(reply["choices"][0]["message"]["content"])
 
 
-@pytest.mark.skipif(build.variants("step") == (), reason="no kernel of the native step runs on this processor")
+@pytest.mark.skipif(libraries.variants("step") == (), reason="no kernel of the native step runs on this processor")
 def test_wheel_with_kernels_runs_natively_without_a_compiler(kernels: Path, tmp_path: Path) -> None:
     built = wheel(str(kernels), tmp_path)
     assert re.fullmatch(r"kvcellar-[\d.]+-py3-none-(manylinux_2_\d+|macosx)_\w+\.whl", built.name)

@@ -1,1 +1,1 @@
-"""Attention on the CPU in C++: its source, how it is built, and how Python calls it."""
+"""The C++ kernels of the CPU, and how Python builds and calls them. Includes are relative to this folder."""

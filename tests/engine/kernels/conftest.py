@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.kernels.cpu.attention import NativeAttention
+from engine.kernels.cpu.attention.attention import NativeAttention
 from tests.libraries import built, every_variant
 
 

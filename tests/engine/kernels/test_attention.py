@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.kernels import reference
 from engine.kernels.attention_input import AttentionInput
-from engine.kernels.cpu.attention import KernelBuffer, NativeAttention
+from engine.kernels.cpu.attention.attention import KernelBuffer, NativeAttention
 from kvcache.forward import Segment
 from kvcache.kv_buffer import FloatKVBuffer, Int8KVBuffer, KVBuffer, LayerKV, allocate_kv_buffers
 from kvcache.spec import AttentionRange, GroupSpec

@@ -10,7 +10,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
 from engine.kernels.blocks import EXACT_FORMATS, InfiniteScale, dequantize, pack_blocks, unpack_blocks
-from engine.kernels.cpu.linear import NativeLinear
+from engine.kernels.cpu.products.linear import NativeLinear
 from tests.libraries import built, every_variant
 
 Type = GGMLQuantizationType

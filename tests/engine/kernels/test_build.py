@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.kernels.cpu import build
+from engine.kernels.cpu.build import libraries
 from tests.libraries import compiled, every_variant
 
 # A fake g++ that counts its builds.
@@ -40,7 +40,7 @@ class Workbench:
 
     def library(self) -> Path:
         """The requested library."""
-        return build.library("attention", "generic", prebuilt=self.prebuilt, cache=self.cache, path=str(self.path))
+        return libraries.library("attention", "generic", prebuilt=self.prebuilt, cache=self.cache, path=str(self.path))
 
     @property
     def builds(self) -> int:
@@ -70,9 +70,9 @@ def test_another_compiler_version_builds_again(bench: Workbench) -> None:
 def test_changed_source_builds_again(bench: Workbench, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     first = bench.library()
     source = tmp_path / "source"
-    source.mkdir()
-    (source / "attention.cpp").write_text("int other;")
-    monkeypatch.setattr(build, "SOURCE", source)
+    (source / "attention").mkdir(parents=True)
+    (source / "attention" / "attention.cpp").write_text("int other;")
+    monkeypatch.setattr(libraries, "SOURCE", source)
 
     assert first != bench.library()
 
@@ -102,7 +102,7 @@ def test_missing_compiler_is_the_reason(bench: Workbench) -> None:
     (bench.path / "g++").unlink()
 
     with pytest.raises(
-        build.LibraryUnavailable, match=r"no C\+\+ compiler on the PATH \(looked for g\+\+, clang\+\+, c\+\+\)"
+        libraries.LibraryUnavailable, match=r"no C\+\+ compiler on the PATH \(looked for g\+\+, clang\+\+, c\+\+\)"
     ):
         bench.library()
 
@@ -111,7 +111,7 @@ def test_compiler_error_is_quoted(bench: Workbench) -> None:
     """No file is left."""
     bench.install(work="echo 'no such header: omp.h' >&2; exit 1")
 
-    with pytest.raises(build.LibraryUnavailable, match="no such header: omp.h"):
+    with pytest.raises(libraries.LibraryUnavailable, match="no such header: omp.h"):
         bench.library()
     assert [] == list(bench.cache.iterdir())
 
@@ -120,12 +120,12 @@ def test_a_build_is_limited_in_processor_time(
     bench: Workbench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its wall time is longer on a busy machine. The end of a build is logged."""
-    monkeypatch.setattr(build, "_LIMITED", tuple(word.replace("300", "1") for word in build._LIMITED))
+    monkeypatch.setattr(libraries, "_LIMITED", tuple(word.replace("300", "1") for word in libraries._LIMITED))
     bench.install(work="sleep 1.2")
     assert bench.library().exists()
 
     bench.install(version="2", work="while :; do :; done")
-    with pytest.raises(build.LibraryUnavailable, match=r"g\+\+ failed"):
+    with pytest.raises(libraries.LibraryUnavailable, match=r"g\+\+ failed"):
         bench.library()
     assert "the attention kernel is not compiled" in caplog.text
 
@@ -133,7 +133,7 @@ def test_a_build_is_limited_in_processor_time(
 def test_prebuilt_library_comes_first(bench: Workbench) -> None:
     built = bench.library()
     bench.prebuilt.mkdir()
-    ready = bench.prebuilt / build._name("attention", "generic", "prebuilt", ())
+    ready = bench.prebuilt / libraries._name("attention", "generic", "prebuilt", ())
     ready.write_bytes(built.read_bytes())
     (bench.path / "g++").unlink()
 
@@ -145,14 +145,14 @@ def test_cache_writable_by_other_users_is_refused(bench: Workbench) -> None:
     bench.cache.mkdir()
     bench.cache.chmod(0o777)
 
-    with pytest.raises(build.LibraryUnavailable, match="other users can write"):
+    with pytest.raises(libraries.LibraryUnavailable, match="other users can write"):
         bench.library()
 
 
 def test_cache_that_cannot_be_created_is_the_reason(bench: Workbench) -> None:
     bench.cache.write_text("a file")
 
-    with pytest.raises(build.LibraryUnavailable, match="no folder for the library"):
+    with pytest.raises(libraries.LibraryUnavailable, match="no folder for the library"):
         bench.library()
 
 
@@ -178,7 +178,7 @@ FUNCTIONS = {"attention": "cellar_attend", "linear": "cellar_multiply", "step": 
 )
 def test_sources_compile(kernel: str, variant: str) -> None:
     """With the system's compiler, for all variants of this machine."""
-    if not any(shutil.which(name) for name in build.COMPILERS):
+    if not any(shutil.which(name) for name in libraries.COMPILERS):
         pytest.skip("there is none")
 
     assert hasattr(ctypes.CDLL(str(compiled(kernel, variant))), FUNCTIONS[kernel])
@@ -204,14 +204,14 @@ def test_all_variants_of_an_architecture_can_be_prebuilt(
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr(platform, "machine", lambda: machine)
 
-    built = build.prebuild(bench.prebuilt)
+    built = libraries.prebuild(bench.prebuilt)
 
     assert sorted(built) == sorted(bench.prebuilt.iterdir())
     assert sorted(names(machine)) == sorted(file.name.rpartition("-")[0] for file in built)
     assert len(built) == bench.builds
     for kernel, variants in VARIANTS[machine].items():
         for variant in variants:
-            assert build.library(kernel, variant, prebuilt=bench.prebuilt, path="none") in built
+            assert libraries.library(kernel, variant, prebuilt=bench.prebuilt, path="none") in built
 
 
 def names(machine: str) -> list[str]:
@@ -224,7 +224,7 @@ def test_other_architectures_get_no_x86_flags(machine: str, bench: Workbench, mo
     bench.install(work='case "$*" in *-mavx*|*-mfma*) echo "unrecognized command-line option" >&2; exit 1;; esac')
     monkeypatch.setenv("CXX", str(bench.path / "g++"))
 
-    assert len(names(machine)) == len(build.prebuild(bench.prebuilt, machine))
+    assert len(names(machine)) == len(libraries.prebuild(bench.prebuilt, machine))
 
 
 def test_another_architecture_is_built_by_a_cross_compiler(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,13 +234,13 @@ def test_another_architecture_is_built_by_a_cross_compiler(bench: Workbench, mon
     monkeypatch.setenv("PATH", f"{bench.path}:{os.environ['PATH']}")
     (bench.path / "g++").rename(bench.path / "aarch64-linux-gnu-g++")
 
-    assert len(names("aarch64")) == len(build.prebuild(bench.prebuilt, "aarch64"))
+    assert len(names("aarch64")) == len(libraries.prebuild(bench.prebuilt, "aarch64"))
 
     (bench.path / "aarch64-linux-gnu-g++").rename(bench.path / "cross")
     monkeypatch.setenv("CXX", f"{bench.path / 'cross'} --sysroot=/")
-    assert len(names("aarch64")) == len(build.prebuild(bench.prebuilt, "aarch64"))
+    assert len(names("aarch64")) == len(libraries.prebuild(bench.prebuilt, "aarch64"))
 
     monkeypatch.setenv("CXX", "")
     monkeypatch.setenv("PATH", str(bench.path))
-    with pytest.raises(build.LibraryUnavailable, match=r"looked for aarch64-linux-gnu-g\+\+\) for aarch64; \$CXX"):
-        build.prebuild(bench.prebuilt, "aarch64")
+    with pytest.raises(libraries.LibraryUnavailable, match=r"looked for aarch64-linux-gnu-g\+\+\) for aarch64; \$CXX"):
+        libraries.prebuild(bench.prebuilt, "aarch64")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from engine.kernels import cache_folder
-from engine.kernels.cpu import build
+from engine.kernels.cpu.build import libraries
 from engine.kernels.packing import PackedMatrix
 from engine.kernels.rounding import pack_floats
 from engine.load import machine, outcomes
@@ -44,7 +44,7 @@ def test_folder_follows_xdg(named: str, expected: str, tmp_path: Path, monkeypat
 
 
 def test_kernels_and_weights_share_the_root(root: Path) -> None:
-    assert root / "kernels" == build._user_cache()
+    assert root / "kernels" == libraries._user_cache()
     assert root / "weights" == store.WeightStore("model", 8).file.parent
 
 
@@ -96,8 +96,8 @@ def test_planted_files_are_not_read(root: Path, monkeypatch: pytest.MonkeyPatch)
         (root / kind).chmod(0o777)
 
     assert (None, None) == (weights.read({"layer": (64, 64)}), outcome.read())
-    with pytest.raises(build.LibraryUnavailable, match="other users can write"):
-        build._user_cache()
+    with pytest.raises(libraries.LibraryUnavailable, match="other users can write"):
+        libraries._user_cache()
 
 
 def test_a_umask_for_groups_does_not_open_the_cache(root: Path) -> None:
@@ -127,8 +127,8 @@ def test_nothing_is_cached_without_a_home_folder(monkeypatch: pytest.MonkeyPatch
 
     kept.write(layers())
     assert kept.read({"layer": (64, 64)}) is None
-    with pytest.raises(build.LibraryUnavailable, match="no home folder"):
-        build._user_cache()
+    with pytest.raises(libraries.LibraryUnavailable, match="no home folder"):
+        libraries._user_cache()
 
 
 def test_least_recently_used_files_are_removed_first(root: Path) -> None:
@@ -201,8 +201,8 @@ def test_files_of_a_killed_build_are_removed(root: Path, tmp_path: Path) -> None
     (path / "g++").write_text(STUCK.format(pid=pid))
     (path / "g++").chmod(0o755)
     code = (
-        "import sys; from pathlib import Path; from engine.kernels.cpu import build;"
-        " build.library('attention', 'generic', prebuilt=Path('none'), path=sys.argv[1])"
+        "import sys; from pathlib import Path; from engine.kernels.cpu.build import libraries;"
+        " libraries.library('attention', 'generic', prebuilt=Path('none'), path=sys.argv[1])"
     )
     process = subprocess.Popen([sys.executable, "-c", code, str(path)])
     while not (pid.exists() and pid.read_text()):
@@ -216,7 +216,7 @@ def test_files_of_a_killed_build_are_removed(root: Path, tmp_path: Path) -> None
 
     finished = "while [ $# -gt 1 ] && [ $1 != -o ]; do shift; done; echo >${2:-/dev/null}"
     (path / "g++").write_text(f"#!/bin/sh\n{finished}\n")
-    library = build.library("attention", "generic", prebuilt=tmp_path / "none", path=str(path))
+    library = libraries.library("attention", "generic", prebuilt=tmp_path / "none", path=str(path))
 
     assert [library] == list(cache.iterdir())
 

@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from engine.kernels.cpu import attention, build, layout, linear
+from engine.kernels.cpu.attention import attention
+from engine.kernels.cpu.build import layout, libraries
+from engine.kernels.cpu.products import linear
 from engine.native import step_library
 from engine.native.step_library import MIRRORS, StepFields, StepLibrary
 
-VARIANT = build.variants("step")[:1]
+VARIANT = libraries.variants("step")[:1]
 
 
 def reordered(mirror: type[Structure], first: str, second: str) -> type[Structure]:
@@ -36,7 +38,7 @@ def step_file() -> Path:
     """The library of the native step."""
     if not VARIANT:
         pytest.skip("this processor has no variant of the native step")
-    return build.library("step", VARIANT[0])
+    return libraries.library("step", VARIANT[0])
 
 
 @pytest.mark.parametrize(
@@ -58,7 +60,7 @@ def test_a_wrong_mirror_is_refused(
     monkeypatch.setattr(step_library, "MIRRORS", {**MIRRORS, name: change(MIRRORS[name])})
 
     with pytest.raises(layout.LayoutMismatch, match=message):
-        StepLibrary(step_file, build.library("linear"))
+        StepLibrary(step_file, libraries.library("linear"))
 
 
 def test_a_missing_or_unknown_mirror_is_refused(step_file: Path) -> None:
@@ -72,8 +74,8 @@ def test_a_missing_or_unknown_mirror_is_refused(step_file: Path) -> None:
 
 
 def test_all_kernels_export_the_layout_of_their_mirrors() -> None:
-    layout.check_layout(ctypes.CDLL(str(build.library("attention"))), attention._MIRRORS)
-    layout.check_layout(ctypes.CDLL(str(build.library("linear"))), linear._MIRRORS)
+    layout.check_layout(ctypes.CDLL(str(libraries.library("attention"))), attention._MIRRORS)
+    layout.check_layout(ctypes.CDLL(str(libraries.library("linear"))), linear._MIRRORS)
 
 
 def test_a_mismatch_is_reported_as_a_library_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,4 +83,4 @@ def test_a_mismatch_is_reported_as_a_library_that_cannot_be_loaded(monkeypatch: 
     monkeypatch.setattr(attention, "_MIRRORS", {**attention._MIRRORS, "Segment": wrong})
 
     with pytest.raises(OSError, match=r"Segment\.first"):
-        attention.NativeAttention(build.library("attention"))
+        attention.NativeAttention(libraries.library("attention"))

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from engine.kernels import dispatch, linear
-from engine.kernels.cpu import build
-from engine.kernels.cpu.linear import NativeLinear
+from engine.kernels.cpu.build import libraries
+from engine.kernels.cpu.products.linear import NativeLinear
 from engine.kernels.formats import LAYOUTS, WeightFormat
 from engine.kernels.packing import PackedMatrix, pack
 from engine.kernels.rounding import pack_floats
@@ -142,7 +142,7 @@ def test_bits_do_not_depend_on_threads(native: NativeLinear, format: WeightForma
 @pytest.mark.parametrize("format", LAYOUTS)
 def test_all_variants_have_the_same_bits(format: WeightFormat) -> None:
     """Where multiplications and additions are fused: in all but the generic one."""
-    kernels = [NativeLinear(built("linear", name)) for name in build.variants("linear") if name != "generic"]
+    kernels = [NativeLinear(built("linear", name)) for name in libraries.variants("linear") if name != "generic"]
     packed = matrix(75, 333, format)
     for count in (1, 7, 40):
         results = [product(kernel.multiply, rows(count, 333, seed=count), packed) for kernel in kernels]
@@ -251,10 +251,10 @@ def test_torch_multiplies_without_a_compiler(
     tmp_path: object, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """With one warning in the log."""
-    monkeypatch.setattr(build, "PREBUILT", tmp_path)
+    monkeypatch.setattr(libraries, "PREBUILT", tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
-    changed = dict.fromkeys(build.KERNELS["linear"], ("-changed",))
-    monkeypatch.setattr(build, "KERNELS", {"linear": changed})
+    changed = dict.fromkeys(libraries.KERNELS["linear"], ("-changed",))
+    monkeypatch.setattr(libraries, "KERNELS", {"linear": changed})
 
     assert [linear.prepare] * 2 == [dispatch.best_linear() for _ in range(2)]
     assert ["in torch instead of C++: no C++ compiler" in line for line in caplog.messages] == [True]

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from engine.kernels.cpu import build, processor
+from engine.kernels.cpu.build import libraries, processor
 from engine.native.step_library import step_variants
 
 # Bits of Linux on arm64: HWCAP_ASIMDDP, and HWCAP2_I8MM.
@@ -43,7 +43,7 @@ def test_x86(
 ) -> None:
     simulate_x86(monkeypatch, capability, vnni=vnni, bfloat16=bfloat16)
 
-    assert (attention, linear) == (build.variants("attention"), build.variants("linear"))
+    assert (attention, linear) == (libraries.variants("attention"), libraries.variants("linear"))
 
 
 @pytest.mark.parametrize(
@@ -61,8 +61,8 @@ def test_arm64_on_linux(monkeypatch: pytest.MonkeyPatch, entries: dict[int, int]
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setattr(processor, "_auxiliary_value", lambda entry: entries.get(entry, 0))
 
-    assert linear == build.variants("linear")
-    assert ("neon",) == build.variants("attention") == build.variants("step")
+    assert linear == libraries.variants("linear")
+    assert ("neon",) == libraries.variants("attention") == libraries.variants("step")
     assert ("neon", linear[0]) == step_variants()
 
 
@@ -79,21 +79,21 @@ def test_arm64_on_macos(monkeypatch: pytest.MonkeyPatch, found: tuple[str, ...],
     monkeypatch.setattr(sys, "platform", "darwin")
     monkeypatch.setattr(processor, "_sysctl", lambda name: int(name in found))
 
-    assert linear == build.variants("linear")
+    assert linear == libraries.variants("linear")
 
 
 def test_arm64_on_another_system_has_no_reported_features(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "arm64")
     monkeypatch.setattr(sys, "platform", "freebsd14")
 
-    assert ("neon",) == build.variants("linear")
+    assert ("neon",) == libraries.variants("linear")
 
 
 def test_other_architectures_are_generic(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "riscv64")
 
-    assert ("generic",) == build.variants("linear") == build.variants("attention")
-    with pytest.raises(build.LibraryUnavailable, match="needs AVX2, AVX-512 or NEON"):
+    assert ("generic",) == libraries.variants("linear") == libraries.variants("attention")
+    with pytest.raises(libraries.LibraryUnavailable, match="needs AVX2, AVX-512 or NEON"):
         step_variants()
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kernels.cpu.attention import NativeAttention
+from engine.kernels.cpu.attention.attention import NativeAttention
 from kvcache.forward import Segment
 from kvcache.spec import AttentionRange
 from tests.engine.kernels.test_attention import FLOATS, FORMATS, ROUNDS, Batch, Format, batch

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.kernels.cpu import build
-from engine.kernels.cpu.wheel_platform import LinuxPlatform, linux_platform, require_current
+from engine.kernels.cpu.build import libraries
+from engine.kernels.cpu.build.wheel_platform import LinuxPlatform, linux_platform, require_current
 
 X86, ARM, RISC = 62, 183, 243
 
@@ -30,10 +30,10 @@ def write(folder: Path, **contents: bytes) -> list[Path]:
 
 
 def test_the_newest_imported_glibc_counts(tmp_path: Path) -> None:
-    libraries = write(tmp_path, a=elf(X86, "2.2.5", "2.29", "2.4"), b=elf(X86, "2.14"))
+    files = write(tmp_path, a=elf(X86, "2.2.5", "2.29", "2.4"), b=elf(X86, "2.14"))
 
-    assert LinuxPlatform("x86_64", (2, 29)) == linux_platform(libraries)
-    assert "manylinux_2_29_x86_64" == linux_platform(libraries).tag
+    assert LinuxPlatform("x86_64", (2, 29)) == linux_platform(files)
+    assert "manylinux_2_29_x86_64" == linux_platform(files).tag
 
 
 def test_old_imports_get_the_oldest_tag(tmp_path: Path) -> None:
@@ -54,17 +54,17 @@ def test_other_libraries_are_refused(tmp_path: Path, contents: dict[str, bytes],
 
 
 def test_all_libraries_of_the_present_sources_are_required(tmp_path: Path) -> None:
-    names = build.prebuilt_names("x86_64")
-    libraries = [tmp_path / name for name in names]
-    require_current(libraries, "x86_64")
+    names = libraries.prebuilt_names("x86_64")
+    files = [tmp_path / name for name in names]
+    require_current(files, "x86_64")
 
-    for wrong in (libraries[1:], [*libraries, tmp_path / "step-avx2-x86_64-0123456789abcdef.so"]):
+    for wrong in (files[1:], [*files, tmp_path / "step-avx2-x86_64-0123456789abcdef.so"]):
         with pytest.raises(ValueError, match=r"other sources, or lacks some \(\w+-\w+-x86_64-\w{16}\.so\)"):
             require_current(wrong, "x86_64")
 
 
 def test_names_of_another_architecture_are_known_without_it() -> None:
-    assert not build.prebuilt_names("x86_64").keys() & build.prebuilt_names("aarch64").keys()
+    assert not libraries.prebuilt_names("x86_64").keys() & libraries.prebuilt_names("aarch64").keys()
 
 
 @pytest.mark.skipif(

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from engine.kernels import dispatch, reference
 from engine.kernels.attention_input import AttentionFunction, AttentionInput
-from engine.kernels.cpu import build
+from engine.kernels.cpu.build import libraries
 from engine.load.load import LoadedModel
 from engine.model.model_runner import runners_of
 from engine.model.runner import PackedRunner
@@ -47,7 +47,7 @@ def native() -> AttentionFunction:
     """The kernel of this machine."""
     try:
         return dispatch.native_attention()
-    except build.LibraryUnavailable as error:
+    except libraries.LibraryUnavailable as error:
         pytest.skip(error.reason)
 
 
@@ -196,9 +196,9 @@ def test_torch_serves_without_a_compiler(
     folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """One log line gives the reason, however many models are loaded."""
-    monkeypatch.setattr(build, "PREBUILT", tmp_path)
+    monkeypatch.setattr(libraries, "PREBUILT", tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(build, "variants", lambda kernel: ("avx2", "generic"))
+    monkeypatch.setattr(libraries, "variants", lambda kernel: ("avx2", "generic"))
     with caplog.at_level(logging.WARNING, "cellar.engine"):
         loaded = [load_model(folder("llama"), "float32") for _ in range(2)][-1]
 
@@ -221,10 +221,10 @@ def test_kernel_library_that_cannot_load_is_not_used(
     """A processor without wide vectors, and a file refused by the system."""
     file = tmp_path / "library.so"
     file.write_bytes(library)
-    monkeypatch.setattr(build, "variants", lambda kernel: variants)
-    monkeypatch.setattr(build, "library", lambda kernel, variant: file)
+    monkeypatch.setattr(libraries, "variants", lambda kernel: variants)
+    monkeypatch.setattr(libraries, "library", lambda kernel, variant: file)
 
-    with pytest.raises(build.LibraryUnavailable, match=reason):
+    with pytest.raises(libraries.LibraryUnavailable, match=reason):
         dispatch.native_attention()
     assert dispatch.best_attention() is reference.attend
 

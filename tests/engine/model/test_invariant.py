@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from engine.kernels import reference
 from engine.kernels.attention_input import AttentionFunction, AttentionInput
-from engine.kernels.cpu.products import NativeProduct
+from engine.kernels.cpu.products.row_invariant import NativeProduct
 from engine.kernels.products import POSITIONS, RowInvariantProduct, TiledProduct
 from engine.kernels.rounding import Bits
 from engine.load.selftest import batch_dependence

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig
 
-from engine.kernels.cpu import build
+from engine.kernels.cpu.build import libraries
 from engine.model.model_runner import runners_of
 from engine.native.decoder import DecoderSpec
 from engine.native.detection import find_decoder
@@ -215,7 +215,9 @@ def test_bfloat16_weights_are_computed_in_float32(family: str) -> None:
 
 
 # Variants other than the fastest are slow to build.
-SOME = [pytest.param(name, marks=[pytest.mark.slow] if at else []) for at, name in enumerate(build.variants("step"))]
+SOME = [
+    pytest.param(name, marks=[pytest.mark.slow] if at else []) for at, name in enumerate(libraries.variants("step"))
+]
 
 
 @pytest.mark.parametrize("variant", SOME)

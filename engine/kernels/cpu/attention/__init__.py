@@ -1,0 +1,1 @@
+"""Attention over KV cells in C++, and its Python side."""

@@ -1,0 +1,1 @@
+"""Products with plain and quantised matrices in C++, and their Python side."""

@@ -1,0 +1,123 @@
+// Several steps in one native call: each step after the first computes the token that the step before sampled, of each
+// sequence.
+#pragma once
+
+#include "step/sampling.h"
+#include "vector/memory.h"
+#include "vector/vector.h"
+
+namespace {
+
+// Builds the steps of a draft loop in memory of its current.
+class DraftLoopRunner {
+  public:
+    using RunStep = int64_t (*)(const Step &);
+
+    explicit DraftLoopRunner(const DraftLoop &loop) : loop(loop), all_rows(*loop.step), current(all_rows) {
+        for (int64_t at = 0; at < loop.sequence_count; ++at) first_tokens += loop.contexts[at].length;
+    }
+
+    // Tokens of the first step.
+    int64_t count() const { return first_tokens; }
+
+    int64_t size() const {
+        const int64_t numbers = loop.sequence_count * (all_rows.width + 3 * all_rows.head.outputs);
+        return numbers * sizeof(float) + (most() + 2 * loop.sequence_count) * sizeof(int64_t) +
+               all_rows.cell_group_count * (sizeof(CellGroup) + loop.sequence_count * sizeof(Segment)) + 64 * 16;
+    }
+
+    void begin(char *memory) {
+        Arena arena(memory);
+        const int64_t sequences = loop.sequence_count;
+        current.tokens = tokens = arena.allocate<int64_t>(most());
+        current.hidden_states = arena.allocate<float>(sequences * all_rows.width);
+        current.logits = arena.allocate<float>(sequences * all_rows.head.outputs);
+        scratch = arena.allocate<float>(2 * sequences * all_rows.head.outputs);
+        output_rows = arena.allocate<int64_t>(sequences), sampled_sequences = arena.allocate<int64_t>(sequences);
+        cells = arena.allocate<CellGroup>(all_rows.cell_group_count);
+        segments = arena.allocate<Segment>(all_rows.cell_group_count * sequences);
+        current.cell_groups = cells, current.output_rows = output_rows;
+        std::fill(loop.sampled, loop.sampled + sequences * loop.max_count, -1);
+    }
+
+    int64_t run(RunStep step) {
+        int64_t outcome = DONE;
+        for (int64_t number = 0; number < larger(loop.max_count, 1) && outcome == DONE; ++number) {
+            prepare_step(number);
+            if (!current.rows) break;
+            outcome = step(current);
+            if (outcome == DONE) sample_tokens(number);
+        }
+        return outcome;
+    }
+
+  private:
+    // Rows of the largest step.
+    int64_t most() const { return larger(first_tokens, loop.sequence_count); }
+
+    bool is_active(int64_t at, int64_t number) const {
+        return number < loop.contexts[at].count && (!number || loop.sampled[at * loop.max_count + number - 1] >= 0);
+    }
+
+    // The rows of one step: the given tokens, or the last sampled ones.
+    void prepare_step(int64_t number) {
+        const int64_t *next = loop.tokens;
+        current.rows = current.output_count = parts = 0;
+        for (int64_t at = 0; at < loop.sequence_count; ++at) {
+            const SamplingContext &sequence = loop.contexts[at];
+            const bool active = is_active(at, number);
+            if (!number) {
+                add(at, 0, sequence.length, next);
+                next += sequence.length;
+            } else if (active) {
+                add(at, sequence.length + number - 1, 1, loop.sampled + at * loop.max_count + number - 1);
+            }
+            if (active) output_rows[current.output_count] = current.rows - 1, sampled_sequences[current.output_count++] = at;
+        }
+        current.logit_count = current.output_count;
+        for (int64_t at = 0; at < all_rows.cell_group_count; ++at)
+            cells[at] = {segments + at * loop.sequence_count, parts, all_rows.cell_groups[at].cells};
+    }
+
+    // Rows of a sequence, from row `start` of its segment.
+    void add(int64_t sequence, int64_t start, int64_t length, const int64_t *from) {
+        std::copy(from, from + length, tokens + current.rows);
+        for (int64_t at = 0; at < all_rows.cell_group_count; ++at) {
+            Segment part = all_rows.cell_groups[at].segments[sequence];
+            part.row = current.rows, part.rows = length, part.start += start;
+            segments[at * loop.sequence_count + parts] = part;
+        }
+        ++parts;
+        current.rows += length;
+    }
+
+    void sample_tokens(int64_t number) {
+#pragma omp parallel for num_threads((int)all_rows.threads) schedule(static) if (current.output_count > 1)
+        for (int64_t at = 0; at < current.output_count; ++at) {
+            const int64_t sequence = sampled_sequences[at], begin = at * all_rows.head.outputs;
+            float *logits = current.logits + begin;
+            if (loop.logits_scale != 1 || loop.softcap != 0) scale_and_cap(logits);
+            loop.sampled[sequence * loop.max_count + number] =
+                sample(loop.contexts[sequence], number, logits, loop.vocabulary, scratch + 2 * begin);
+        }
+    }
+
+    void scale_and_cap(float *logits) const {
+        for (int64_t at = 0; at < loop.vocabulary; ++at) {
+            logits[at] *= loop.logits_scale;
+            if (loop.softcap != 0) logits[at] = loop.softcap * tanhf(logits[at] / loop.softcap);
+        }
+    }
+
+    const DraftLoop &loop;
+    const Step &all_rows;
+    Step current;
+    int64_t first_tokens = 0, parts = 0;
+    float *scratch = nullptr;
+    int64_t *tokens = nullptr;
+    int64_t *output_rows = nullptr, *sampled_sequences = nullptr;  // rows with logits, and their sequences
+    CellGroup *cells = nullptr;
+    Segment *segments = nullptr;
+};
+
+}  // namespace

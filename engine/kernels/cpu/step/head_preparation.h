@@ -1,0 +1,109 @@
+// The heads of rows before attention (bias, norm, rotary embedding, writing K and V to cells), and the gates after it.
+#pragma once
+
+#include "step/kv_cells.h"
+#include "step/embedder.h"
+#include "step/multiplier.h"
+#include "step/row_operations.h"
+#include "step/step.h"
+
+namespace {
+
+// The heads of a layer; its KV buffers hold `Element`.
+template <class Element>
+class HeadPreparation {
+  public:
+    // projected  outputs of the layer's projections
+    // targets    [rows], the cells of the rows
+    HeadPreparation(const Step &step, const Layer &layer, const Embedder &embedder, const int64_t *targets, float *projected)
+        : step(step), layer(layer), embedder(embedder), targets(targets), projected(projected) {}
+
+    // All heads of all rows. Called by all threads of a team.
+    void run() const {
+        const Heads *kinds[] = {&layer.queries, &layer.keys, &layer.values};
+        const int64_t heads = layer.queries.count + layer.keys.count + layer.values.count;
+        if (layer.norms_all_heads) norm_rows();
+#pragma omp for schedule(static) collapse(2)
+        for (int64_t row = 0; row < step.rows; ++row)
+            for (int64_t number = 0; number < heads; ++number) {
+                int64_t head = number, kind = 0;
+                while (head >= kinds[kind]->count) head -= kinds[kind++]->count;
+                prepare(*kinds[kind], kind, row, head);
+            }
+    }
+
+    // Whether a key head, its value and its queries can be prepared by one thread alone: for a single row.
+    bool is_by_groups() const { return step.rows == 1 && !layer.norms_all_heads && layer.values.count == layer.keys.count; }
+
+    // These, of the only row.
+    void prepare_group(int64_t head) const {
+        const int64_t group = layer.queries.count / layer.keys.count;
+        for (int64_t at = head * group; at < (head + 1) * group; ++at) prepare(layer.queries, 0, 0, at);
+        prepare(layer.keys, 1, 0, head);
+        prepare(layer.values, 2, 0, head);
+    }
+
+    // Multiply the attention output by the sigmoid of the gates. Called by all threads of a team.
+    void gate(float *attended) const {
+        const Heads &heads = layer.gates;
+#pragma omp for schedule(static) collapse(2)
+        for (int64_t row = 0; row < step.rows; ++row)
+            for (int64_t head = 0; head < heads.count; ++head) {
+                float *own = head_of(heads, row, head), *to = attended + (row * heads.count + head) * heads.width;
+                add_bias(heads, own, head, heads.width);
+                for (int64_t at = 0; at < heads.width; at += LANES) {
+                    const int64_t count = lesser(LANES, heads.width - at);
+                    const Vector weight = 1.0f / (1.0f + exponential(-load_some(own + at, count)));
+                    store_some(to + at, load_some(to + at, count) * weight, count);
+                }
+            }
+    }
+
+  private:
+    // Norms over all query heads of a row, and over all its key heads.
+    void norm_rows() const {
+#pragma omp for schedule(static) collapse(2)
+        for (int64_t row = 0; row < step.rows; ++row)
+            for (int64_t kind = 0; kind < 2; ++kind) {
+                const Heads &heads = kind == 0 ? layer.queries : layer.keys;
+                const Norm &norm = kind == 0 ? layer.query_norm : layer.key_norm;
+                float *own = head_of(heads, row, 0);
+                add_bias(heads, own, 0, norm.width);
+                normalise(norm, own, own);
+            }
+    }
+
+    float *head_of(const Heads &heads, int64_t row, int64_t head) const {
+        return output_of(projected, layer.projections, heads.matrix, step.rows) +
+               row * layer.projections[heads.matrix].outputs + heads.offset + head * heads.stride;
+    }
+
+    void add_bias(const Heads &heads, float *own, int64_t head, int64_t width) const {
+        const float *bias = layer.projections[heads.matrix].bias;
+        if (bias) add_row(own, bias + heads.offset + head * heads.stride, nullptr, width);
+    }
+
+    // One head of one row: bias, norm and rotary embedding; keys and values are written to their cells.
+    void prepare(const Heads &heads, int64_t kind, int64_t row, int64_t head) const {
+        float *own = head_of(heads, row, head);
+        const bool whole = kind < 2 && layer.norms_all_heads;
+        if (!whole) add_bias(heads, own, head, heads.width);
+        if (kind < 2) {
+            const Norm &norm = kind == 0 ? layer.query_norm : layer.key_norm;
+            if (layer.rotates_before_norm) rotate_head(step.rotaries[layer.rotary], embedder.rotary_row(row), own);
+            if (!whole && norm.kind != NO_NORM) normalise(norm, own, own);
+            if (!layer.rotates_before_norm) rotate_head(step.rotaries[layer.rotary], embedder.rotary_row(row), own);
+            if (std::is_same_v<Element, int8_t>) transform(own, heads.width);
+        }
+        if (kind > 0)
+            write_cell<Element>(kind == 1 ? layer.key_buffer : layer.value_buffer, head, targets[row], own, heads.width);
+    }
+
+    const Step &step;
+    const Layer &layer;
+    const Embedder &embedder;
+    const int64_t *targets;
+    float *projected;
+};
+
+}  // namespace

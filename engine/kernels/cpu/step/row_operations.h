@@ -1,0 +1,153 @@
+// Operations on a single row: norms, rotary embedding, activations.
+#pragma once
+
+#include <math.h>
+
+#include "products/linear.h"
+#include "vector/memory.h"
+#include "step/step.h"
+#include "vector/vector.h"
+
+namespace {
+
+// function(start, count) for vectors of a row; count < LANES at the end.
+template <class Function>
+inline void for_vectors(int64_t width, Function function) {
+    int64_t at = 0;
+    for (; at + LANES <= width; at += LANES) function(at, (int64_t)LANES);
+    if (at < width) function(at, width - at);
+}
+
+inline Vector load_some(const float *from, int64_t count) {
+    Vector part = {};
+    memcpy(&part, from, count * sizeof(float));
+    return part;
+}
+inline void store_some(float *to, Vector vector, int64_t count) { memcpy(to, &vector, count * sizeof(float)); }
+
+inline float softplus(float x) { return x > 20 ? x : log1pf(expf(x)); }
+
+inline void add_row(float *__restrict to, const float *__restrict more, const float *__restrict bias, int64_t width) {
+    if (bias)
+        for (int64_t at = 0; at < width; ++at) to[at] += more[at] + bias[at];
+    else
+        for (int64_t at = 0; at < width; ++at) to[at] += more[at];
+}
+
+inline float total(const float *from, int64_t width) {
+    Vector parts = {};
+    for_vectors(width, [&](int64_t at, int64_t count) { parts += load_some(from + at, count); });
+    return sum(parts);
+}
+
+// The sum of squared distances from `middle`.
+inline float squares(const float *from, float middle, int64_t width) {
+    Vector parts = {};
+    for_vectors(width, [&](int64_t at, int64_t count) {
+        Vector own = load_some(from + at, count) - middle;
+        if (count < LANES) own = lane_numbers() < (int32_t)count ? own : Vector{};
+        parts += own * own;
+    });
+    return sum(parts);
+}
+
+// `from` and `to` may be equal.
+inline void normalise(const Norm &norm, const float *from, float *to) {
+    const float middle = norm.kind == LAYER_NORM ? total(from, norm.width) / norm.width : 0;
+    const float by = 1.0f / sqrtf(squares(from, middle, norm.width) / norm.width + norm.epsilon);
+    for (int64_t at = 0; at < norm.width; ++at) {
+        const float own = (from[at] - middle) * by;
+        to[at] = (norm.weight ? own * norm.weight[at] : own) + (norm.bias ? norm.bias[at] : 0);
+    }
+}
+
+inline void rotate_head(const Rotary &rotary, int64_t position, float *head) {
+    const float *cosine = rotary.cosine + position * rotary.pairs, *sine = rotary.sine + position * rotary.pairs;
+    const int64_t step = rotary.interleaved ? 2 : 1, distance = rotary.interleaved ? 1 : rotary.pairs;
+    float *__restrict first = head + rotary.offset;
+    for (int64_t pair = 0; pair < rotary.pairs; ++pair) {
+        float *x = first + pair * step, *y = x + distance;
+        const float before = *x;
+        *x = before * cosine[pair] - *y * sine[pair];
+        *y = *y * cosine[pair] + before * sine[pair];
+    }
+}
+
+// The error function with an error of 2e-7: Abramowitz and Stegun, 7.1.26.
+inline Vector error_function(Vector x) {
+    const Vector size = x < 0 ? -x : x, t = 1.0f / (1.0f + 0.3275911f * size);
+    Vector y = spread(1.061405429f);
+    y = y * t - 1.453152027f;
+    y = y * t + 1.421413741f;
+    y = y * t - 0.284496736f;
+    y = y * t + 0.254829592f;
+    const Vector result = 1.0f - y * t * exponential(-size * size);
+    return x < 0 ? -result : result;
+}
+
+template <Activation KIND>
+inline Vector activate(Vector x) {
+    if constexpr (KIND == SILU) return x / (1.0f + exponential(-x));
+    if constexpr (KIND == GELU) return 0.5f * x * (1.0f + error_function(x * 0.70710678118654752f));
+    if constexpr (KIND == GELU_TANH)
+        return 0.5f * x * (1.0f + hyperbolic_tangent(0.79788456080286536f * (x + 0.044715f * x * x * x)));
+    const Vector positive = x < 0 ? Vector{} : x;
+    return KIND == RELU ? positive : positive * positive;
+}
+
+// A source of rows: activation(gate + its bias) * (up + its bias); `up` and the biases may be null.
+template <Activation KIND>
+struct Activated {
+    const float *gate, *gate_bias, *up, *up_bias;
+    int64_t gate_stride, up_stride, columns;
+
+    // `count` columns of a row from `at` on, padded with zeros.
+    inline __attribute__((always_inline)) Vector activated(int64_t row, int64_t at, int64_t count) const {
+        Vector own = load_some(gate + row * gate_stride + at, count);
+        if (gate_bias) own += load_some(gate_bias + at, count);
+        own = activate<KIND>(own);
+        if (!up) return own;
+        const Vector more = load_some(up + row * up_stride + at, count);
+        return own * (up_bias ? more + load_some(up_bias + at, count) : more);
+    }
+    void write_row(int64_t row, float *to) const {
+        for_vectors(columns, [&](int64_t at, int64_t count) { store_some(to + at, activated(row, at, count), count); });
+    }
+    // A group of a row to be quantised (quantised_rows.h).
+    void fetch(int64_t row, int64_t group, Vector *to) const {
+        const int64_t first = group * GROUP;
+        if (first + GROUP > columns) return fetch_part(row, first, to);
+        for (int64_t at = first; at < first + GROUP; at += LANES) *to++ = activated(row, at, LANES);
+    }
+
+  private:
+    __attribute__((noinline)) void fetch_part(int64_t row, int64_t first, Vector *to) const {
+        for (int64_t at = first; at < first + GROUP; at += LANES)
+            *to++ = at < columns ? activated(row, at, lesser(columns - at, LANES)) : Vector{};
+    }
+};
+
+// function(activation), a compile-time constant.
+template <class Function>
+inline void for_activation(Activation kind, Function function) {
+    switch (kind) {
+        case SILU: return function(std::integral_constant<Activation, SILU>());
+        case GELU: return function(std::integral_constant<Activation, GELU>());
+        case GELU_TANH: return function(std::integral_constant<Activation, GELU_TANH>());
+        case RELU: return function(std::integral_constant<Activation, RELU>());
+        case RELU_SQUARED: return function(std::integral_constant<Activation, RELU_SQUARED>());
+    }
+}
+
+template <Activation KIND>
+inline void activate_row(const float *gate, const float *gate_bias, const float *up, const float *up_bias, float *to,
+                         int64_t width) {
+    Activated<KIND>{gate, gate_bias, up, up_bias, 0, 0, width}.write_row(0, to);
+}
+
+inline void activate_row(Activation kind, const float *gate, const float *gate_bias, const float *up, const float *up_bias,
+                         float *to, int64_t width) {
+    for_activation(kind, [&](auto kind) { activate_row<decltype(kind)::value>(gate, gate_bias, up, up_bias, to, width); });
+}
+
+}  // namespace

@@ -1,0 +1,416 @@
+// The native step (step.h), for one instruction set, chosen by compiler flags.
+//
+// One team of threads computes all layers; loops over rows, heads or outputs are distributed, with a barrier after each. Each
+// row is computed independently, in an order that depends neither on the batch nor on the threads.
+//
+// The operations on a row between two products are done by one thread. A single row is computed by every thread, in a copy of
+// its own: that is faster than a barrier.
+#include "step/step.h"
+
+#include <optional>
+
+#include "step/draft_loop.h"
+#include "step/delta_rule.h"
+#include "step/embedder.h"
+#include "step/experts.h"
+#include "step/head_preparation.h"
+#include "build/layout.h"
+#include "step/multiplier.h"
+#include "step/row_operations.h"
+#include "step/state_space.h"
+#include "attention/attention_work.h"
+
+namespace {
+
+// The largest number of floats or bytes that a layer needs of each kind.
+struct Sizes {
+    int64_t projected = 0, attended = 0, inner = 0, activated = 0, columns = 0, work = 0, moe = 0, recurrence = 0;
+};
+
+template <class Tiles>
+class StepRunner {
+    typedef typename Tiles::Element Element;
+
+  public:
+    explicit StepRunner(const Step &step) : step(step), rows(step.rows), sizes(measure()) {}
+
+    // Bytes of memory for `begin`.
+    int64_t size() const {
+        const int64_t numbers = rows * (3 * step.width + 1 + sizes.projected + sizes.attended + sizes.inner + sizes.activated) +
+                                copies() * 4 * step.width;
+        return numbers * sizeof(float) + sizes.work + step.cell_group_count * rows * sizeof(int64_t) +
+               Multiplier::size(most_rows(), sizes.columns) + step.threads * alone_size() + sizes.moe + Sequences::size(step) +
+               sizes.recurrence + Embedder::size(step) + 4096;
+    }
+
+    void begin(char *memory) {
+        Arena arena(memory);
+        const auto bytes = [&](int64_t size) { return arena.allocate<char>(size); };
+        const auto numbers = [&](int64_t count) { return arena.allocate<float>(count); };
+        embedder = Embedder(step, bytes(Embedder::size(step)));
+        states = numbers(copies() * step.width), residual_scratch = numbers(copies() * step.width);
+        normed = numbers(copies() * step.width), parallel_normed = numbers(copies() * step.width);
+        attention_output = numbers(rows * step.width), mlp_output = numbers(rows * step.width);
+        projected = numbers(rows * sizes.projected), attended = numbers(rows * sizes.attended);
+        inner = numbers(rows * sizes.inner), activated = numbers(rows * sizes.activated);
+        experts_output = numbers(rows * step.width), shared_gates = numbers(rows);
+        moe = MixtureOfExperts(bytes(sizes.moe));
+        sequences = Sequences(step, bytes(Sequences::size(step)));
+        recurrence_memory = (float *)bytes(sizes.recurrence);
+        work_memory = bytes(sizes.work);
+        char *const own = bytes(Multiplier::size(most_rows(), sizes.columns));
+        multiplier = Multiplier(own, most_rows(), sizes.columns, step.rounds_to_bfloat16);
+        alone_memory = bytes(step.threads * alone_size());
+        targets = arena.allocate<int64_t>(step.cell_group_count * rows);
+        for (int64_t at = 0; at < step.cell_group_count; ++at) find_targets(step.cell_groups[at], targets + at * rows);
+    }
+
+    // Called by all threads of a team.
+    void run() {
+        by_rows([&](int64_t row) { embedder.embed(row, states_of(row)); });
+        for (int64_t at = 0; at < step.layer_count; ++at) {
+            const Layer &layer = step.layers[at];
+            begin_layer(layer, at > 0 ? &step.layers[at - 1] : nullptr);
+            if (layer.delta_rule)
+                DeltaRuleLayer(step, sequences, layer, recurrence_memory).run(projected, attended);
+            else if (layer.state_space)
+                StateSpaceLayer(step, sequences, layer, recurrence_memory).run(projected, attended);
+            else if (layer.gated_convolution)
+                run_gated_convolution(step, sequences, layer, recurrence_memory, projected, attended);
+            else
+                attend(layer);
+            multiply(&layer.output, 1, attended, attention_output, rows);
+            if (!layer.parallel) finish_attention(layer);
+            run_mlp(layer);
+        }
+        compute_logits(step.layers[step.layer_count - 1]);
+    }
+
+  private:
+    Sizes measure() const {
+        Sizes most;
+        for (int64_t at = 0; at < step.layer_count; ++at) {
+            const Layer &layer = step.layers[at];
+            most.projected = larger(most.projected, outputs(layer.projections, layer.projection_count));
+            most.attended = larger(most.attended, layer.output.columns);
+            most.inner = larger(most.inner, outputs(layer.inner, layer.inner_count));
+            most.activated = larger(most.activated, layer.down.columns);
+            if (layer.experts) most.moe = larger(most.moe, MixtureOfExperts::size(*layer.experts, rows));
+            most.columns = larger(most.columns, larger(larger(step.width, layer.output.columns), layer.down.columns));
+            if (layer.delta_rule)
+                most.recurrence = larger(most.recurrence, DeltaRuleLayer::size(step, *layer.delta_rule));
+            else if (layer.state_space)
+                most.recurrence = larger(most.recurrence, StateSpaceLayer::size(step, *layer.state_space));
+            else if (layer.gated_convolution)
+                most.recurrence = larger(most.recurrence, gated_convolution_size(step, *layer.gated_convolution));
+            else
+                most.work = larger(most.work, AttentionWork<Tiles>::size(describe(layer)));
+        }
+        return most;
+    }
+
+    // A row may be in `output_rows` more than once.
+    int64_t most_rows() const { return larger(rows, step.logit_count); }
+
+    // Copies of the hidden states, and the index of a row's copy for this thread.
+    int64_t copies() const { return rows == 1 ? step.threads : rows; }
+    int64_t place(int64_t row) const { return rows == 1 ? omp_get_thread_num() : row; }
+    float *states_of(int64_t row) const { return states + place(row) * step.width; }
+
+    // function(row) for all rows; a single row is computed by every thread.
+    template <class Function>
+    void by_rows(Function function) const {
+        if (rows == 1) return function(0);
+#pragma omp for schedule(static)
+        for (int64_t row = 0; row < rows; ++row) function(row);
+    }
+
+    int64_t alone_size() const { return Multiplier::size(1, sizes.columns); }
+
+    // Rows times matrices; `from` is complete before.
+    void multiply(const Linear *matrices, int64_t count, const float *from, float *to, int64_t rows) const {
+        if (rows != 1) return multiplier.multiply(matrices, count, from, to, rows);
+        alone().multiply_alone(matrices, count, from, to);
+    }
+
+    // This thread's multiplier for a single row.
+    Multiplier alone() const {
+        return Multiplier(alone_memory + omp_get_thread_num() * alone_size(), 1, sizes.columns, step.rounds_to_bfloat16);
+    }
+
+    void find_targets(const CellGroup &cells, int64_t *to) const {
+        for (int64_t at = 0; at < cells.count; ++at) {
+            const Segment &segment = cells.segments[at];
+            for (int64_t row = 0; row < segment.rows; ++row) {
+                const int64_t place = segment.start + row - segment.first;
+                to[segment.row + row] = segment.cells ? segment.cells[place] : segment.first_cell + place;
+            }
+        }
+    }
+
+    // The attention call of a layer, with queries from the outputs of its projections.
+    AttentionCall describe(const Layer &layer) const {
+        AttentionCall call = {};
+        call.query = output_of(projected, layer.projections, layer.queries.matrix, rows) + layer.queries.offset;
+        call.query_head_stride = layer.queries.stride;
+        call.query_row_stride = layer.projections[layer.queries.matrix].outputs;
+        call.output = attended;
+        call.segments = step.cell_groups[layer.cell_group].segments,
+        call.segment_count = step.cell_groups[layer.cell_group].count;
+        call.heads = layer.queries.count, call.key_heads = layer.keys.count,
+        call.cells = step.cell_groups[layer.cell_group].cells;
+        call.keys = layer.key_buffer, call.values = layer.value_buffer, call.format = step.format;
+        call.attention_range = layer.attention_range, call.attention_range_size = layer.attention_range_size;
+        call.scale = layer.scale, call.softcap = layer.softcap, call.sinks = layer.sinks;
+        call.threads = step.threads;
+        return call;
+    }
+
+    // Add an output of a layer to the hidden states of a row.
+    void add(const float *output, const Linear &projection, const Norm &post_norm, float residual_scale, int64_t row) const {
+        float *const states = states_of(row), *const own = residual_scratch + place(row) * step.width;
+        if (post_norm.kind == NO_NORM && residual_scale == 1)
+            return add_row(states, output + row * step.width, projection.bias, step.width);
+        memcpy(own, output + row * step.width, step.width * sizeof(float));
+        if (projection.bias) add_row(own, projection.bias, nullptr, step.width);
+        if (post_norm.kind != NO_NORM) normalise(post_norm, own, own);
+        for (int64_t at = 0; at < step.width; ++at) states[at] += residual_scale * own[at];
+    }
+
+    // Add the outputs of the layer before to the hidden states of a row.
+    void add_outputs(const Layer *before, int64_t row) const {
+        if (!before) return;
+        if (before->parallel)
+            add(attention_output, before->output, before->post_attention_norm, before->attention_residual_scale, row);
+        add(mlp_output, before->down, before->post_mlp_norm, before->mlp_residual_scale, row);
+    }
+
+    // The states of all rows after a norm, or without one.
+    const float *after_norm(const Norm &norm, const float *normed) const {
+        return (norm.kind == NO_NORM ? states : normed) + place(0) * step.width;
+    }
+
+    void normalise_states(const Norm &norm, int64_t row, float *to) const {
+        if (norm.kind != NO_NORM) normalise(norm, states_of(row), to + place(row) * step.width);
+    }
+
+    void begin_layer(const Layer &layer, const Layer *before) {
+        by_rows([&](int64_t row) {
+            add_outputs(before, row);
+            normalise_states(layer.attention_norm, row, normed);
+            if (layer.parallel) normalise_states(layer.mlp_norm, row, parallel_normed);
+        });
+        if (layer.queries.count) {
+            // Read after the barrier of the projections.
+#pragma omp single nowait
+            work.emplace(describe(layer), work_memory);
+        }
+        multiply(layer.projections, layer.projection_count, after_norm(layer.attention_norm, normed), projected, rows);
+    }
+
+    void finish_attention(const Layer &layer) {
+        by_rows([&](int64_t row) {
+            add(attention_output, layer.output, layer.post_attention_norm, layer.attention_residual_scale, row);
+            normalise_states(layer.mlp_norm, row, normed);
+        });
+    }
+
+    void attend(const Layer &layer) {
+        const HeadPreparation<Element> heads(step, layer, embedder, targets + layer.cell_group * rows, projected);
+        if (heads.is_by_groups() && work->is_by_heads()) {
+            work->run([&](int64_t head) { heads.prepare_group(head); });
+        } else {
+            heads.run();
+            work->run();
+        }
+        if (layer.gates.count) heads.gate(attended);
+    }
+
+    void run_mlp(const Layer &layer) {
+        const float *from = after_norm(layer.mlp_norm, layer.parallel ? parallel_normed : normed);
+        if (layer.inner_count) run_dense(layer, from);
+        if (layer.experts) run_experts(layer, *layer.experts, from);
+    }
+
+    // Add the experts' output to that of the dense MLP, if the layer has one.
+    void run_experts(const Layer &layer, const Experts &experts, const float *from) {
+        moe.run(experts, multiplier, from, experts_output, rows);
+        if (experts.shared_gate.weights) multiply(&experts.shared_gate, 1, from, shared_gates, rows);
+#pragma omp for schedule(static)
+        for (int64_t row = 0; row < rows; ++row) {
+            const float share = experts.shared_gate.weights ? 1 / (1 + expf(-shared_gates[row])) : 1;
+            float *own = mlp_output + row * step.width;
+            const float *more = experts_output + row * step.width;
+            for (int64_t at = 0; at < step.width; ++at) own[at] = layer.inner_count ? share * own[at] + more[at] : more[at];
+        }
+    }
+
+    void run_dense(const Layer &layer, const float *from) {
+        for_activation(layer.activation, [&](auto kind) {
+            const auto source = activation<decltype(kind)::value>(layer);
+            if (is_by_groups(layer)) return run_dense_alone(layer, source, from);
+            multiply(layer.inner, layer.inner_count, from, inner, rows);
+            multiplier.multiply_source(layer.down, source, activated, mlp_output, rows);
+        });
+    }
+
+    // Whether the input of `down` is a single row that threads can quantise in groups, with columns at the start of blocks.
+    bool is_by_groups(const Layer &layer) const {
+        return rows == 1 && layer.down.kind >= WEIGHTS_INT8 && layer.down.columns % GROUP == 0 &&
+               layer.gate_offset % OUTPUTS == 0 && (layer.up_matrix < 0 || layer.up_offset % OUTPUTS == 0);
+    }
+
+    // Each thread computes the gates and ups that it activates, so there is no barrier between them.
+    template <class Source>
+    void run_dense_alone(const Layer &layer, const Source &source, const float *from) const {
+        const int64_t groups = layer.down.columns / GROUP, thread = omp_get_thread_num(), threads = omp_get_num_threads();
+        const int64_t first = groups * thread / threads, last = groups * (thread + 1) / threads;
+        const Multiplier own = alone();
+        const auto multiply = [&](int64_t matrix, int64_t offset) {
+            own.multiply_outputs(layer.inner[matrix], offset + first * GROUP, offset + last * GROUP, from,
+                                 output_of(inner, layer.inner, matrix, rows));
+        };
+        own.prepare_alone(layer.inner, layer.inner_count, from);
+        multiply(layer.gate_matrix, layer.gate_offset);
+        if (layer.up_matrix >= 0) multiply(layer.up_matrix, layer.up_offset);
+        multiplier.quantise_groups(layer.down, source, first, last);
+#pragma omp barrier
+        multiplier.multiply_prepared(layer.down, mlp_output);
+    }
+
+    // The activation of the inner outputs.
+    template <Activation KIND>
+    Activated<KIND> activation(const Layer &layer) const {
+        const Linear &gate = layer.inner[layer.gate_matrix];
+        Activated<KIND> source = {};
+        source.columns = layer.down.columns;
+        source.gate = output_of(inner, layer.inner, layer.gate_matrix, rows) + layer.gate_offset, source.gate_stride = gate.outputs;
+        if (gate.bias) source.gate_bias = gate.bias + layer.gate_offset;
+        if (layer.up_matrix < 0) return source;
+        const Linear &up = layer.inner[layer.up_matrix];
+        source.up = output_of(inner, layer.inner, layer.up_matrix, rows) + layer.up_offset, source.up_stride = up.outputs;
+        if (up.bias) source.up_bias = up.bias + layer.up_offset;
+        return source;
+    }
+
+    void compute_logits(const Layer &before) {
+        by_rows([&](int64_t row) { add_outputs(&before, row); });
+#pragma omp for schedule(static)
+        for (int64_t at = 0; at < step.output_count; ++at)
+            normalise(step.final_norm, states_of(step.output_rows[at]), step.hidden_states + at * step.width);
+        multiply(&step.head, 1, step.hidden_states, step.logits, step.logit_count);
+        if (!step.head.bias) return;
+#pragma omp for schedule(static)
+        for (int64_t at = 0; at < step.logit_count; ++at)
+            for (int64_t i = 0; i < step.head.outputs; ++i) step.logits[at * step.head.outputs + i] += step.head.bias[i];
+    }
+
+    const Step &step;
+    const int64_t rows;
+    const Sizes sizes;
+    Embedder embedder;
+    float *states = nullptr, *residual_scratch = nullptr, *normed = nullptr, *parallel_normed = nullptr;  // `copies` each
+    float *attention_output = nullptr, *mlp_output = nullptr;
+    float *projected = nullptr, *attended = nullptr, *inner = nullptr, *activated = nullptr;
+    char *work_memory = nullptr;
+    std::optional<AttentionWork<Tiles>> work;  // of the current layer
+    float *experts_output = nullptr, *shared_gates = nullptr;
+    Multiplier multiplier;
+    char *alone_memory = nullptr;  // of each thread's multiplier for a single row
+    MixtureOfExperts moe;
+    Sequences sequences;
+    float *recurrence_memory = nullptr;
+    int64_t *targets = nullptr;
+};
+
+template <class Tiles>
+int64_t run_step(const Step &step) {
+    StepRunner<Tiles> walk(step);
+    const Memory memory(walk.size());
+    if (!memory.start) return NO_MEMORY;
+    walk.begin((char *)memory.start);
+#pragma omp parallel num_threads((int)step.threads)
+    walk.run();
+    return DONE;
+}
+
+// Check the cells and tokens of a step.
+Outcome check(const Step &step, const int64_t *tokens, int64_t count) {
+    AttentionCall call = {};
+    for (int64_t at = 0; at < step.cell_group_count; ++at) {
+        call.segments = step.cell_groups[at].segments, call.segment_count = step.cell_groups[at].count,
+        call.cells = step.cell_groups[at].cells;
+        if (!in_pool(call)) return BAD_CELL;
+    }
+    return are_in_vocabulary(step.embedding, tokens, count) ? DONE : BAD_TOKEN;
+}
+
+DraftLoopRunner::RunStep step_function(const Step &step) {
+    if (step.format == FLOAT32) return run_step<FloatTiles<float>>;
+    if (step.format == INT8) return run_step<FloatTiles<int8_t>>;
+    return step.rounds_to_bfloat16 ? run_step<RoundedTiles> : run_step<FloatTiles<bfloat16>>;
+}
+
+}  // namespace
+
+extern "C" __attribute__((visibility("default"))) void cellar_set_products(MultiplyBlocks *products) {
+    multiply_blocks = products;
+}
+
+extern "C" __attribute__((visibility("default"))) int64_t cellar_step(const Step *step) {
+    const Outcome outcome = check(*step, step->tokens, step->rows);
+    return outcome == DONE ? step_function(*step)(*step) : outcome;
+}
+
+extern "C" __attribute__((visibility("default"))) int64_t cellar_draft_loop(const DraftLoop *loop) {
+    DraftLoopRunner runner(*loop);
+    const Outcome outcome = check(*loop->step, loop->tokens, runner.count());
+    if (outcome != DONE) return outcome;
+    const Memory memory(runner.size());
+    if (!memory.start) return NO_MEMORY;
+    runner.begin(memory.start);
+    return runner.run(step_function(*loop->step));
+}
+
+extern "C" __attribute__((visibility("default"))) int64_t cellar_sample(const SamplingCall *call) {
+    const int64_t outputs = call->outputs;
+    const Memory memory(call->threads * 2 * outputs * sizeof(float));
+    if (!memory.start) return NO_MEMORY;
+#pragma omp parallel for num_threads((int)call->threads) schedule(dynamic) if (call->rows > 1)
+    for (int64_t row = 0; row < call->rows; ++row) {
+        float *const scratch = (float *)memory.start + omp_get_thread_num() * 2 * outputs;
+        call->sampled[row] = sample(call->contexts[row], 0, call->logits + row * outputs, outputs, scratch);
+    }
+    return DONE;
+}
+
+EXPORT_LAYOUT(
+    LAYOUT(Segment, row, rows, start, first, first_cell, cells)
+    LAYOUT(KVBuffer, data, scales, width, head_stride, cell_stride, scale_stride)
+    LAYOUT(Linear, weights, scales, bias, kind, outputs, columns, stride)
+    LAYOUT(Norm, weight, bias, kind, width, epsilon)
+    LAYOUT(Heads, matrix, offset, stride, count, width)
+    LAYOUT(Embedding, table, scales, kind, count, rounds_to_bfloat16, scale)
+    LAYOUT(Rotary, cosine, sine, pairs, offset, interleaved)
+    LAYOUT(CellGroup, segments, count, cells)
+    LAYOUT(Experts, router, score_correction, scoring, top_k, normalised, scaling_factor, inner, up, down, activation,
+           interleaved, limit, slope, shift, shared_gate)
+    LAYOUT(StateRange, row, rows, span)
+    LAYOUT(ColumnRange, matrix, offset, target, count)
+    LAYOUT(Convolution, weights, bias, kernel, channels, states_before, states_after)
+    LAYOUT(DeltaRule, ranges, range_count, convolution, key_heads, value_heads, key_width, value_width, decay_scale,
+           dt_bias, max_beta, head_norm, states_before, states_after)
+    LAYOUT(StateSpace, ranges, range_count, convolution, heads, groups, value_width, key_width, decay_scale, dt_bias,
+           skip, min_dt, max_dt, group_norm, states_before, states_after)
+    LAYOUT(GatedConvolution, ranges, range_count, convolution)
+    LAYOUT(Layer, attention_norm, query_norm, key_norm, post_attention_norm, mlp_norm, post_mlp_norm, projections,
+           output, inner, down, projection_count, inner_count, queries, keys, values, gates, delta_rule,
+           gated_convolution, state_space, norms_all_heads, rotates_before_norm, gate_matrix, gate_offset, up_matrix,
+           up_offset, activation, experts, parallel, attention_residual_scale, mlp_residual_scale, sinks, scale,
+           softcap, rotary, cell_group, key_buffer, value_buffer, attention_range, attention_range_size)
+    LAYOUT(Step, tokens, rows, width, embedding, layers, layer_count, rotaries, rotary_rows, cell_groups,
+           cell_group_count, state_ranges, state_range_count, format, final_norm, head, output_rows, output_count,
+           logit_count, hidden_states, logits, rounds_to_bfloat16, threads)
+    LAYOUT(SamplingContext, length, count, seed, position, temperature, top_k, top_p, min_p)
+    LAYOUT(DraftLoop, step, contexts, sequence_count, tokens, logits_scale, softcap, vocabulary, max_count, sampled)
+    LAYOUT(SamplingCall, contexts, rows, logits, outputs, sampled, threads))
