@@ -13,9 +13,9 @@ from server.configuration.settings import Settings
 from server.http import errors, validation
 from server.http.admission import AdmissionMiddleware
 from server.http.auth import ApiKeys, AuthMiddleware
-from server.http.lenient import LenientRoute
+from server.http.lenient import LenientRoute, WarningRoute
 from server.http.middleware import BodyLimitMiddleware, BoundaryMiddleware, OriginsMiddleware
-from server.http.parsing import StrictRoute, large_body_limiter
+from server.http.parsing import large_body_limiter
 from server.http.paths import ServedPaths
 from server.http.refusal import EarlyRefusal
 from server.http.version import version
@@ -80,7 +80,7 @@ def create_app(engine: EngineClient, settings: Settings) -> FastAPI:
         closing.push_async_callback(asyncio.to_thread, traces.close)
     service = Service(engine, settings, Metrics(engine, name), name, traces)
     app.state.models = registry = ModelRegistry(service)
-    app.router.route_class = LenientRoute if settings.lenient else StrictRoute
+    app.router.route_class = LenientRoute if settings.lenient else WarningRoute
     for routes in (
         capabilities,
         completions,

@@ -48,13 +48,9 @@ def supported_request(body: ChatRequest, chat_format: ChatFormat, template_names
 
 def unsupported_parameters(chat_format: ChatFormat, template_names: Collection[str]) -> dict[str, str]:
     """Parameters that the model cannot honour, with the reason."""
-    verbosity = {} if "verbosity" in template_names else {"verbosity": NOT_IN_TEMPLATE}
-    calls = (
-        {}
-        if chat_format.supports_tool_calls
-        else dict.fromkeys(("tools", "functions"), "its chat template has no tool calls")
-    )
-    return {**verbosity, **calls}
+    if chat_format.supports_tool_calls:
+        return {}
+    return dict.fromkeys(("tools", "functions"), "its chat template has no tool calls")
 
 
 def ignored_parameters(chat_format: ChatFormat, template_names: Collection[str]) -> dict[str, str]:
@@ -63,18 +59,14 @@ def ignored_parameters(chat_format: ChatFormat, template_names: Collection[str])
         {} if {"reasoning_effort", *REASONING_SWITCHES} & set(template_names) else {"reasoning_effort": NOT_IN_TEMPLATE}
     )
     budget = {} if chat_format.supports_reasoning else dict.fromkeys(REASONING_BUDGETS, "it writes no reasoning")
-    return {**effort, **budget}
+    verbosity = {} if "verbosity" in template_names else {"verbosity": NOT_IN_TEMPLATE}
+    return {**effort, **budget, **verbosity}
 
 
 def _missing(
     body: ChatRequest, chat_format: ChatFormat, template_names: Collection[str], requested_tools: ToolSet
 ) -> Iterator[ApiError]:
-    # "medium" is OpenAI's default.
-    verbosity = None if body.verbosity == "medium" else body.verbosity
-    requested = {
-        "verbosity": verbosity,
-        "functions" if requested_tools.legacy else "tools": requested_tools.tools or None,
-    }
+    requested = {"functions" if requested_tools.legacy else "tools": requested_tools.tools or None}
     for field, reason in unsupported_parameters(chat_format, template_names).items():
         if requested.get(field) is not None:
             yield unsupported_parameter(field, reason)
@@ -83,7 +75,9 @@ def _missing(
 def _warnings(body: ChatRequest, chat_format: ChatFormat, template_names: Collection[str]) -> Iterator[str]:
     # Without reasoning, effort "none" and a budget of 0 are satisfied already.
     effort = None if body.reasoning_effort == "none" and not chat_format.supports_reasoning else body.reasoning_effort
-    requested = {"reasoning_effort": effort, _budget(body)[0]: _budget(body)[1] or None}
+    # "medium" is OpenAI's default.
+    verbosity = None if body.verbosity == "medium" else body.verbosity
+    requested = {"reasoning_effort": effort, _budget(body)[0]: _budget(body)[1] or None, "verbosity": verbosity}
     for field, reason in ignored_parameters(chat_format, template_names).items():
         if requested.get(field) is not None:
             yield unsupported_parameter(field, reason).message

@@ -1,4 +1,4 @@
-"""The option --lenient: unsupported fields are left out and listed in the answer's warnings, instead of an error."""
+"""Hints, and with --lenient all unsupported fields, are left out and listed in the answer's warnings."""
 
 from __future__ import annotations
 
@@ -19,25 +19,39 @@ MAX_WARNINGS = 32
 Step = int | str
 
 
-class LenientRequest(StrictRequest):
-    """A request that leaves unsupported fields out of its body."""
+class WarningRequest(StrictRequest):
+    """A request that leaves hints out of its body."""
+
+    lenient = False
 
     def parse_body(self, body: bytes) -> object:
         """The validated body; the left-out fields become the request's warnings."""
-        parsed, context = loads(body), IgnoredFields()
+        parsed, context = loads(body), IgnoredFields(self.lenient)
         value = self.validate(parsed, context)
-        self.state.warnings = list(_warnings(parsed, context))
+        self.state.warnings = list(left_out_warnings(parsed, context))
         return value
 
 
-class LenientRoute(StrictRoute):
-    """A route that leaves out unsupported fields."""
+class LenientRequest(WarningRequest):
+    """A request that leaves all unsupported fields out of its body."""
+
+    lenient = True
+
+
+class WarningRoute(StrictRoute):
+    """A route that leaves out hints if its answer has warnings."""
+
+    request_class: type[WarningRequest] = WarningRequest
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """As `StrictRoute`."""
-        if self.path not in WARNING_PATHS:
-            return super().get_route_handler()
-        return self.handler(LenientRequest)
+        return self.handler(self.request_class) if self.path in WARNING_PATHS else super().get_route_handler()
+
+
+class LenientRoute(WarningRoute):
+    """A route that leaves out unsupported fields."""
+
+    request_class = LenientRequest
 
 
 def warnings(request: Request) -> tuple[str, ...]:
@@ -45,13 +59,15 @@ def warnings(request: Request) -> tuple[str, ...]:
     return tuple(getattr(request.state, "warnings", ()))
 
 
-def _warnings(body: object, context: IgnoredFields) -> Iterator[str]:
+def left_out_warnings(body: object, context: IgnoredFields) -> Iterator[str]:
+    """A warning for each field of the body that was left out, up to MAX_WARNINGS."""
     fields = context.left_out[:MAX_WARNINGS]
-    paths = _paths_of(body, {id(holder) for holder, _ in fields}) if fields else {}
-    for holder, name in fields:
+    paths = _paths_of(body, {id(holder) for holder, _, _ in fields}) if fields else {}
+    for holder, name, reason in fields:
         # A copy made by a validator has another identity, and its path is unknown.
         path = ("body", *paths.get(id(holder), ()), name)
-        yield field_error({"type": "extra_forbidden", "loc": path}, body).message
+        error = field_error({"type": "extra_forbidden", "loc": path}, body)
+        yield f"'{error.param}' has no effect: {reason}." if reason else error.message
 
 
 def _paths_of(body: object, identities: set[int]) -> dict[int, tuple[Step, ...]]:

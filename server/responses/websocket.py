@@ -19,10 +19,12 @@ from engine.errors import EngineError
 from server.http.admission import check_admission
 from server.http.encoding import dumps
 from server.http.errors import CONNECTION_LIMIT, TOO_MANY_WEBSOCKETS, ApiError, from_engine_error, invalid_value
+from server.http.lenient import left_out_warnings
 from server.http.parsing import LARGE_BODY_BYTES, loads, validated
 from server.responses.messages import LatestResponse
 from server.responses.response_service import ResponseService
 from server.responses.task import ResponseTask
+from server.schemas.content import IgnoredFields
 from server.schemas.responses import ResponseRequest
 
 PATH = "/v1/responses"
@@ -116,8 +118,8 @@ class WebSocketSession:
         body: ResponseRequest | None = None
         try:
             check_admission(self._socket)
-            body = await _read_request(text, self._socket.app.state.large_bodies)
-            task = await self._service.create(body, latest=self._latest)
+            body, warnings = await _read_request(text, self._socket.app.state.large_bodies)
+            task = await self._service.create(body, warnings, latest=self._latest)
         except (ApiError, EngineError) as error:
             self._forget_latest(body)
             await self._send_error(error)
@@ -155,22 +157,24 @@ class WebSocketSession:
             await self._socket.close(code)
 
 
-async def _read_request(text: str, large_bodies: CapacityLimiter) -> ResponseRequest:
+async def _read_request(text: str, large_bodies: CapacityLimiter) -> tuple[ResponseRequest, list[str]]:
     data = text.encode()
     if len(data) <= LARGE_BODY_BYTES:
         return _parse_request(data)
     return await anyio.to_thread.run_sync(_parse_request, data, limiter=large_bodies)
 
 
-def _parse_request(data: bytes) -> ResponseRequest:
-    """The body of a `response.create` event; ApiError for any other message."""
+def _parse_request(data: bytes) -> tuple[ResponseRequest, list[str]]:
+    """The body of a `response.create` event, and the warnings of its hints; ApiError for any other message."""
     body = loads(data)
     if body.pop("type", None) != CREATE:
         raise invalid_value("type", f"it must be '{CREATE}'")
     if body.get("stream") is False or body.get("background"):
         name = "background" if body.get("background") else "stream"
         raise invalid_value(name, "over a WebSocket every response is streamed")
-    return validated(ResponseRequest, {**body, "stream": True})
+    body, context = {**body, "stream": True}, IgnoredFields()
+    request = validated(ResponseRequest, body, context)
+    return request, list(left_out_warnings(body, context))
 
 
 def _events(frames: bytes) -> Iterator[str]:

@@ -89,7 +89,8 @@ def _parameters(service: Service, body: type[Strict]) -> dict[str, Parameter]:
         for name, idle in body.documented.items()
         if name not in supported
     }
-    return {**supported, **refused}
+    hints = {name: Parameter(support="noted", reason=reason) for name, reason in body.hints.items()}
+    return {**supported, **refused, **hints}
 
 
 def _unsupported(service: Service, body: type[Strict]) -> dict[str, str]:

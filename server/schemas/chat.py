@@ -63,6 +63,8 @@ class Message(Strict):
     """A message. Unset fields of a response are accepted when it is sent back as history."""
 
     documented: ClassVar[Mapping[str, tuple[object, ...]]] = policy.MESSAGE
+    hints: ClassVar[Mapping[str, str]] = policy.MESSAGE_HINTS
+    drops_unknown: ClassVar[bool] = True
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Content | None = None
@@ -85,6 +87,7 @@ class ChatRequest(Generation):
     """A chat completion request."""
 
     documented: ClassVar[Mapping[str, tuple[object, ...]]] = {**policy.EXTENSIONS, **policy.CHAT}
+    hints: ClassVar[Mapping[str, str]] = policy.CHAT_HINTS
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=2048)]
     max_completion_tokens: TokenLimit = None

@@ -71,6 +71,7 @@ class CompletionRequest(Generation):
     """
 
     documented: ClassVar[Mapping[str, tuple[object, ...]]] = {**policy.EXTENSIONS, **policy.COMPLETIONS}
+    hints: ClassVar[Mapping[str, str]] = policy.COMPLETION_HINTS
 
     prompt: Prompts
     max_tokens: Annotated[Annotated[int, Field(ge=0, le=2**31 - 1)] | None, BeforeValidator(unlimited)] = None

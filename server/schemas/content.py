@@ -33,12 +33,14 @@ Object = Annotated[dict[str, Any], Field(max_length=MAX_KEYS)]
 
 @dataclass(frozen=True, slots=True)
 class IgnoredFields:
-    """Validation context in which unknown fields are removed instead of refused.
+    """Validation context in which hints are removed instead of refused.
 
-    left_out  (object of the body, name of the field), in the order of the body
+    lenient   whether all unsupported and unknown fields are
+    left_out  (object of the body, name of the field, why it has no effect or ""), in the order of the body
     """
 
-    left_out: list[tuple[dict[str, Any], str]] = field(default_factory=list)
+    lenient: bool = False
+    left_out: list[tuple[dict[str, Any], str, str]] = field(default_factory=list)
 
 
 class Strict(BaseModel):
@@ -46,10 +48,16 @@ class Strict(BaseModel):
 
     Validation stops at the first error of a list, of an object's size or of unknown fields, so a body of megabytes has
     one error, not one per value.
+
+    documented     documented fields that are not supported, with the values that have no effect
+    hints          those that are left out with a warning, and the reason
+    drops_unknown  whether unknown fields are left out with a warning
     """
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
     documented: ClassVar[Mapping[str, tuple[object, ...]]] = {}
+    hints: ClassVar[Mapping[str, str]] = {}
+    drops_unknown: ClassVar[bool] = False
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -65,12 +73,23 @@ class Strict(BaseModel):
             return body
         asked = policy.strip(body, cls.documented)
         unknown = [name for name in asked if name not in field_names(cls)]
-        if isinstance(info.context, IgnoredFields):
-            info.context.left_out.extend((body, name) for name in unknown)
-            refused = {*unknown}
-        else:
-            refused = {*unknown[1:]}
-        return {name: value for name, value in asked.items() if name not in refused} if refused else asked
+        ignored = cls._left_out(body, unknown, info.context)
+        # Of the others the first one stays, as the error.
+        removed = {*ignored, *[name for name in unknown if name not in ignored][1:]}
+        return {name: value for name, value in asked.items() if name not in removed} if removed else asked
+
+    @classmethod
+    def _left_out(cls, body: dict[str, Any], unknown: list[str], context: object) -> frozenset[str]:
+        """The unknown fields that the context leaves out, which it records."""
+        if not isinstance(context, IgnoredFields):
+            return frozenset()
+        ignored = [
+            name
+            for name in unknown
+            if context.lenient or name in cls.hints or (cls.drops_unknown and name not in policy.DOCUMENTED)
+        ]
+        context.left_out.extend((body, name, cls.hints.get(name, "")) for name in ignored)
+        return frozenset(ignored)
 
 
 def one_of(*kinds: str) -> BeforeValidator:
@@ -104,6 +123,8 @@ class Breakpoint(Strict):
 
 class TextPart(Strict):
     """A text part."""
+
+    hints: ClassVar[Mapping[str, str]] = policy.PART_HINTS
 
     type: Annotated[Literal["text"], BeforeValidator(_only_text)]
     text: str

@@ -2,7 +2,8 @@
 
 A documented field (of OpenAI, or an extension of vLLM, SGLang or llama.cpp) is accepted with null or a neutral value
 listed below; other values are answered 400 unsupported_parameter. Undocumented fields are answered 400
-unknown_parameter. So no parameter is ignored silently; with --lenient, both become warnings in the response.
+unknown_parameter. So no parameter is ignored silently; with --lenient, both become warnings in the response, and hints
+always do.
 """
 
 from __future__ import annotations
@@ -18,10 +19,34 @@ NOTED: Mapping[str, str] = {
     "prompt_cache_key": "a routing hint; prefix caching needs none",
 }
 
+# Hints: left out with a warning, for the given reason, where the answer has `warnings`; elsewhere refused.
+_CACHE_CONTROL = {"cache_control": "every prefix is cached without it"}
+_RETENTION = {"prompt_cache_retention": "cached prefixes stay until their memory is needed"}
+CHAT_HINTS: Mapping[str, str] = {
+    **_CACHE_CONTROL,
+    **_RETENTION,
+    "background_options": "the answer is not computed in the background",
+    "dynatemp_exponent": "there is no dynamic temperature",
+    "mirostat_eta": "there is no mirostat sampler",
+    "mirostat_tau": "there is no mirostat sampler",
+    "store": "chats are not stored",
+}
+COMPLETION_HINTS: Mapping[str, str] = {
+    name: CHAT_HINTS[name] for name in ("dynatemp_exponent", "mirostat_eta", "mirostat_tau")
+}
+PART_HINTS = _CACHE_CONTROL
+MESSAGE_HINTS: Mapping[str, str] = {**_CACHE_CONTROL, "annotations": "it is not part of the prompt"}
+RESPONSE_HINTS: Mapping[str, str] = {**_RETENTION, "background_options": "there are none"}
+REASONING_HINTS: Mapping[str, str] = dict.fromkeys(
+    ("summary", "generate_summary"), "the reasoning itself is shown, without a summary"
+)
+
 # OpenAI's fields for chat, with their neutral values, in alphabetical order.
 CHAT: NeutralValues = {
     "audio": (),
+    "background_options": (),
     "best_of": (1,),
+    "cache_control": (),
     "echo": (False,),
     "modalities": (["text"],),
     "moderation": (),
@@ -99,6 +124,7 @@ CUSTOM_CALL: NeutralValues = {
 # The same for responses and the parts of their requests.
 RESPONSES: NeutralValues = {
     "access_programs": (),
+    "background_options": (),
     "context_management": ([],),
     "conversation": (),
     "image": (),
@@ -124,7 +150,9 @@ RESPONSE_CACHE: NeutralValues = {
 }
 RESPONSE_REASONING: NeutralValues = {
     "context": ("auto", "all_turns"),
+    "generate_summary": ("auto",),
     "mode": ("standard",),
+    "summary": ("auto",),
 }
 
 # Fields of routes without generation.

@@ -101,10 +101,10 @@ OWN_TOOLS = ("function", "custom", "namespace")
 
 def _without_hosted(tools: object, info: ValidationInfo) -> object:
     """With --lenient, the tools without those that run at OpenAI, such as web search."""
-    if not isinstance(tools, list) or not isinstance(info.context, IgnoredFields):
+    if not isinstance(tools, list) or not isinstance(info.context, IgnoredFields) or not info.context.lenient:
         return tools
     hosted = [tool for tool in tools if isinstance(tool, dict) and tool.get("type", "function") not in OWN_TOOLS]
-    info.context.left_out.extend((tool, "type") for tool in hosted)
+    info.context.left_out.extend((tool, "type", "") for tool in hosted)
     return [tool for tool in tools if not any(tool is other for other in hosted)]
 
 
@@ -188,20 +188,13 @@ class TextConfig(Strict):
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
-def _no_summary(value: object) -> object:
-    if isinstance(value, str) and value != "auto":
-        raise PydanticCustomError("unsupported_value", "this server shows the reasoning itself and summarises nothing")
-    return value
-
-
 class ReasoningOptions(Strict):
-    """Reasoning effort. There are no summaries, which `auto` leaves to the server."""
+    """Reasoning effort. There are no summaries."""
 
     documented: ClassVar[Mapping[str, tuple[object, ...]]] = policy.RESPONSE_REASONING
+    hints: ClassVar[Mapping[str, str]] = policy.REASONING_HINTS
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
-    summary: Annotated[Literal["auto"], BeforeValidator(_no_summary)] | None = None
-    generate_summary: Annotated[Literal["auto"], BeforeValidator(_no_summary)] | None = None
 
 
 class ResponseCacheOptions(CacheOptions):
@@ -222,6 +215,7 @@ class PromptFields(Strict):
     """Fields that determine the prompt. null is the same as absent."""
 
     documented: ClassVar[Mapping[str, tuple[object, ...]]] = policy.RESPONSES
+    hints: ClassVar[Mapping[str, str]] = policy.RESPONSE_HINTS
 
     model: str | None = None
     input: Input | None = None
@@ -286,6 +280,7 @@ class CompactRequest(Strict):
     """A conversation to be replaced by a summary; `instructions` precede it as in a response request."""
 
     documented: ClassVar[Mapping[str, tuple[object, ...]]] = policy.RESPONSES
+    hints: ClassVar[Mapping[str, str]] = policy.RESPONSE_HINTS
 
     model: str
     input: Input | None = None

@@ -27,6 +27,8 @@ MAX_TOOLS = 256
 class FunctionDefinition(Strict):
     """Definition of a function. Without `parameters` it takes none."""
 
+    hints: ClassVar[Mapping[str, str]] = policy.PART_HINTS
+
     name: FunctionName
     description: str | None = None
     parameters: Schema | None = None
@@ -35,6 +37,8 @@ class FunctionDefinition(Strict):
 
 class FunctionTool(Strict):
     """A function tool."""
+
+    hints: ClassVar[Mapping[str, str]] = policy.PART_HINTS
 
     type: FunctionKind
     function: FunctionDefinition
@@ -70,6 +74,8 @@ class CustomDefinition(Strict):
 
 class CustomTool(Strict):
     """A custom tool."""
+
+    hints: ClassVar[Mapping[str, str]] = policy.PART_HINTS
 
     type: Literal["custom"]
     custom: CustomDefinition

@@ -40,8 +40,10 @@ def test_every_field_has_its_support(listed: dict[str, Any], path: str, shape: A
 
     assert {*shape.model_fields, *shape.documented} == parameters.keys()
     # What this model, without reasoning, takes no notice of.
-    unheeded = {"reasoning_effort", *REASONING_BUDGETS} if path == CHAT else set()
-    assert {*policy.NOTED, *unheeded} == {name for name, one in parameters.items() if one["support"] == "noted"}
+    unheeded = {"reasoning_effort", "verbosity", *REASONING_BUDGETS} if path == CHAT else set()
+    assert {*policy.NOTED, *shape.hints, *unheeded} == {
+        name for name, one in parameters.items() if one["support"] == "noted"
+    }
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT])

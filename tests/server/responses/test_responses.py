@@ -277,7 +277,6 @@ def test_settings_reach_the_engine_request() -> None:
         ({"input": "a", "prompt": {"id": "p"}}, "unsupported_parameter", "prompt"),
         ({"input": "a", "n": 2}, "unknown_parameter", "n"),
         ({"input": "a", "no_such_thing": 2}, "unknown_parameter", "no_such_thing"),
-        ({"input": "a", "reasoning": {"summary": "detailed"}}, "unsupported_value", "reasoning.summary"),
         ({"input": "a", "reasoning": {"context": "current_turn"}}, "unsupported_parameter", "reasoning.context"),
         ({"input": "a", "text": {"verbosity": "loud"}}, "invalid_value", "text.verbosity"),
         ({"input": "a" * 100}, "context_length_exceeded", "input"),
