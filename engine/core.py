@@ -36,7 +36,7 @@ from kvcache.encoder_files import EncoderFiles
 
 log = logging.getLogger("cellar.engine")
 
-# Flushed to disk at once when idle. A request that arrives meanwhile waits for it, 10 to 50 ms.
+# Flushed to disk at once when idle. A request that arrives meanwhile waits for it, 10 to 160 ms.
 _FLUSH_BYTES = 16 * 2**20
 # Limits the logits of scored prompt tokens in a step; and the tokens that are scored whatever the vocabulary.
 _SCORED_LOGITS_BYTES, _MIN_SCORED_TOKENS = 64 * 2**20, 16

@@ -58,7 +58,7 @@ NOT_RUN = {
 # First words of lines that are no commands: log lines, traces, and files of keys and variables.
 NO_COMMANDS = (
     *("chat cellar-tiny ", "queue ", "prefill ", "decode ", "req_", "wines:", "9c51e8aa"),
-    *("CELLAR_MODEL=Qwen/Qwen3-0.6B", "CELLAR_ALLOWED_HOST=", "CELLAR_API_KEY_FILE="),
+    *("CELLAR_MODEL=Qwen/Qwen3-0.6B", "CELLAR_API_KEY_FILE="),
 )
 
 
