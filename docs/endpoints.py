@@ -30,6 +30,7 @@ SECTIONS = {
         "Requests from a file, computed with at most half of the slots ([more](batches.md)).",
     ),
     "anthropic": ("Messages", "Anthropic's API ([more](responses.md#messages))."),
+    "llama": ("llama.cpp", "The endpoints of llama.cpp's server that are not OpenAI's ([more](llama-cpp.md))."),
     "ollama": ("Ollama", "Ollama's API ([more](ollama.md))."),
     "scoring": ("Rankings and decisions", "By the served model or an embedding model ([more](scoring.md))."),
     "tokens": ("Tokens", "Text to tokens and back, and the model's template ([more](scoring.md#tokens))."),

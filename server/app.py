@@ -28,6 +28,7 @@ from server.routes import (
     capabilities,
     completions,
     engine_state,
+    llama,
     models,
     monitoring,
     ollama,
@@ -84,6 +85,7 @@ def create_app(engine: EngineClient, settings: Settings) -> FastAPI:
     for routes in (
         capabilities,
         completions,
+        llama,
         scoring,
         tokens,
         worker,

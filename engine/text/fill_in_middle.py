@@ -18,6 +18,10 @@ _MARKERS = (
     # CodeLlama
     ("▁<PRE>", "▁<SUF>", "▁<MID>"),
 )
+# Tokens before the name of a repository and before each of its files.
+_FILE_MARKERS = (("<|repo_name|>", "<|file_sep|>"), ("<repo_name>", "<file_sep>"), ("<reponame>", "<filename>"))
+# Texts between other files in a vocabulary without these tokens, and the names that llama.cpp gives.
+_SNIPPET, _REPOSITORY, _FILE = "\n\n--- snippet ---\n\n", "myproject\n", "filename\n"
 # Tokens behind a filled gap, besides the end of the text: its own end, the next file, padding.
 _ENDS = (
     *("<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<|file_separator|>", "<|endoftext|>"),
@@ -29,17 +33,50 @@ _ENDS = (
 class FillInMiddle:
     """The tokens of a vocabulary that mark a gap.
 
-    ends  tokens that end the text of the gap
+    ends             tokens that end the text of the gap
+    repository       token before the name of a repository
+    file_separator   token before each of its files; None: the vocabulary has none
     """
 
     prefix: int
     suffix: int
     middle: int
     ends: tuple[int, ...]
+    repository: int | None = None
+    file_separator: int | None = None
 
-    def prompt(self, opening: Sequence[int], before: Sequence[int], after: Sequence[int]) -> list[int]:
-        """The prompt whose continuation fills the gap between `before` and `after`; `opening`: BOS, if any."""
-        return [*opening, self.prefix, *before, self.suffix, *after, self.middle]
+    def prompt(
+        self, opening: Sequence[int], before: Sequence[int], after: Sequence[int], files: Sequence[int] = ()
+    ) -> list[int]:
+        """The prompt whose continuation fills the gap between `before` and `after`.
+
+        opening  BOS, if any
+        files    other files, as `file_tokens` writes them
+        """
+        return [*opening, *files, self.prefix, *before, self.suffix, *after, self.middle]
+
+    def file_tokens(
+        self, files: Sequence[tuple[str, str]], encode: Callable[[str], Sequence[int]], limit: int
+    ) -> list[int]:
+        """Other files (name, text) of a repository before a prompt, in at most `limit` tokens: the last ones."""
+        head, tail = self._frame(encode)
+        chosen: list[int] = []
+        for name, text in reversed(files):
+            tokens = (
+                encode(_SNIPPET + text)
+                if self.file_separator is None
+                else [self.file_separator, *encode(f"{name}\n{text}")]
+            )
+            if len(head) + len(tokens) + len(chosen) + len(tail) > limit:
+                break
+            chosen = [*tokens, *chosen]
+        return [*head, *chosen, *tail] if chosen else []
+
+    def _frame(self, encode: Callable[[str], Sequence[int]]) -> tuple[list[int], list[int]]:
+        """The tokens before all files and behind them, where the file with the gap begins."""
+        if self.file_separator is None or self.repository is None:
+            return [], []
+        return [self.repository, *encode(_REPOSITORY)], [self.file_separator, *encode(_FILE)]
 
 
 def detect_fill_in_middle(token_id: Callable[[str], int | None]) -> FillInMiddle | None:
@@ -48,5 +85,7 @@ def detect_fill_in_middle(token_id: Callable[[str], int | None]) -> FillInMiddle
         match [found for text in markers if (found := token_id(text)) is not None]:
             case [prefix, suffix, middle]:
                 ends = tuple(token for text in _ENDS if (token := token_id(text)) is not None)
-                return FillInMiddle(prefix, suffix, middle, ends)
+                pairs = ((token_id(first), token_id(second)) for first, second in _FILE_MARKERS)
+                repository, separator = next((pair for pair in pairs if None not in pair), (None, None))
+                return FillInMiddle(prefix, suffix, middle, ends, repository, separator)
     return None

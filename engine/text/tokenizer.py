@@ -152,8 +152,10 @@ class Tokenizer:
         with self._lock:
             return self._encode(truncated, special=True)
 
-    def encode_gap(self, before: str, after: str) -> list[int]:
+    def encode_gap(self, before: str, after: str, files: Sequence[tuple[str, str]] = ()) -> list[int]:
         """The tokens of a prompt whose continuation fills the gap between two texts.
+
+        files  names and texts of other files: the last ones, in at most half of the context that the texts leave
 
         Raises InvalidRequest, also for a vocabulary without the tokens for it, or ContextTooLong.
         """
@@ -163,8 +165,14 @@ class Tokenizer:
         with self._lock:
             opening = [token for token in self._encode("", special=True) if token == self._tokenizer.bos_token_id]
             prefix, suffix = self._encode(before, special=False), self._encode(after, special=False)
+            limit = max(self._context - len(prefix) - len(suffix), 0) // 2
+            # No token of a file too long for the limit is needed.
+            fitting = [(name, text) for name, text in files if len(text) <= limit * self._max_token_bytes]
+            others = self.fill_in_middle.file_tokens(
+                fitting, lambda text: self._encode(_checked_text(text, "input_extra"), special=False), limit
+            )
         # Without the space that some tokenizers add at the start of a text.
-        return self.fill_in_middle.prompt(opening, prefix, self.encode_inside_text(after) or suffix)
+        return self.fill_in_middle.prompt(opening, prefix, self.encode_inside_text(after) or suffix, others)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of tokens, special ones included. Raises InvalidRequest for invalid ids."""

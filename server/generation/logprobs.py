@@ -57,7 +57,7 @@ def completion_logprobs(tokens: Sequence[TokenLogprob], offset: int, logprob_for
     """OpenAI's format for completions; `offset`: start of the answer in the text of its choice."""
     return TextLogprobs(
         tokens=[logprob_format.name(token.chosen) for token in tokens],
-        token_logprobs=[_finite(token.chosen.logprob) for token in tokens],
+        token_logprobs=[finite_logprob(token.chosen.logprob) for token in tokens],
         top_logprobs=[_top(token, logprob_format) for token in tokens],
         text_offset=[offset + token.text_offset for token in tokens],
     )
@@ -92,7 +92,7 @@ def _prompt_entry(entry: TokenLogprob, top: int) -> dict[str, PromptLogprob]:
     ranks = {other.token: rank for rank, other in enumerate(entry.top, start=1)}
     return {
         str(other.token): PromptLogprob(
-            logprob=_finite(other.logprob), rank=ranks.get(other.token), decoded_token=other.text
+            logprob=finite_logprob(other.logprob), rank=ranks.get(other.token), decoded_token=other.text
         )
         for other in (entry.chosen, *entry.top[:top], *entry.labels)
     }
@@ -108,7 +108,7 @@ def _alternative(alternative: Logprob, logprob_format: LogprobFormat) -> TopLogp
     raw = alternative.bytes if alternative.in_output else logprob_format.omitted_bytes
     return TopLogprob(
         token=logprob_format.name(alternative),
-        logprob=_finite(alternative.logprob),
+        logprob=finite_logprob(alternative.logprob),
         bytes=None if raw is None else list(raw),
     )
 
@@ -117,10 +117,15 @@ def _top(token: TokenLogprob, logprob_format: LogprobFormat) -> dict[str, float]
     # The sampled token is always included, as OpenAI documents, so there may be one more than requested. If two tokens
     # have the same text, the likelier one is kept.
     likeliest = {
-        logprob_format.name(other): _finite(other.logprob) for other in reversed(logprob_format.alternatives(token))
+        logprob_format.name(other): finite_logprob(other.logprob)
+        for other in reversed(logprob_format.alternatives(token))
     }
-    return {**dict(reversed(likeliest.items())), logprob_format.name(token.chosen): _finite(token.chosen.logprob)}
+    return {
+        **dict(reversed(likeliest.items())),
+        logprob_format.name(token.chosen): finite_logprob(token.chosen.logprob),
+    }
 
 
-def _finite(logprob: float) -> float:
+def finite_logprob(logprob: float) -> float:
+    """The log-probability, or a large negative number for none."""
     return logprob if math.isfinite(logprob) else IMPOSSIBLE

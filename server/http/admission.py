@@ -20,6 +20,8 @@ GENERATION_PATHS = frozenset(
     {
         "/v1/chat/completions",
         "/v1/completions",
+        "/completion",
+        "/infill",
         "/v1/responses",
         "/v1/responses/compact",
         "/v1/messages",

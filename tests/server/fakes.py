@@ -133,9 +133,10 @@ class FakeTokenizer:
     def encode_truncated(self, text: str) -> list[int]:
         return self.encode(text)[: 4 * INFO.context]
 
-    def encode_gap(self, before: str, after: str) -> list[int]:
+    def encode_gap(self, before: str, after: str, files: Sequence[tuple[str, str]] = ()) -> list[int]:
         assert self.fill_in_middle is not None
-        return self.fill_in_middle.prompt((), self.encode(before), self.encode(after))
+        others = self.fill_in_middle.file_tokens(files, self.encode, INFO.context)
+        return self.fill_in_middle.prompt((), self.encode(before), self.encode(after), others)
 
     def decode(self, tokens: Sequence[int]) -> str:
         return bytes(tokens).decode()

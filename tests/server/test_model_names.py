@@ -57,6 +57,8 @@ ROUTES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "ollama embeddings": ("POST", "/api/embeddings", {"model": None, "prompt": "x"}),
     "chat": ("POST", "/v1/chat/completions", {"model": None, "messages": CHAT}),
     "completions": ("POST", "/v1/completions", {"model": None, "prompt": "x"}),
+    "llama completion": ("POST", "/completion", {"model": None, "prompt": "x"}),
+    "infill": ("POST", "/infill", {"model": None, "prompt": "x"}),
     "embeddings": ("POST", "/v1/embeddings", {"model": None, "input": "x"}),
     "responses": ("POST", "/v1/responses", {"model": None, "input": "x"}),
     "input tokens": ("POST", "/v1/responses/input_tokens", {"model": None, "input": "x"}),

@@ -49,6 +49,19 @@ def test_the_suffix_may_be_empty() -> None:
     assert 3 == len(tokens)
 
 
+def test_other_files_stand_before_the_gap() -> None:
+    """The last ones that fit into half of the remaining context, behind the tokens for files if there are some."""
+    files = [("old.py", "x = 1\n" * 60), ("a.py", "y = 2\n")]
+    family = [*FAMILIES[0][:3], "<|repo_name|>", "<|file_sep|>"]
+    marked, plain = tokenizer_with(*family), tokenizer_with(*FAMILIES[0][:3])
+
+    gap = "<|fim_prefix|>b<|fim_suffix|>c<|fim_middle|>"
+    expected = f"<|repo_name|>myproject\n<|file_sep|>a.py\ny = 2\n<|file_sep|>filename\n{gap}"
+    assert expected == marked.decode(marked.encode_gap("b", "c", files))
+    assert f"\n\n--- snippet ---\n\ny = 2\n{gap}" == plain.decode(plain.encode_gap("b", "c", files))
+    assert gap == plain.decode(plain.encode_gap("b", "c", files[:1]))
+
+
 def test_another_vocabulary_is_refused() -> None:
     """Two of the three tokens are not enough."""
     tokenizer = tokenizer_with(*FAMILIES[0][:2])

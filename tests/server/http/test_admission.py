@@ -21,6 +21,8 @@ BODIES = {
     "/v1/chat/completions": CHAT,
     "/chat/completions": CHAT,
     "/v1/completions": {"prompt": "hi"},
+    "/completion": {"prompt": "hi"},
+    "/infill": {"prompt": "hi"},
     "/v1/responses": {"input": "hi"},
     "/v1/responses/compact": {"input": "hi"},
     "/v1/messages": {**CHAT, "model": "fake", "max_tokens": 9},
