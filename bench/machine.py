@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import psutil
 
-from engine.load.resources import processor_count
+from engine.load.machine.resources import processor_count
 
 
 def environment() -> dict[str, Any]:

@@ -25,8 +25,8 @@ from engine.embedder.scheduler import EmbeddingScheduler
 from engine.embedder.tokenizer import EmbeddingTokenizer
 from engine.errors import Draining, EngineDead, EngineError, InvalidRequest, Loading, ModelError, Overloaded
 from engine.grammar.compiler import GrammarCompiler
-from engine.load.device import resolve_device
 from engine.load.load import LoadedModel
+from engine.load.machine.device import resolve_device
 from engine.load.recording import record_steps
 from engine.loop import Cancel, Command, Embed, EngineLoop, Inspect, SetUnread, Stop, Submit
 from engine.output.stop_regex import check_stop_regex

@@ -389,7 +389,7 @@ def _exposure(path: str) -> str:
 
 def run(settings: Settings) -> int:
     """Serve until a signal; the exit code."""
-    from engine.load.resources import limit_spinning
+    from engine.load.machine.resources import limit_spinning
 
     limit_spinning()
     # Garbage collections free nothing during imports and take a sixth of their time (4.6 s without, 5.4 s with them).

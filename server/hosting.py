@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from fastapi import FastAPI
 
 from engine.errors import EngineError
-from engine.load.resources import limit_spinning
+from engine.load.machine.resources import limit_spinning
 from server.app import create_app
 from server.configuration.settings import Settings
 

@@ -23,7 +23,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from engine.errors import EngineError, ModelError
-from engine.load.resources import release_freed_memory
+from engine.load.machine.resources import release_freed_memory
 from engine.types.sizes import format_size
 from engine.types.status import DraftingInfo, EmbeddingModelInfo, MemoryPlan, ModelInfo
 from server.configuration.settings import Settings

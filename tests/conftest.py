@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench.launch import cellar
-from engine.load.resources import limit_spinning
+from engine.load.machine.resources import limit_spinning
 
 # Modules and collected tests live to the end: the collector would visit their two million objects again and again.
 gc.disable()
@@ -48,7 +48,7 @@ def skip_without_gpu() -> None:
     # Most tests need no torch.
     import torch
 
-    from engine.load.device import no_gpu_reason
+    from engine.load.machine.device import no_gpu_reason
 
     if not torch.cuda.is_available():
         pytest.skip(no_gpu_reason())

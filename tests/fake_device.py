@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from engine.load.device import DeviceMemory
+from engine.load.machine.device import DeviceMemory
 
 FAKE = "fake:0"
 _ROOT = Path(__file__).parents[1]
@@ -136,7 +136,7 @@ def fake_device() -> Iterator[Recorder]:
     _register()
     recorder = Recorder()
     names = patch("engine.config._DEVICE", re.compile(f"cpu|{FAKE}"))
-    memory = patch("engine.load.memory.device_memory", lambda device: DeviceMemory(2**33, 2**33, 0))
+    memory = patch("engine.load.machine.available_memory.device_memory", lambda device: DeviceMemory(2**33, 2**33, 0))
     copies = patch("kvcache.host_copies.HostCopies.wait", lambda self: recorder.finish_copies())
     with names, memory, copies, _Numbers(), _Operations(recorder):
         yield recorder

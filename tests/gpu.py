@@ -25,9 +25,9 @@ from benchmarks.gpu import throughput
 from benchmarks.gpu.profile import profiled
 from engine.config import EngineConfig
 from engine.kernels.dispatch import device_products
-from engine.load.device import describe_gpus, device_memory, no_gpu_reason
 from engine.load.fusion import fuse
 from engine.load.load import load
+from engine.load.machine.device import describe_gpus, device_memory, no_gpu_reason
 from engine.types.request import SamplingParams
 from tests.engine.kit.models import core
 from tests.engine.kit.play import Job, ask, play, texts

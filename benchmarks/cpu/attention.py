@@ -33,7 +33,7 @@ from engine.kernels import reference
 from engine.kernels.attention_input import AttentionInput
 from engine.kernels.cpu.attention.attention import NativeAttention
 from engine.kernels.cpu.build import libraries
-from engine.load.resources import processor_count
+from engine.load.machine.resources import processor_count
 from kvcache.cell_pool import CellPool
 from kvcache.forward import Segment
 from kvcache.kv_buffer import LayerKV

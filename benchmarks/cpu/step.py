@@ -26,9 +26,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from benchmarks.result import command_parser
 from engine.config import Quantize
 from engine.kernels.dispatch import best_attention, best_linear
-from engine.load.resources import processor_count
-from engine.load.selection import select
-from engine.load.selftest import ModelTraits, find_runner
+from engine.load.check.selection import select
+from engine.load.check.selftest import ModelTraits, find_runner
+from engine.load.machine.resources import processor_count
 from engine.model import hooks
 from engine.model.model_runner import LocalRunner, runners_of
 from engine.model.runner import PackedRunner

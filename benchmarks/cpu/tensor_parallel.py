@@ -14,7 +14,7 @@ from benchmarks.result import command_parser
 from engine.config import EngineConfig
 from engine.core import Core
 from engine.load.load import LoadedModel
-from engine.load.resources import processor_count
+from engine.load.machine.resources import processor_count
 from engine.parallel.loading import loaded_model
 from engine.parallel.messages import geometry_of
 from engine.parallel.runner import TensorParallelRunner

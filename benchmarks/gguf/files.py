@@ -54,8 +54,8 @@ from benchmarks.serving.peer_programs import PEERS, Resources
 from benchmarks.serving.peers import CONTEXT_STEP, MIN_CONTEXT, Sizes, check
 from benchmarks.shapes import SHAPES, write_folder, write_gguf
 from engine.kernels.cache_folder import cache_folder
-from engine.load.gguf_model import read_gguf_config, read_gguf_model
-from engine.load.resources import processor_count
+from engine.load.machine.resources import processor_count
+from engine.load.read.gguf_model import read_gguf_config, read_gguf_model
 
 CELLS = ("alone", "prefill", "streams", "server", "accuracy")
 FORMATS = ("Q8_0", "Q6_K", "Q4_K_M", "Q4_0")

@@ -58,7 +58,7 @@ from benchmarks.serving.memory_bandwidth import MemoryBandwidth
 from benchmarks.serving.paired_figures import document as pairs
 from benchmarks.serving.paired_figures import medians, plot, rows, table
 from benchmarks.serving.peer_programs import PEERS, Resources
-from engine.load.resources import processor_count
+from engine.load.machine.resources import processor_count
 
 NAMES = ("alone", "prefill", "streams", "reuse")
 # Context of a slot: lower limit (the requests that detect the server's features fit), and a multiple of page sizes.

@@ -16,7 +16,7 @@ from engine.convert.gguf_file import OnProgress, WeightType
 from engine.convert.to_gguf import plan_file
 from engine.errors import ModelInconvertible
 from engine.kernels.cache_folder import scratch_folder
-from engine.load.checkpoint import READ_ERRORS, error_line, is_gguf, resolve
+from engine.load.read.checkpoint import READ_ERRORS, error_line, is_gguf, resolve
 
 
 @dataclass(frozen=True, slots=True)

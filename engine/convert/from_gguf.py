@@ -9,8 +9,8 @@ import torch
 
 from engine.convert.architectures import Inexpressible
 from engine.convert.gguf_file import WeightType
-from engine.load.gguf_model import read_gguf_config, read_gguf_model
-from engine.load.tokenizer_files import read_tokenizer
+from engine.load.read.gguf_model import read_gguf_config, read_gguf_model
+from engine.load.read.tokenizer_files import read_tokenizer
 
 _DTYPES: dict[WeightType, torch.dtype] = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 

@@ -17,13 +17,13 @@ from engine.convert.gguf_file import OnProgress, TensorPlan, WeightType, file_ty
 from engine.convert.tensors import gguf_tensors
 from engine.convert.vocabulary import tokenizer_metadata
 from engine.gguf.pre_tokenizers import PRE_TOKENIZERS
-from engine.load.checkpoint import (
+from engine.load.read.checkpoint import (
     broken_weights_reason,
     incomplete_weights_reason,
     missing_weights_reason,
     weight_files,
 )
-from engine.load.tokenizer_files import read_tokenizer
+from engine.load.read.tokenizer_files import read_tokenizer
 
 # The weight type of a checkpoint's dtype.
 _STORED_TYPES: dict[torch.dtype, WeightType] = {torch.bfloat16: "bf16", torch.float16: "f16"}

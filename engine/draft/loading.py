@@ -20,9 +20,10 @@ from engine.draft.outputs import OutputStore
 from engine.draft.speculation import Speculation
 from engine.errors import DraftTooLarge, ModelError, ModelMissing, ModelUnsupported, PlanTooLarge
 from engine.load.cache import draft_cache, mtp_cache
-from engine.load.checkpoint import resolve
-from engine.load.load import LoadedModel, load, read_max_context
-from engine.load.memory import available_bytes
+from engine.load.load import LoadedModel, load
+from engine.load.machine.available_memory import available_bytes
+from engine.load.read.checkpoint import resolve
+from engine.load.read.configuration import read_max_context
 from engine.load.recording import record_steps
 from kvcache.spec import group_layers
 

@@ -23,8 +23,8 @@ from transformers.modeling_layers import MtpModel
 
 from engine.draft.slots import DraftSlot, NextTokens, SlotsBySequence, draft_loop, missing_tokens
 from engine.errors import ModelUnsupported
-from engine.load.checkpoint import is_gguf, weight_files
 from engine.load.load import LoadedModel
+from engine.load.read.checkpoint import is_gguf, weight_files
 from engine.model import hooks
 from engine.model.layers import CachedLayer, find_cached_layers
 from engine.model.model_runner import runners_of

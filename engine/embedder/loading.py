@@ -30,7 +30,8 @@ from engine.embedder.head import EmbeddingHead, ScoreHead, VectorHead
 from engine.embedder.layout import Layout, read_layout
 from engine.embedder.tokenizer import EmbeddingTokenizer
 from engine.errors import EmbedderTooLarge, ModelUnsupported
-from engine.load.checkpoint import (
+from engine.load.machine.available_memory import available_bytes
+from engine.load.read.checkpoint import (
     READ_ERRORS,
     default_threads,
     error_line,
@@ -40,8 +41,7 @@ from engine.load.checkpoint import (
     resolve,
     weight_files,
 )
-from engine.load.memory import available_bytes
-from engine.load.weight_bars import reported_weights
+from engine.load.read.weight_bars import reported_weights
 from engine.model.rope import original_length
 from engine.quantize.quantize import bytes_of
 from engine.types.request import EmbeddingInput

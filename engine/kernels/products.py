@@ -2,7 +2,7 @@
 
 Libraries choose an algorithm by the shape, so that rows round differently with their number (measured: float32 rows
 differ by 2e-6 between 1 and 8 rows). Here they only get tiles of one shape, padded with zeros: the place of a row in a
-tile does not change its bits (measured; the self-test checks it at each start, engine/load/selftest.py).
+tile does not change its bits (measured; the self-test checks it at each start, engine/load/check/selftest.py).
 """
 
 from __future__ import annotations

@@ -8,9 +8,8 @@ from pathlib import Path
 
 from engine.config import EngineConfig
 from engine.load.load import LoadedModel
-from engine.load.memory import STATE_SHARE, max_batch_tokens
+from engine.load.plan.memory import STATE_SHARE, max_batch_tokens, state_budget
 from engine.model.layers import CachedLayer
-from engine.types.status import MemoryPlan
 from kvcache.cache import Cache
 from kvcache.offload import OffloadConfig
 
@@ -47,11 +46,6 @@ def offload_config(config: EngineConfig, identity: str) -> OffloadConfig:
         identity=identity,
         report=log.warning,
     )
-
-
-def state_budget(memory: MemoryPlan, share: float = STATE_SHARE) -> int:
-    """Bytes of recurrent states in the prefix tree at most."""
-    return int(memory.available_bytes * share)
 
 
 def _make_cache(

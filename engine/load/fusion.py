@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import activations
 
-from engine.load.checkpoint import error_line
+from engine.load.read.checkpoint import error_line
 from engine.model.layers import calibrate
 from engine.model.margins import within
 

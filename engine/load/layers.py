@@ -15,8 +15,8 @@ from engine.gguf.matrices import FileMatrices
 from engine.kernels import dispatch, linear
 from engine.kernels.linear import PrepareMatrices
 from engine.kernels.rounding import Bits
-from engine.load.resources import release_freed_memory
-from engine.load.selftest import default_attention
+from engine.load.check.selftest import default_attention
+from engine.load.machine.resources import release_freed_memory
 from engine.quantize.calibration import CalibrationText, calibrate, read_text
 from engine.quantize.plan import QuantizationPlan
 from engine.quantize.quantize import bits_for, bytes_of, quantize, repack

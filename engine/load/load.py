@@ -7,45 +7,37 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import sys
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import astuple, dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig
 
 from engine.config import BUNDLED_NAME, EngineConfig
 from engine.errors import ModelUnsupported
 from engine.grammar.compiler import GrammarCompiler
-from engine.load.checking import EarlierChecks, ModelChecks, log_margins, read_earlier_checks
-from engine.load.checkpoint import (
-    READ_ERRORS,
+from engine.load.check.checking import EarlierChecks, ModelChecks, log_margins, read_earlier_checks
+from engine.load.fusion import fuse
+from engine.load.layers import LayersToQuantize, QuantizedLayers, quantize_layers
+from engine.load.machine.device import use_device
+from engine.load.machine.resources import release_freed_memory
+from engine.load.plan.memory import max_fitting_context, model_sizes, plan_memory, rank_bytes
+from engine.load.read.checkpoint import (
     Checkpoint,
     default_threads,
     error_line,
     fingerprint,
-    is_gguf,
     is_small,
-    missing_weights_reason,
-    read_checkpoint,
     resolve,
-    weight_files,
 )
-from engine.load.device import has_bfloat16, use_device
-from engine.load.fusion import fuse
-from engine.load.gguf_model import gguf_config
-from engine.load.layers import LayersToQuantize, QuantizedLayers, quantize_layers
-from engine.load.memory import max_fitting_context, model_sizes, plan_memory, rank_bytes
-from engine.load.resources import release_freed_memory
-from engine.load.skeleton import install_hooks, install_rope, make_skeleton
-from engine.load.tokenizer_files import read_tokenizer
-from engine.load.weight_bars import reported_weights
-from engine.load.weights import read_model
+from engine.load.read.configuration import choose_dtype, max_context, read_config
+from engine.load.read.skeleton import install_hooks, install_rope, make_skeleton
+from engine.load.read.tokenizer_files import read_model_tokenizer
+from engine.load.read.weight_bars import reported_weights
+from engine.load.read.weights import read_model
 from engine.model.device_runner import DeviceRunner
 from engine.model.encoder import Encoder, has_encoder
 from engine.model.layers import CachedLayer, state_bytes
@@ -56,7 +48,7 @@ from engine.model.runner import PackedRunner
 from engine.native.step_library import step_variants
 from engine.quantize.plan import QuantizationPlanNames
 from engine.quantize.quantize import bytes_of, estimate
-from engine.text.template_process import TemplateTooCostly, TemplateUnavailable, template_process
+from engine.text.template_process import template_process
 from engine.text.tokenizer import Tokenizer
 from engine.types.status import MemoryPlan, ModelInfo, QuantizationEstimate
 from kvcache.cell_pool import CellArray
@@ -65,10 +57,6 @@ log = logging.getLogger("cellar.engine")
 
 # Encoder entries have at most the available memory divided by it.
 _ENCODER_MEMORY_DIVISOR = 8
-# Context in tokens of a model without a limit.
-_DEFAULT_CONTEXT = 8192
-# Names of tokenizer files.
-_TOKENIZER_FILES = ("tokenizer*", "*.model", "*.tiktoken", "vocab*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,13 +121,13 @@ def _load(config: EngineConfig, on_phase: Callable[[str], None], reserved_bytes:
     use_device(config.device)
     available = rank_bytes(config, reserved_bytes)
     torch.set_num_threads(max((config.threads or default_threads(folder)) // config.tensor_parallel, 1))
-    checkpoint, model_config = _read_config(name, folder, config)
+    checkpoint, model_config = read_config(name, folder, config)
     dtype = choose_dtype(config, model_config, small=is_small(folder))
     kv_dtype: torch.dtype = dtype if config.kv_dtype == "auto" else getattr(torch, config.kv_dtype)
     reading = _start_tokenizer(name, checkpoint, model_config.get_text_config().vocab_size)
     on_phase("weights")
     earlier = _read_earlier_checks(name, config, checkpoint, dtype, kv_dtype)
-    model, matrices = read_model(name, checkpoint, model_config, config, earlier)
+    model, matrices = read_model(name, checkpoint, model_config, config, dtype, earlier.quantised)
     text_config = model.config.get_text_config()
     parameters = sum(parameter.numel() for parameter in model.parameters())
     quantises, on_cpu = config.quantize != "none" or matrices is not None, config.device == "cpu"
@@ -258,65 +246,6 @@ def _dtype_name(compute_dtype: torch.dtype, weights: str) -> str:
     return name if weights == name else f"{name}, {weights} weights"
 
 
-def choose_dtype(settings: EngineConfig, config: Any, *, small: bool) -> torch.dtype:
-    """The dtype of weights and activations; `small`: see checkpoint.is_small.
-
-    "auto" is bfloat16 for checkpoints in bfloat16 if the device multiplies it (measured 1.3-3 times faster than
-    float32 on AVX512-BF16, slower without), and float32 otherwise: also for small models, where exactness is cheap. The
-    native step computes in float32 with weights and cells of this dtype.
-    """
-    if settings.dtype != "auto":
-        chosen: torch.dtype = getattr(torch, settings.dtype)
-        return chosen
-    stored = getattr(config.get_text_config(), "dtype", None)
-    if stored != torch.bfloat16 or small:
-        return torch.float32
-    if has_bfloat16(settings.device):
-        return torch.bfloat16
-    if settings.device != "cpu":
-        log.warning("%s emulates bfloat16: float32 is used; --dtype float16 is faster", settings.device)
-    return torch.float32
-
-
-def _read_config(name: str, folder: Path, settings: EngineConfig) -> tuple[Checkpoint, Any]:
-    """The checkpoint with its configuration. Models that it, or the file names, rule out are refused before weights
-    are read.
-    """
-    if not is_gguf(folder):
-        _check_files(name, folder)
-    return read_headers(name, folder, settings)
-
-
-def read_headers(name: str, folder: Path, settings: EngineConfig) -> tuple[Checkpoint, Any]:
-    """As `_read_config`, of a folder that may lack weights."""
-    checkpoint, config = _configuration(name, folder)
-    if config.is_encoder_decoder and not settings.media:
-        raise ModelUnsupported(name, "its decoder needs audio or a text for its encoder, and no request can have media")
-    longest = max_context(config.get_text_config())
-    if settings.context is not None and settings.context > longest:
-        raise ModelUnsupported(name, f"its context is at most {longest} tokens; lower --context")
-    return checkpoint, config
-
-
-def _check_files(name: str, folder: Path) -> None:
-    """Raise ModelUnsupported for a folder without weights or tokenizer."""
-    if not weight_files(folder):
-        raise ModelUnsupported(name, missing_weights_reason(folder))
-    if not any(next(folder.glob(kind), None) for kind in _TOKENIZER_FILES):
-        raise ModelUnsupported(name, "its tokenizer cannot be read: the folder has none, such as tokenizer.json")
-
-
-def _configuration(name: str, path: Path) -> tuple[Checkpoint, Any]:
-    """Raises ModelUnsupported."""
-    try:
-        checkpoint = read_checkpoint(path)
-        if checkpoint.gguf is not None:
-            return checkpoint, gguf_config(checkpoint.gguf)
-        return checkpoint, AutoConfig.from_pretrained(path, trust_remote_code=False)
-    except READ_ERRORS as error:
-        raise ModelUnsupported(name, error_line(error)) from error
-
-
 def _read_earlier_checks(
     name: str, settings: EngineConfig, checkpoint: Checkpoint, dtype: torch.dtype, kv_dtype: torch.dtype
 ) -> EarlierChecks:
@@ -358,29 +287,6 @@ def _start_tokenizer(name: str, checkpoint: Checkpoint, vocabulary: int) -> Futu
     reading = pool.submit(read_model_tokenizer, name, checkpoint, vocabulary=vocabulary)
     pool.shutdown(wait=False)
     return reading
-
-
-def read_model_tokenizer(name: str, checkpoint: Checkpoint, *, vocabulary: int) -> Tokenizer:
-    """The tokenizer without a context limit. Raises ModelUnsupported."""
-    try:
-        tokenizer = read_tokenizer(checkpoint.path, checkpoint.metadata)
-        return Tokenizer(tokenizer, vocabulary_size=vocabulary, context=sys.maxsize)
-    except READ_ERRORS as error:
-        raise ModelUnsupported(name, f"its tokenizer cannot be read: {error_line(error)}") from error
-    except (TemplateTooCostly, TemplateUnavailable) as error:
-        raise ModelUnsupported(name, f"its chat template {error}") from error
-
-
-def read_max_context(name: str, folder: Path) -> int:
-    """The trained context of the model in a folder, without loading it. Raises ModelUnsupported."""
-    return max_context(_configuration(name, folder)[1].get_text_config())
-
-
-def max_context(text: Any) -> int:
-    """The trained context by the text configuration, in tokens."""
-    names = ("max_position_embeddings", "max_target_positions")
-    # A number below 1 means no limit.
-    return int(next((length for name in names if (length := getattr(text, name, None) or 0) > 0), _DEFAULT_CONTEXT))
 
 
 def _end_tokens(model: Any, tokenizer: Tokenizer) -> frozenset[int]:

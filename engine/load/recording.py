@@ -9,7 +9,8 @@ from dataclasses import replace
 
 from engine.config import EngineConfig
 from engine.load.load import LoadedModel
-from engine.load.memory import available_bytes, recorded_tokens
+from engine.load.machine.available_memory import available_bytes
+from engine.load.plan.memory import recorded_tokens
 from engine.model.graph_runner import GraphRunner
 from engine.types.progress import report_progress
 from engine.types.sizes import format_size

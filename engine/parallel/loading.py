@@ -12,8 +12,9 @@ import torch
 
 from engine.config import BUNDLED_NAME, EngineConfig
 from engine.errors import ModelUnsupported
-from engine.load.checkpoint import is_gguf, resolve
-from engine.load.load import LoadedModel, load, read_headers
+from engine.load.load import LoadedModel, load
+from engine.load.read.checkpoint import is_gguf, resolve
+from engine.load.read.configuration import read_headers
 from engine.model.encoder import has_encoder
 from engine.parallel.messages import geometry_of
 from engine.parallel.runner import TensorParallelRunner

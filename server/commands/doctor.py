@@ -11,7 +11,7 @@ from rich.console import Console
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from engine.load.diagnosis import Finding
+    from engine.load.machine.diagnosis import Finding
 
 EXIT_PROBLEM = 1
 _MARKS = {"ok": "ok", "note": "note", "problem": "PROBLEM"}
@@ -22,8 +22,8 @@ def run_doctor(model: str | None, *, as_json: bool) -> int:
     console = Console(highlight=False, soft_wrap=True)
     try:
         with console.status("import of torch"):
-            from engine.load.diagnosis import diagnose
-            from engine.load.machine import examine
+            from engine.load.machine.diagnosis import diagnose
+            from engine.load.machine.machine import examine
     except ImportError as error:
         console.print(f"cellar: the installation is incomplete ({error}): install cellar again", markup=False)
         return EXIT_PROBLEM
@@ -49,8 +49,8 @@ def _line(finding: Finding) -> str:
 
 def _model_findings(model: str | None) -> Iterator[Finding]:
     from engine.errors import ModelError
-    from engine.load.checkpoint import resolve_headers
-    from engine.load.diagnosis import Finding
+    from engine.load.machine.diagnosis import Finding
+    from engine.load.read.checkpoint import resolve_headers
 
     try:
         yield Finding("model", "ok", f"{model or 'the bundled model'}: {resolve_headers(model)}")

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from engine.config import BUNDLED_NAME
 from engine.errors import ModelKept
-from engine.load.hub_cache import CachedModel, cached_models, find_cached, remove_revisions
+from engine.load.hub.hub_cache import CachedModel, cached_models, find_cached, remove_revisions
 from server.terminal.client import ChatClient, ServerError
 from server.terminal.printable import printable
 from server.terminal.sizes import format_file_size

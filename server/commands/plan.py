@@ -14,7 +14,7 @@ from engine.types.sizes import format_size
 from server.terminal.sizes import format_count
 
 if TYPE_CHECKING:
-    from engine.load.model_plan import GroupSize, ModelPlan
+    from engine.load.plan.model_plan import GroupSize, ModelPlan
     from server.configuration.settings import Settings
 
 EXIT_IMPOSSIBLE = 1
@@ -27,9 +27,9 @@ def run_plan(settings: Settings, *, as_json: bool) -> int:
     with console.status("import of torch and transformers"):
         import server.app  # noqa: F401
         from engine.errors import ModelError
-        from engine.load.checkpoint import resolve_headers
-        from engine.load.device import resolve_device
-        from engine.load.model_plan import plan_with_draft
+        from engine.load.machine.device import resolve_device
+        from engine.load.plan.model_plan import plan_with_draft
+        from engine.load.read.checkpoint import resolve_headers
     try:
         config = resolve_device(settings.engine_config())
         with console.status("configuration and headers"):

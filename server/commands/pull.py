@@ -13,8 +13,8 @@ from rich.text import Text
 
 from engine.config import BUNDLED_NAME
 from engine.errors import ModelError
-from engine.load.hub import download
-from engine.load.hub_cache import remove_partial_files
+from engine.load.hub.hub import download
+from engine.load.hub.hub_cache import remove_partial_files
 from engine.types.progress import progress_to
 from server.terminal.load_screen import load_screen
 from server.terminal.sizes import format_file_size

@@ -44,7 +44,7 @@ def _has_ray() -> bool:
 
 def _check_here(settings: Settings) -> int:
     """The exit code for an address or a model that replicas on this machine cannot use; 0: they can."""
-    from engine.load.checkpoint import resolve
+    from engine.load.read.checkpoint import resolve
 
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     try:

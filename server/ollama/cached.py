@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from engine.errors import ModelKept
-from engine.load.hub_cache import find_cached, remove_revisions
+from engine.load.hub.hub_cache import find_cached, remove_revisions
 from server.http.errors import MODEL_NOT_FOUND, ApiError, invalid_value
 from server.ollama.pull import hub_name
 from server.service import Service

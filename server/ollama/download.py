@@ -14,8 +14,8 @@ import time
 from types import FrameType
 
 from engine.errors import CacheNotWritable, HubUnreachable, ModelMissing
-from engine.load.hub import download
-from engine.load.hub_cache import remove_partial_files
+from engine.load.hub.hub import download
+from engine.load.hub.hub_cache import remove_partial_files
 from engine.types.progress import Progress, progress_to
 
 REPORT_SECONDS = 0.1

@@ -11,7 +11,7 @@ from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
 
 from engine.errors import ModelMissing
-from engine.load.hub import split_name
+from engine.load.hub.hub import split_name
 from engine.types.model_name import plain_name
 from server.http.errors import DISK_FULL, HUB_UNREACHABLE, INTERNAL_ERROR, MODEL_NOT_FOUND, QUEUE_FULL, ApiError
 from server.ollama.presets import LATEST_TAG

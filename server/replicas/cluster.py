@@ -20,7 +20,7 @@ from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 from ray.serve import context
 from ray.serve.schema import ApplicationStatus, DeploymentStatusOverview
 
-from engine.load.resources import processor_count
+from engine.load.machine.resources import processor_count
 from server.configuration.settings import Settings
 from server.replicas.deployment import LOGGING, NAME, SHUTDOWN_MARGIN_SECONDS, application
 from server.replicas.environment import set_environment

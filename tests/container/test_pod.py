@@ -104,7 +104,7 @@ def test_the_server_is_restricted(pod: Pod, key: str, value: list[str]) -> None:
 
 
 def test_limits_of_the_pod_are_the_machine_of_the_server(pod: Pod) -> None:
-    code = "from engine.load import resources; print(resources.processor_count(), resources.memory_limit_bytes())"
+    code = "from engine.load.machine import resources as r; print(r.processor_count(), r.memory_limit_bytes())"
     processors, memory = pod.execute("/opt/cellar/bin/python", "-c", code).split()
 
     assert 1 == int(processors)

@@ -130,13 +130,13 @@ def test_a_draft_model_beyond_memory_is_refused(
     target = loaded("llama")
     promised = target.memory.cache_bytes + target.memory.workspace_bytes
     asked = config(folder("llama"), folder("llama"))
-    monkeypatch.setattr("engine.load.memory.available_bytes", lambda _: promised + 2**18)
+    monkeypatch.setattr("engine.load.plan.memory.available_bytes", lambda _: promised + 2**18)
 
     with pytest.raises(
         DraftTooLarge, match=r"draft model .*llama' does not fit beside the model: .*--slots.*--drafter lookup"
     ):
         load_draft(asked, target, lambda phase: None)
-    monkeypatch.setattr("engine.load.memory.available_bytes", lambda _: promised + 2**30)
+    monkeypatch.setattr("engine.load.plan.memory.available_bytes", lambda _: promised + 2**30)
     assert load_draft(asked, target, lambda phase: None) is not None
 
 

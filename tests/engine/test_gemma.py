@@ -44,7 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def start(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Start:
     """Loads the checkpoint, with or without the check results of earlier loads."""
     built("step")
-    from engine.load import outcomes
+    from engine.load.check import outcomes
 
     kept = tmp_path_factory.mktemp("outcomes")
 

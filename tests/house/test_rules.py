@@ -16,7 +16,7 @@ BOUNDARIES = {
     "engine/embedder/loading.py": "an embedding model that cannot run is refused with a message",
     "engine/embedder/scheduler.py": "a failing batch fails its own jobs",
     "engine/load/load.py": "a model that cannot run on packed batches is refused with a message",
-    "engine/load/selftest.py": "a model that fails its self-test is refused with a message",
+    "engine/load/check/selftest.py": "a model that fails its self-test is refused with a message",
     "engine/quantize/calibration.py": "a model that cannot run on a text alone is quantised without a calibration",
     "engine/load/fusion.py": "a function that cannot be compiled stays as it is",
     "engine/text/template_process.py": "a template that fails refuses its conversation",

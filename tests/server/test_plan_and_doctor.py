@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from engine.load.checkpoint import resolve
+from engine.load.read.checkpoint import resolve
 from server.cli import make_app
 from tests.house.source import ROOT
 

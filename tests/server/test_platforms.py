@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import pytest
 
 from engine.kernels import arena
-from engine.load import resources
-from engine.load.machine import find_gpus
+from engine.load.machine import resources
+from engine.load.machine.machine import find_gpus
 from tests.house.source import ROOT
 
 

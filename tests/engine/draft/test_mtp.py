@@ -20,7 +20,7 @@ from engine.draft.loading import load_draft, make_speculation
 from engine.draft.mtp import MtpDrafter, MtpHead, load_mtp
 from engine.draft.speculation import Speculation
 from engine.errors import ModelUnsupported
-from engine.load import selftest
+from engine.load.check import selftest
 from engine.load.load import LoadedModel
 from engine.model.graph_runner import CallRecorder, GraphRunner
 from engine.model.model_runner import runners_of

@@ -143,7 +143,7 @@ def test_memory_plan_counts_the_embedding_model(
 ) -> None:
     work = load(embedder_folder("bert")).info.workspace_bytes
     free = work + 2**30
-    monkeypatch.setattr("engine.load.memory.available_bytes", lambda _: free)
+    monkeypatch.setattr("engine.load.plan.memory.available_bytes", lambda _: free)
     monkeypatch.setattr("engine.embedder.loading.available_bytes", lambda _: free)
 
     async def story(engine: Engine) -> None:

@@ -24,8 +24,8 @@ from engine.convert.convert import convert
 from engine.errors import ModelUnsupported
 from engine.gguf.container import GgufModel, read_model
 from engine.gguf.weights import PLAIN_TYPES
-from engine.load.gguf_model import read_gguf_config, read_gguf_model
 from engine.load.load import LoadedModel, load
+from engine.load.read.gguf_model import read_gguf_config, read_gguf_model
 from engine.quantize.experts import QuantizedExperts
 from engine.quantize.layers import QuantizedLinear
 from engine.quantize.stacks import ExpertStack

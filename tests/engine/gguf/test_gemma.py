@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
-from engine.load.gguf_model import read_gguf_config, read_gguf_model
 from engine.load.load import load
+from engine.load.read.gguf_model import read_gguf_config, read_gguf_model
 from engine.model.model_runner import runners_of
 from engine.native.runner import NativeRunner
 from tests.engine.kit.gemma import text

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from engine.errors import ModelUnsupported
 from engine.gguf.container import GgufError, read_model
-from engine.load.gguf_model import gguf_config, gguf_model, read_gguf_config, read_gguf_model
 from engine.load.load import LoadedModel
+from engine.load.read.gguf_model import gguf_config, gguf_model, read_gguf_config, read_gguf_model
 from engine.quantize.experts import QuantizedExperts
 from tests.engine.convert.checkpoints import CHECKPOINTS
 from tests.engine.gguf.files import (

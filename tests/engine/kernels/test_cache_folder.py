@@ -14,7 +14,8 @@ from engine.kernels import cache_folder
 from engine.kernels.cpu.build import libraries
 from engine.kernels.packing import PackedMatrix
 from engine.kernels.rounding import pack_floats
-from engine.load import machine, outcomes
+from engine.load.check import outcomes
+from engine.load.machine import machine
 from engine.quantize import store
 
 

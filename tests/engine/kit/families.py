@@ -17,7 +17,7 @@ import transformers
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
-from engine.load.selftest import ModelTraits, find_runner
+from engine.load.check.selftest import ModelTraits, find_runner
 from engine.model import hooks, recurrence, rope
 from engine.model.invariant import StableTopK
 from engine.model.model_runner import ModelRunner

@@ -19,8 +19,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from engine.kernels import dispatch, linear, reference
 from engine.kernels.products import TiledProduct
 from engine.kernels.rounding import Bits
-from engine.load import selection as selection
-from engine.load.selftest import ModelTraits, find_runner
+from engine.load.check import selection as selection
+from engine.load.check.selftest import ModelTraits, find_runner
 from engine.model import hooks, recurrence
 from engine.model.model_runner import ModelRunner, runners_of
 from engine.model.runner import PackedRunner

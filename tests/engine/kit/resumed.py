@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from engine.load.selftest import ModelTraits, find_runner
+from engine.load.check.selftest import ModelTraits, find_runner
 from engine.model import hooks, recurrence
 from engine.model.model_runner import ModelRunner
 from engine.step.encoder_mask import EncoderMask

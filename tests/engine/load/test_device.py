@@ -10,9 +10,10 @@ import torch
 
 from engine.config import ConfigError, EngineConfig
 from engine.errors import DeviceUnavailable, PlanTooLarge
-from engine.load.device import has_bfloat16, resolve_device, use_device
-from engine.load.load import choose_dtype
-from engine.load.memory import ModelSizes, available_bytes, plan_memory
+from engine.load.machine.available_memory import available_bytes
+from engine.load.machine.device import has_bfloat16, resolve_device, use_device
+from engine.load.plan.memory import ModelSizes, plan_memory
+from engine.load.read.configuration import choose_dtype
 from kvcache.spec import LayerSpec
 
 GIB = 2**30

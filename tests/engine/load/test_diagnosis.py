@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.load.diagnosis import Finding, compiler_command, diagnose
-from engine.load.machine import Kernel, Machine, examine, find_conflicts, find_gpus
+from engine.load.machine.diagnosis import Finding, compiler_command, diagnose
+from engine.load.machine.machine import Kernel, Machine, examine, find_conflicts, find_gpus
 
 NATIVE = {
     "attention": Kernel(variants=("avx512", "avx2", "generic"), library="prebuilt"),

@@ -16,7 +16,7 @@ from gguf import GGUFWriter
 from PIL import Image
 from safetensors.torch import save_file
 
-from engine.load.file_kind import file_kind
+from engine.load.read.file_kind import file_kind
 
 
 def zipped() -> bytes:

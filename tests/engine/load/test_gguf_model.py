@@ -14,8 +14,9 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from engine.gguf import matrices
 from engine.gguf.container import read_model
 from engine.gguf.matrices import FileMatrices
-from engine.load import checking, file_model, outcomes
+from engine.load.check import checking, outcomes
 from engine.load.load import LoadedModel
+from engine.load.read import file_model
 from tests.engine.gguf.files import empty_cache, feed, load_file, prompt, write_types, write_wide
 from tests.selection import quick
 

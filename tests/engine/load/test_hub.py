@@ -20,11 +20,11 @@ from gguf import GGMLQuantizationType as Type
 from engine.config import EngineConfig
 from engine.errors import ModelMissing
 from engine.gguf.container import read_model
-from engine.load.checkpoint import resolve, resolve_headers
-from engine.load.hub import download
-from engine.load.hub_cache import cached_models, remove_revisions
+from engine.load.hub.hub import download
+from engine.load.hub.hub_cache import cached_models, remove_revisions
 from engine.load.load import load
-from engine.load.model_plan import plan_model
+from engine.load.plan.model_plan import plan_model
+from engine.load.read.checkpoint import resolve, resolve_headers
 from engine.types.progress import Progress, progress_to
 from tests.engine.gguf.files import greedy, load_file, prompt, write_types, write_wide
 from tests.engine.kit.play import Job, ask, play
@@ -188,7 +188,7 @@ def test_a_cache_that_cannot_be_written_is_one_error_line(hub: Hub, monkeypatch:
         raise OSError(errno.EROFS, "Read-only file system", "/cache")
 
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**9, 0, 10**9))
-    monkeypatch.setattr("engine.load.hub.snapshot_download", fail)
+    monkeypatch.setattr("engine.load.hub.hub.snapshot_download", fail)
     with pytest.raises(ModelMissing, match="the download failed: Read-only file system: /cache"):
         download("someone/tiny")
 

@@ -14,8 +14,9 @@ from transformers import LlamaConfig, XLNetConfig
 from engine.config import EngineConfig
 from engine.core import Core
 from engine.errors import ModelMissing, ModelUnsupported, PlanTooLarge
-from engine.load.checkpoint import fingerprint, resolve, weight_files
-from engine.load.load import load, max_context
+from engine.load.load import load
+from engine.load.read.checkpoint import fingerprint, resolve, weight_files
+from engine.load.read.configuration import max_context
 from tests.engine.kit import encoders
 from tests.engine.kit.models import CONTEXT
 from tests.engine.kit.play import Job, ask, play
@@ -80,7 +81,7 @@ def test_folder_without_config_is_refused(tmp_path: Path) -> None:
 def test_local_file_of_another_format_is_refused_without_the_hub(
     files: list[str], name: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.load.hub.snapshot_download", None)
+    monkeypatch.setattr("engine.load.hub.hub.snapshot_download", None)
     for file in files:
         (tmp_path / file).write_bytes(b"GGUF")
     monkeypatch.chdir(tmp_path)

@@ -7,7 +7,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.errors import PlanTooLarge
-from engine.load.memory import ModelSizes, max_batch_tokens, max_fitting_context, plan_memory
+from engine.load.plan.memory import ModelSizes, max_batch_tokens, max_fitting_context, plan_memory
 from kvcache.cache import Cache
 from kvcache.spec import AttentionRange, LayerSpec
 

@@ -16,7 +16,7 @@ from engine.draft.loading import load_draft
 from engine.errors import ModelUnsupported
 from engine.load.cache import model_cache
 from engine.load.load import LoadedModel, load
-from engine.load.model_plan import ModelPlan, plan_model, plan_with_draft
+from engine.load.plan.model_plan import ModelPlan, plan_model, plan_with_draft
 from engine.step.input import StepInput
 from kvcache.spec import Span
 from tests.engine.kit.models import CONTEXT, save_model, save_tokenizer
@@ -127,7 +127,7 @@ def test_windows_take_no_cells_of_a_longer_context(folder: Folder) -> None:
 
 
 def test_settings_that_do_not_fit_have_a_reason(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.load.model_plan.available_bytes", lambda _: 2**20)
+    monkeypatch.setattr("engine.load.plan.model_plan.available_bytes", lambda _: 2**20)
     plan = planned(folder("llama"))
 
     assert plan.memory is None

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from engine.kernels import reference
-from engine.load import checking, outcomes
+from engine.load.check import checking, outcomes
+from engine.load.check.outcomes import Outcome, OutcomeFile
 from engine.load.load import LoadedModel
-from engine.load.outcomes import Outcome, OutcomeFile
 from engine.model.layers import CachedLayer
 from engine.quantize.plan import QuantizationPlanNames
 from kvcache.spec import AttentionRange, LayerSpec, Rotation

@@ -9,8 +9,8 @@ import psutil
 import pytest
 
 from engine.config import ConfigError, EngineConfig, parse_memory
-from engine.load import memory
-from engine.load.resources import free_memory_bytes, memory_limit_bytes, processor_count
+from engine.load.machine import available_memory
+from engine.load.machine.resources import free_memory_bytes, memory_limit_bytes, processor_count
 
 NO_LIMIT = "9223372036854771712"
 
@@ -135,11 +135,11 @@ def test_free_memory_follows_the_limits_of_containers(
 
 
 def test_available_bytes_are_within_the_container_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "free_memory_bytes", lambda: 12345)
-    assert 12345 == memory.available_bytes()
+    monkeypatch.setattr(available_memory, "free_memory_bytes", lambda: 12345)
+    assert 12345 == available_memory.available_bytes()
 
-    monkeypatch.setattr(memory, "free_memory_bytes", lambda: None)
-    assert 12345 < memory.available_bytes()
+    monkeypatch.setattr(available_memory, "free_memory_bytes", lambda: None)
+    assert 12345 < available_memory.available_bytes()
 
 
 @pytest.mark.parametrize(
@@ -199,23 +199,23 @@ def test_a_size_that_lacks_its_unit_is_refused(text: str) -> None:
 
 def test_available_bytes_are_within_the_memory_of_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the process has already counts, and so does its host cache."""
-    monkeypatch.setattr(memory, "free_memory_bytes", lambda: None)
-    monkeypatch.setattr(memory, "memory_limit_bytes", lambda: None)
+    monkeypatch.setattr(available_memory, "free_memory_bytes", lambda: None)
+    monkeypatch.setattr(available_memory, "memory_limit_bytes", lambda: None)
     used = psutil.Process().memory_info().rss
     total = psutil.virtual_memory().total
 
-    free = memory.available_bytes(EngineConfig(memory=f"{used + 2**26}"))
+    free = available_memory.available_bytes(EngineConfig(memory=f"{used + 2**26}"))
     assert 0 <= free <= 2**26
     assert max(0, free - 2**25) == pytest.approx(
-        memory.available_bytes(EngineConfig(memory=f"{used + 2**26}", host_cache_bytes=2**25)), abs=2**22
+        available_memory.available_bytes(EngineConfig(memory=f"{used + 2**26}", host_cache_bytes=2**25)), abs=2**22
     )
-    assert memory.available_bytes(EngineConfig(memory="10%")) <= total // 10
-    assert 0 == memory.available_bytes(EngineConfig(memory="1MiB"))
+    assert available_memory.available_bytes(EngineConfig(memory="10%")) <= total // 10
+    assert 0 == available_memory.available_bytes(EngineConfig(memory="1MiB"))
 
 
 def test_a_share_is_one_of_the_container(monkeypatch: pytest.MonkeyPatch) -> None:
     used = psutil.Process().memory_info().rss
-    monkeypatch.setattr(memory, "free_memory_bytes", lambda: 2**40)
-    monkeypatch.setattr(memory, "memory_limit_bytes", lambda: 2 * used)
+    monkeypatch.setattr(available_memory, "free_memory_bytes", lambda: 2**40)
+    monkeypatch.setattr(available_memory, "memory_limit_bytes", lambda: 2 * used)
 
-    assert memory.available_bytes(EngineConfig(memory="60%")) <= used // 5
+    assert available_memory.available_bytes(EngineConfig(memory="60%")) <= used // 5

@@ -16,8 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from engine.errors import ModelUnsupported
 from engine.kernels import reference
 from engine.kernels.attention_input import AttentionInput
-from engine.load import selftest
-from engine.load.selftest import ModelTraits, find_runner
+from engine.load.check import selftest
+from engine.load.check.selftest import ModelTraits, find_runner
 from engine.model import hooks, recurrence
 from engine.model.layers import CachedLayer, find_cached_layers
 from engine.model.model_runner import LocalRunner

@@ -22,8 +22,8 @@ from engine.draft.lookup import LookupDrafter
 from engine.draft.outputs import OutputStore
 from engine.draft.speculation import Speculation
 from engine.kernels import reference
-from engine.load import selftest
-from engine.load.checking import EarlierChecks, ModelChecks
+from engine.load.check import selftest
+from engine.load.check.checking import EarlierChecks, ModelChecks
 from engine.load.recording import record_steps
 from engine.model.graph_runner import CallRecorder, GraphRunner, Replay
 from engine.types.request import SamplingParams

@@ -18,7 +18,7 @@ from engine.kernels.attention_input import AttentionFunction, AttentionInput
 from engine.kernels.cpu.products.row_invariant import NativeProduct
 from engine.kernels.products import POSITIONS, RowInvariantProduct, TiledProduct
 from engine.kernels.rounding import Bits
-from engine.load.selftest import batch_dependence
+from engine.load.check.selftest import batch_dependence
 from engine.model.invariant import RowInvariant, StableTopK, UnreplacedOperations
 from engine.model.model_runner import runners_of
 from engine.native.runner import NativeRunner

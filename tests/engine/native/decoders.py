@@ -15,8 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from engine.kernels import linear
 from engine.kernels.formats import WeightFormat
 from engine.kernels.packing import PackedMatrix
-from engine.load import selection as choosing
-from engine.load.selftest import ModelTraits, find_runner
+from engine.load.check import selection as choosing
+from engine.load.check.selftest import ModelTraits, find_runner
 from engine.model import hooks, recurrence
 from engine.model.model_runner import ModelRunner, runners_of
 from engine.model.runner import PackedRunner

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from transformers import AutoConfig
 
-from engine.load import selection as choosing
+from engine.load.check import selection as choosing
 from engine.native.decoder import DecoderSpec
 from tests.engine.kit.tiny import settings
 from tests.engine.native.decoders import Weights, model_of_config

@@ -11,7 +11,7 @@ import torch
 
 from engine.config import ConfigError, EngineConfig
 from engine.errors import ModelUnsupported
-from engine.load.model_plan import plan_model
+from engine.load.plan.model_plan import plan_model
 from engine.parallel.loading import check_divisible
 from tests.engine.kit.encoders import save_encoder_model
 

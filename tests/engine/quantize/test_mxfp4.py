@@ -15,7 +15,7 @@ from transformers import GenerationConfig, GptOssConfig, GptOssForCausalLM
 from engine.config import EngineConfig
 from engine.errors import ModelUnsupported
 from engine.load.load import LoadedModel, load
-from engine.load.model_plan import plan_model
+from engine.load.plan.model_plan import plan_model
 from engine.quantize.experts import QuantizedExperts
 from engine.step.input import StepInput
 from kvcache.spec import Span

@@ -18,9 +18,9 @@ from engine.kernels import dispatch
 from engine.kernels.device_products import DeviceProducts, MultiplyByExpert, ReadOutputs
 from engine.kernels.linear import MultiplyRows
 from engine.kernels.packing import PackedMatrix
-from engine.load import selftest
+from engine.load.check import selftest
 from engine.load.load import LoadedModel, load
-from engine.load.model_plan import plan_model
+from engine.load.plan.model_plan import plan_model
 from engine.model.graph_runner import CallRecorder, GraphRunner
 from engine.quantize.embedding import QuantizedEmbedding
 from engine.quantize.experts import QuantizedExperts

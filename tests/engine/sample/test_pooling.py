@@ -15,7 +15,7 @@ from torch.nn.functional import normalize
 from transformers import AutoConfig, LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from engine.load.selftest import ModelTraits, find_runner
+from engine.load.check.selftest import ModelTraits, find_runner
 from engine.model import hooks
 from engine.sample.pooling import PromptPooler
 from engine.step.input import StepInput

@@ -14,7 +14,7 @@ import pytest
 from huggingface_hub import constants
 
 from engine.errors import ModelKept
-from engine.load.hub_cache import cached_models, find_cached, remove_revisions
+from engine.load.hub.hub_cache import cached_models, find_cached, remove_revisions
 from engine.types.status import DraftingInfo
 from server.app import create_app
 from tests.server.fakes import INFO, FakeEngine, ask, settings

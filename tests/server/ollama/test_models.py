@@ -17,7 +17,7 @@ import pytest
 import uvicorn
 from huggingface_hub import constants
 
-from engine.load.hub_cache import cached_models
+from engine.load.hub.hub_cache import cached_models
 from server.app import create_app
 from server.ollama.presets import MAX_PRESET_CHARACTERS, MAX_PRESETS
 from tests.server.fakes import Answer, FakeEngine, ask, serve_in_thread, settings

@@ -29,7 +29,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import filter_repo_objects, validate_repo_id
 
 from engine.errors import CacheNotWritable, HubUnreachable, ModelMissing
-from engine.load.reporting_bar import ReportingBar
+from engine.load.hub.reporting_bar import ReportingBar
 from engine.types.model_name import plain_name
 from engine.types.progress import Progress, progress_listener, progress_to
 

@@ -20,9 +20,9 @@ from packaging.requirements import Requirement
 
 from engine.kernels.cache_folder import cache_folder
 from engine.kernels.cpu.build import libraries
-from engine.load.device import describe_gpus
-from engine.load.memory import available_bytes
-from engine.load.resources import FILESYSTEM_ROOT, processor_count
+from engine.load.machine.available_memory import available_bytes
+from engine.load.machine.device import describe_gpus
+from engine.load.machine.resources import FILESYSTEM_ROOT, processor_count
 
 _DISTRIBUTION = "kvcellar"
 _HUB_TIMEOUT_SECONDS = 3.0

@@ -15,10 +15,10 @@ from engine.gguf.matrices import FileMatrices
 from engine.kernels import dispatch, reference
 from engine.kernels.attention_input import AttentionFunction
 from engine.kernels.products import RowInvariantProduct, TiledProduct
-from engine.load.checkpoint import Checkpoint, is_small
-from engine.load.outcomes import Outcome, OutcomeFile
-from engine.load.selection import RunnerSelection, select
-from engine.load.selftest import ModelTraits, batch_dependence, find_runner, restore_runner
+from engine.load.check.outcomes import Outcome, OutcomeFile
+from engine.load.check.selection import RunnerSelection, select
+from engine.load.check.selftest import ModelTraits, batch_dependence, find_runner, restore_runner
+from engine.load.read.checkpoint import Checkpoint, is_small
 from engine.model.device_runner import DeviceRunner
 from engine.model.encoder import Encoder
 from engine.model.margins import Margin, Margins

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers.utils.logging import set_tqdm_hook
 
-from engine.load.reporting_bar import ReportingBar
+from engine.load.hub.reporting_bar import ReportingBar
 
 
 class WeightBar(ReportingBar):

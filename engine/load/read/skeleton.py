@@ -19,7 +19,7 @@ from transformers import (
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from engine.errors import ModelUnsupported
-from engine.load.checkpoint import READ_ERRORS, error_line
+from engine.load.read.checkpoint import READ_ERRORS, error_line
 from engine.model import hooks, recurrence, rope
 from engine.model.encoder import has_encoder
 from engine.model.layers import cached_layers_without_rotation, calibrate

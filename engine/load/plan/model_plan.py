@@ -1,7 +1,7 @@
 """The memory of a model before its weights are read: from its configuration, headers and tokenizer alone.
 
-A model without weights (skeleton.py) has the layers that store cells or states. The sizes then go through the plan of
-the load (memory.py).
+A model without weights (read/skeleton.py) has the layers that store cells or states. The sizes then go through the
+plan of the load (memory.py).
 """
 
 from __future__ import annotations
@@ -22,19 +22,14 @@ from engine.gguf.weights import parameter_sources
 from engine.kernels.blocks import TorchBlocks
 from engine.kernels.formats import WeightFormat
 from engine.kernels.packing import packed_bytes
-from engine.load.cache import state_budget
-from engine.load.checkpoint import Checkpoint, is_small, weight_files
-from engine.load.load import (
-    choose_dtype,
-    max_context,
-    read_headers,
-    read_max_context,
-    read_model_tokenizer,
-)
-from engine.load.memory import ModelSizes, available_bytes, memory_plan, model_sizes, plan_memory
-from engine.load.mxfp4 import has_mxfp4, mxfp4_matrices
-from engine.load.skeleton import Skeleton, make_skeleton
-from engine.load.weights import keeps_formats
+from engine.load.machine.available_memory import available_bytes
+from engine.load.plan.memory import ModelSizes, memory_plan, model_sizes, plan_memory, state_budget
+from engine.load.read.checkpoint import Checkpoint, is_small, weight_files
+from engine.load.read.configuration import choose_dtype, max_context, read_headers, read_max_context
+from engine.load.read.mxfp4 import has_mxfp4, mxfp4_matrices
+from engine.load.read.skeleton import Skeleton, make_skeleton
+from engine.load.read.tokenizer_files import read_model_tokenizer
+from engine.load.read.weights import keeps_formats
 from engine.quantize.formats import MAX_AVERAGE_BITS
 from engine.quantize.plan import QuantizationPlan
 from engine.quantize.quantize import bits_for, bytes_of

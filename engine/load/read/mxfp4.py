@@ -23,8 +23,8 @@ from engine.gguf.container import Bytes, GgufError, GgufTensor
 from engine.gguf.matrices import FileMatrices
 from engine.gguf.weights import PLAIN_TYPES, FileMatrix, Matrices, ParameterSource, whole_rows
 from engine.kernels.blocks import BlockReader
-from engine.load.checkpoint import weight_files
-from engine.load.file_model import file_model, file_skeleton
+from engine.load.read.checkpoint import weight_files
+from engine.load.read.file_model import file_model, file_skeleton
 from engine.quantize.plan import QuantizationPlanNames
 from engine.quantize.stacks import experts_of
 

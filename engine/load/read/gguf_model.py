@@ -12,7 +12,7 @@ from engine.gguf.container import GgufModel, read_model
 from engine.gguf.matrices import FileMatrices
 from engine.gguf.weights import parameter_sources
 from engine.kernels.blocks import BlockReader, TorchBlocks
-from engine.load.file_model import file_model, file_skeleton
+from engine.load.read.file_model import file_model, file_skeleton
 from engine.quantize.plan import QuantizationPlanNames
 
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from engine.load.device import GPU_TORCH_REMEDY
-from engine.load.machine import Kernel, Machine
+from engine.load.machine.device import GPU_TORCH_REMEDY
+from engine.load.machine.machine import Kernel, Machine
 from engine.types.sizes import format_size
 
 # The command that installs a C++ compiler, by the id of a distribution.

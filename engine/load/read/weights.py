@@ -13,8 +13,7 @@ from engine.errors import ModelUnsupported
 from engine.gguf.matrices import FileMatrices
 from engine.kernels import dispatch
 from engine.kernels.blocks import TorchBlocks
-from engine.load.checking import EarlierChecks
-from engine.load.checkpoint import (
+from engine.load.read.checkpoint import (
     READ_ERRORS,
     Checkpoint,
     broken_weights_reason,
@@ -22,9 +21,10 @@ from engine.load.checkpoint import (
     incomplete_weights_reason,
     weight_files,
 )
-from engine.load.gguf_model import gguf_model
-from engine.load.mxfp4 import mxfp4_model
-from engine.load.skeleton import model_class
+from engine.load.read.gguf_model import gguf_model
+from engine.load.read.mxfp4 import mxfp4_model
+from engine.load.read.skeleton import model_class
+from engine.quantize.plan import QuantizationPlanNames
 from engine.types.sizes import format_size
 
 log = logging.getLogger("cellar.engine")
@@ -35,12 +35,20 @@ _DEQUANTIZED_FORMATS = {"mxfp4": ("MXFP4", 4.25), "fp8": ("FP8", 8.0)}
 
 
 def read_model(
-    name: str, checkpoint: Checkpoint, config: Any, settings: EngineConfig, earlier: EarlierChecks
+    name: str,
+    checkpoint: Checkpoint,
+    config: Any,
+    settings: EngineConfig,
+    dtype: torch.dtype,
+    quantised: QuantizationPlanNames | None,
 ) -> tuple[Any, FileMatrices | None]:
-    """The model in CPU memory, and the quantised matrices of its file that replace layers. Raises ModelUnsupported."""
+    """The model in CPU memory, and the quantised matrices of its file that replace layers. Raises ModelUnsupported.
+
+    quantised  the layers to quantise; None: they are not known yet
+    """
     # Another dtype or format is that of all weights.
-    dtype, keeps = earlier.dtype, keeps_formats(settings)
-    repacked = earlier.quantised if keeps else None
+    keeps = keeps_formats(settings)
+    repacked = quantised if keeps else None
     try:
         reader = TorchBlocks() if settings.kernels == "torch" else dispatch.best_blocks()
         if checkpoint.gguf is not None:

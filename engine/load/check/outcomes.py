@@ -126,7 +126,7 @@ def _software() -> tuple[str, ...]:
     """Versions of the libraries, and a digest of the code that runs models."""
     # One update of a digest: each waits for the interpreter lock, which the tokenizer's thread holds.
     content = bytearray()
-    for folder in (Path(__file__).resolve().parents[1], Path(kvcache.spec.__file__).resolve().parent):
+    for folder in (Path(__file__).resolve().parents[2], Path(kvcache.spec.__file__).resolve().parent):
         for file in sorted(found for kind in _SOURCES for found in folder.rglob(kind)):
             own = file.read_bytes()
             content += f"{file.relative_to(folder)} {len(own)} ".encode() + own

@@ -7,13 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-import psutil
 import torch
 
-from engine.config import EngineConfig, parse_memory
+from engine.config import EngineConfig
 from engine.errors import PlanTooLarge
-from engine.load.device import device_memory
-from engine.load.resources import free_memory_bytes, memory_limit_bytes
+from engine.load.machine.available_memory import available_bytes
 from engine.model.graph_sizes import BATCH_SIZES, all_sizes
 from engine.types.request import MAX_DRAFT_TOKENS
 from engine.types.sizes import format_size
@@ -60,36 +58,6 @@ class ModelSizes:
     state_bytes: int = 0
 
 
-def available_bytes(config: EngineConfig | None = None) -> int:
-    """Memory that this process may still allocate, within the limits of its container and of `config`.
-
-    It is that of the device of `config`, which resolve_device has resolved; None: of the CPU.
-    """
-    if config is not None and config.device != "cpu":
-        return _available_device_bytes(config)
-    available, left = int(psutil.virtual_memory().available), free_memory_bytes()
-    limits: list[int] = [available, *(() if left is None else (left,))]
-    if config is not None and config.memory is not None:
-        resident = int(psutil.Process().memory_info().rss)
-        limits.append(max(0, _limit_bytes(config.memory) - resident - config.host_cache_bytes))
-    return min(limits)
-
-
-def _available_device_bytes(config: EngineConfig) -> int:
-    memory = device_memory(config.device)
-    if config.memory is None:
-        return memory.free_bytes
-    limit = parse_memory(config.memory)(memory.total_bytes)
-    return min(memory.free_bytes, max(0, limit - memory.allocated_bytes))
-
-
-def _limit_bytes(memory: str) -> int:
-    """The memory limit of the settings; a share is one of the container's limit or of the machine."""
-    total, limit = int(psutil.virtual_memory().total), memory_limit_bytes()
-    # A group without a limit of its own may report one beyond the machine.
-    return parse_memory(memory)(total if limit is None else min(total, limit))
-
-
 def rank_bytes(config: EngineConfig, reserved_bytes: int) -> int:
     """`available_bytes` of one rank, without those reserved: ranks share the memory of a CPU, and have a GPU each."""
     available = max(available_bytes(config) - reserved_bytes, 0)
@@ -130,6 +98,11 @@ def model_sizes(
 def max_batch_tokens(config: EngineConfig, slots: int) -> int:
     """Most tokens of one step: a prefill chunk, and one token for every slot."""
     return config.chunk + slots
+
+
+def state_budget(memory: MemoryPlan, share: float = STATE_SHARE) -> int:
+    """Bytes of recurrent states in the prefix tree at most."""
+    return int(memory.available_bytes * share)
 
 
 def plan_memory(config: EngineConfig, sizes: ModelSizes, available: int) -> tuple[MemoryPlan, int, int]:

@@ -20,8 +20,7 @@ from engine.config import BUNDLED_NAME
 from engine.errors import ModelMissing
 from engine.gguf.config import is_language_model
 from engine.gguf.container import GgufError, GgufModel, Metadata, read_metadata, read_model, shard_files
-from engine.load.file_kind import GGUF_FILE, JSON_FILE, SAFETENSORS_FILE, file_kind
-from engine.load.hub import (
+from engine.load.hub.hub import (
     ADAPTER_CONFIG,
     CONSOLIDATED_FILES,
     NAME_FORMAT,
@@ -30,7 +29,8 @@ from engine.load.hub import (
     download,
     download_headers,
 )
-from engine.load.resources import processor_count
+from engine.load.machine.resources import processor_count
+from engine.load.read.file_kind import GGUF_FILE, JSON_FILE, SAFETENSORS_FILE, file_kind
 from engine.types.model_name import plain_name
 
 # Errors that transformers raises for a broken checkpoint. The last two derive from Exception directly.
@@ -146,7 +146,7 @@ def _first_shard(model: str, path: Path) -> Path:
 
 
 def _bundled() -> Path:
-    package = Path(__file__).resolve().parents[1]
+    package = Path(__file__).resolve().parents[2]
     # In a wheel the model lies inside the package, in a checkout beside it.
     for folder in (package / "bundled" / "target", package.parent / "models" / "target"):
         if (folder / "config.json").is_file():

@@ -14,7 +14,7 @@ import torch
 from engine.kernels.cpu.attention.attention import FORMATS
 from engine.kernels.cpu.build.libraries import LibraryUnavailable
 from engine.kernels.packing import PackedMatrix
-from engine.load.selftest import ModelTraits, logit_difference
+from engine.load.check.selftest import ModelTraits, logit_difference
 from engine.model import rope
 from engine.model.margins import within
 from engine.model.model_runner import FirstSupporting, LocalRunner

@@ -13,7 +13,7 @@ from engine.gguf.container import GgufError
 from engine.gguf.deferred import DeferredWeights, placeholder
 from engine.gguf.matrices import FileMatrices
 from engine.gguf.weights import read_parameters
-from engine.load.resources import processor_count
+from engine.load.machine.resources import processor_count
 from engine.model.rope import original_length
 from engine.quantize.plan import QuantizationPlanNames, plan_from_names
 
@@ -43,7 +43,7 @@ def file_model(
     repacked  a plan of matrices to replace before the model runs: the ones with an exact format are not dequantised
     defers    without such a plan, matrices with an exact format are dequantised at each call: `FileMatrices.deferred`
     """
-    # Long rotary factors are calibrated by running the model at each start (engine/load/selftest.py).
+    # Long rotary factors are calibrated by running the model at each start (engine/load/check/selftest.py).
     has_long_factors = original_length(skeleton) is not None
     plan = None if repacked is None or has_long_factors else plan_from_names(skeleton, repacked)
     unread = frozenset[str]() if plan is None else matrices.exact_parameters(skeleton, plan)

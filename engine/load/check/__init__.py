@@ -1,0 +1,1 @@
+"""Checks the logits of a model at load, selects its runner and stores the outcome."""

@@ -1,0 +1,1 @@
+"""Models of the hub, and those in its local cache."""

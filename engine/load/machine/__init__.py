@@ -1,0 +1,1 @@
+"""Facts of the machine: devices, memory, processors, and what they mean for serving."""

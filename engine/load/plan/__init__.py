@@ -1,0 +1,1 @@
+"""Plans the memory of a model, loaded or not."""

@@ -1,0 +1,39 @@
+"""Reads the tokenizer of a model from the files of a folder, or from the metadata of a GGUF file."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from engine.errors import ModelUnsupported
+from engine.gguf.container import Metadata, read_metadata
+from engine.gguf.tokenizer import read_tokenizer as read_gguf_tokenizer
+from engine.load.read.checkpoint import READ_ERRORS, Checkpoint, error_line, is_gguf
+from engine.text.template_process import TemplateTooCostly, TemplateUnavailable
+from engine.text.tokenizer import Tokenizer
+
+
+def read_tokenizer(path: Path, metadata: Metadata | None = None) -> Any:
+    """The tokenizer of a model's folder or GGUF file. Raises GgufError, and the errors of transformers.
+
+    metadata  of the GGUF file if it has been read
+    """
+    if metadata is None and is_gguf(path):
+        metadata = read_metadata(path)
+    if metadata is not None:
+        return read_gguf_tokenizer(metadata)
+    return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+
+
+def read_model_tokenizer(name: str, checkpoint: Checkpoint, *, vocabulary: int) -> Tokenizer:
+    """The tokenizer without a context limit. Raises ModelUnsupported."""
+    try:
+        tokenizer = read_tokenizer(checkpoint.path, checkpoint.metadata)
+        return Tokenizer(tokenizer, vocabulary_size=vocabulary, context=sys.maxsize)
+    except READ_ERRORS as error:
+        raise ModelUnsupported(name, f"its tokenizer cannot be read: {error_line(error)}") from error
+    except (TemplateTooCostly, TemplateUnavailable) as error:
+        raise ModelUnsupported(name, f"its chat template {error}") from error
