@@ -54,11 +54,12 @@ def test_a_hint_is_a_warning(app: Any, path: str, fields: dict[str, Any], named:
     """In the answer, or in the first chunk or event of a stream."""
     answer = ask(app, "POST", path, json_body={**BODIES[path], **fields, "stream": stream})
     assert answer.status == 200, answer.body
-    bodies = [answer.json] if not stream else [event.get("response", event) for event in answer.named_events]
-    if stream and path != RESPONSES:
-        bodies = answer.events
+    if path == RESPONSES:
+        body = answer.named_events[0]["response"] if stream else answer.json
+    else:
+        body = answer.events[0] if stream else answer.json
 
-    [warning] = bodies[0]["warnings"]
+    [warning] = body["warnings"]
     assert f"'{named}'" in warning
 
 
