@@ -10,9 +10,9 @@ import ipaddress
 import math
 import re
 import stat
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
@@ -397,37 +397,20 @@ class Settings:
         return tuple(host.lower() for host in self.allowed_hosts if "://" in host)
 
     def engine_config(self) -> EngineConfig:
-        """The engine's part; ConfigError for a value that cannot work."""
-        return EngineConfig(
-            model=self.model,
-            device=self.device,
-            enforce_eager=self.enforce_eager,
-            compile=self.compile,
-            batch_invariant=self.batch_invariant,
-            dtype=self.dtype,
-            kv_dtype=self.kv_dtype,
-            quantize=self.quantize,
-            calibration=self.calibration or None,
-            context=self.context,
-            slots=self.slots,
-            overflow=self.overflow,
-            max_waiting=self.max_waiting,
-            itl_target_ms=None if self.itl_target_ms == "auto" else self.itl_target_ms,
-            memory=self.memory or None,
-            threads=self.threads,
-            tensor_parallel=self.tensor_parallel,
-            mla=self.mla,
-            drafter=self.drafter,
-            draft_model=self.draft_model or None,
-            draft_tokens=None if self.draft_tokens == "auto" else self.draft_tokens,
-            draft_quantize=self.draft_quantize,
-            embedding_model=self.embedding_model or None,
-            # No route accepts media.
-            media=False,
-            disk_cache=self.disk_cache_folder,
-            disk_cache_bytes=self.disk_cache_bytes,
-            host_cache_bytes=self.host_cache_bytes,
-        )
+        """The engine's part: the fields that both classes have; ConfigError for a value that cannot work."""
+        defaults = {each.name: each.default for each in fields(EngineConfig)}
+        shared = {
+            each.name: _engine_value(getattr(self, each.name), each.default, defaults[each.name])
+            for each in fields(self)
+            if each.name in defaults
+        }
+        # No route accepts media.
+        return EngineConfig(**{**shared, "disk_cache": self.disk_cache_folder, "media": False})
+
+
+def _engine_value(value: Any, default: Any, engine_default: Any) -> Any:
+    """The engine's value of a setting: None for an empty one, and for a default in words such as "auto"."""
+    return None if engine_default is None and value in (default, "") else value
 
 
 def _model_name(model: str) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from engine.config import EngineConfig
 from engine.types.status import DraftingInfo, ModelInfo, QuantizationEstimate
 from server import cli
 from server.commands.option_sources import SECTIONS
@@ -266,6 +267,17 @@ def test_garbage_collection_resumes_after_the_import() -> None:
 
     assert gc.isenabled()
     assert gc.get_freeze_count() >= before + len(created)
+
+
+def test_settings_have_the_defaults_of_the_engine() -> None:
+    assert Settings().engine_config() == EngineConfig(media=False)
+
+
+def test_words_of_the_engine_are_no_defaults_in_words() -> None:
+    """ "auto" is a value of draft_quantize, whose default is that of quantize."""
+    config = Settings(draft_model="small", draft_quantize="auto", calibration="", memory="").engine_config()
+
+    assert ("auto", None, None) == (config.draft_quantize, config.calibration, config.memory)
 
 
 def test_the_settings_reach_the_engine() -> None:
