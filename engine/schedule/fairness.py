@@ -103,13 +103,14 @@ class Fairness:
     def charge(self, sequence: Sequence, tokens: int) -> bool:
         """Charge the computed tokens of a step to the owner and the request of a sequence.
 
-        Whether its time slice has ended.
+        Whether a time slice ends with this step.
         """
         self._owners.charge(sequence.owner, tokens)
         self._requests.charge(sequence.group, tokens)
-        if sequence in self._steps:
-            self._steps[sequence] += 1
-        return self._steps.get(sequence, 0) >= TIME_SLICE_STEPS
+        if sequence not in self._steps:
+            return False
+        self._steps[sequence] += 1
+        return self._steps[sequence] % TIME_SLICE_STEPS == 0
 
     def slot_assigned(self, sequence: Sequence) -> None:
         """Record that a sequence got a slot."""
@@ -144,7 +145,17 @@ class Fairness:
         """
         waiting = tuple(waiting)
         started_tokens = sum(len(one.tokens) for one in (*running, *waiting) if one.has_started)
+        free_tokens = cells - started_tokens
         ready, shares = [one for one in _admissible(waiting) if not one.is_unread], _Shares(running)
+        # An older sequence whose return would evict many cells does not delay the first token of a new one.
+        new = [one for one in ready if not one.has_started]
+        first = self._find_preemption(ready, running, shares, free_tokens)
+        return first or (self._find_preemption(new, running, shares, free_tokens) if len(new) < len(ready) else None)
+
+    def _find_preemption(
+        self, ready: Rows[Sequence], running: Rows[Sequence], shares: _Shares, free_tokens: int
+    ) -> Preemption | None:
+        """For the first of these ready sequences that gets a slot."""
         owners = {one.owner for one in ready}
         while owners:
             owner = self._owners.choose(_with_fewest_slots(owners, shares.owners))
@@ -157,7 +168,7 @@ class Fairness:
             if others or same:
                 return Preemption(sequence, shares.latest_of_largest(others or same))
             added = 0 if sequence.has_started else len(sequence.tokens)
-            evicted = len(sequence.tokens) if started_tokens + added > cells else 0
+            evicted = len(sequence.tokens) if added > free_tokens else 0
             equal = [one for one in served if excess[one] == 1 and (one.is_unread or self._slice_ended(one, evicted))]
             if equal:
                 victim = max(equal, key=lambda one: (one.rank, one.is_unread, self._steps[one]))

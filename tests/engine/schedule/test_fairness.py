@@ -207,6 +207,20 @@ def test_a_new_request_gets_a_slot_within_a_time_slice(loaded: Models) -> None:
     assert max(waits) <= TIME_SLICE_STEPS + 1
 
 
+def test_a_new_request_does_not_wait_for_one_without_cells(loaded: Models) -> None:
+    """The preempted sequence comes first, but its return would evict the running one."""
+    engine = core(loaded("llama"), slots=1, cells=160)
+    engine.submit(ask("old", range(60), 60, ignore_eos=True))
+    steps_until(engine, Started, "old")
+    engine.submit(ask("second", range(9, 69), 60, ignore_eos=True))
+    steps_until(engine, Started, "second")
+    for _ in range(12):
+        engine.step()
+    engine.submit(ask("new", (1, 9, 7), 1))
+
+    assert steps_until(engine, Finished, "new") <= TIME_SLICE_STEPS
+
+
 def test_new_requests_leave_every_second_slot_to_others(loaded: Models) -> None:
     """So that preempted requests finish though new ones wait all the time."""
     engine = core(loaded("llama"), slots=1)
