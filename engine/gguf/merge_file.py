@@ -7,6 +7,7 @@ than was written, is replaced.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
 from collections.abc import Sequence
 
@@ -37,7 +38,8 @@ def cached_merges(vocabulary: Vocabulary, mergeable: Sequence[int]) -> list[Merg
         left, right = pairs.T.tolist()
         return list(zip(map(tokens.__getitem__, left), map(tokens.__getitem__, right), strict=True))
     merges = derive_merges(tokens, vocabulary.scores, mergeable)
-    _write(name, np.array([(vocabulary.ids[left], vocabulary.ids[right]) for left, right in merges], np.int32))
+    parts = map(vocabulary.ids.__getitem__, itertools.chain.from_iterable(merges))
+    _write(name, np.fromiter(parts, np.int32).reshape(-1, 2))
     return merges
 
 
