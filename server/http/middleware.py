@@ -123,7 +123,7 @@ class BoundaryMiddleware:
         if scope["type"] not in ("http", "websocket"):
             await self.app(scope, receive, send)
             return
-        self.paths.add_prefix(scope)
+        scope = self.paths.normalise(scope)
         answer = _ResponseLog(scope, send)
         try:
             _check_connection(scope)

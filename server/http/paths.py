@@ -23,8 +23,24 @@ class ServedPaths:
         # A path that has its own route gets no prefix.
         self._without_prefix = {path[2] for path in segments if path[1] == PREFIX[1:]} - {path[1] for path in segments}
 
-    def add_prefix(self, scope: Scope) -> None:
-        """Put /v1 before the path of an OpenAI endpoint without it, in the scope itself."""
+    def normalise(self, scope: Scope) -> Scope:
+        """The scope of the route for a request: with /v1, without a slash at the end, GET for HEAD without a route.
+
+        The HTTP server leaves out the body of a response to HEAD. Paths change in the scope itself.
+        """
+        self._remove_slash(scope)
+        self._add_prefix(scope)
+        if scope.get("method") == "HEAD" and not self.serves(scope):
+            got = {**scope, "method": "GET"}
+            return got if self.serves(got) else scope
+        return scope
+
+    def _remove_slash(self, scope: Scope) -> None:
+        if len(scope["path"]) > 1 and scope["path"].endswith("/") and not scope["path"].endswith("//"):
+            scope["raw_path"] = scope.get("raw_path", scope["path"].encode()).removesuffix(b"/")
+            scope["path"] = scope["path"].removesuffix("/")
+
+    def _add_prefix(self, scope: Scope) -> None:
         path: str = scope["path"]
         if path[1:].partition("/")[0] in self._without_prefix:
             scope["path"] = PREFIX + path

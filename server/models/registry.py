@@ -10,6 +10,8 @@ from server.service import Service
 
 # Characters of a client's own name of the model.
 MAX_NAME_LENGTH = 512
+# The tag that Ollama's clients add to a name without one.
+LATEST_TAG = ":latest"
 
 
 class ModelRegistry:
@@ -43,7 +45,7 @@ class ModelRegistry:
 
         The name of a client's own model, such as Claude Code's, is served by --served-model-name '*'.
         """
-        if name is None:
+        if not name:
             return self._service
         name = self.served_name(name)
         if name == self.settings.embedding_name:
@@ -51,7 +53,8 @@ class ModelRegistry:
                 f"The model '{name}' is the embedding model and does not support this endpoint; use '{self.names[0]}'."
             )
             raise ApiError(MODEL_NOT_FOUND, message, param="model")
-        if name not in self.names and not (self.settings.serves_any_name and _may_be_name(name)):
+        is_any_name = self.settings.serves_any_name and _may_be_name(name)
+        if name.removesuffix(LATEST_TAG) not in self.names and not is_any_name:
             served = ", ".join(f"'{each}'" for each in self.names)
             message = f"The model '{name[:128]}' does not exist here. This server serves {served}."
             raise ApiError(MODEL_NOT_FOUND, message, param="model")

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from server.http.errors import STORAGE_FULL, ApiError, invalid_value
+from server.models.registry import LATEST_TAG as LATEST_TAG
 from server.ollama.translation import now
 from server.schemas.ollama import (
     CreateRequest,
@@ -21,8 +22,6 @@ from server.schemas.ollama import (
     OllamaOptions,
 )
 
-# Clients append it to names; here a name has one model.
-LATEST_TAG = ":latest"
 # Limits of an owner: presets, and characters of the texts of each.
 MAX_PRESETS = 64
 MAX_PRESET_CHARACTERS = 2**18

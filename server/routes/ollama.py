@@ -132,6 +132,12 @@ def _add_embeddings(app: FastAPI, models: ModelRegistry) -> None:
         service, started = models.lease_for_embeddings(_without_tag(models, body.model)), time.monotonic()
         check_dimensions(service, body.dimensions)
         inputs = [body.input] if isinstance(body.input, str) else body.input
+        if not inputs:
+            return JsonResponse(
+                OllamaEmbeddings(
+                    model=service.name, embeddings=[], total_duration=0, load_duration=0, prompt_eval_count=0
+                )
+            )
         options = EmbeddingOptions(max_tokens=0 if body.truncate is False else -1)
 
         async def work() -> Response:

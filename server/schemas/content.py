@@ -110,6 +110,16 @@ def _only_text(kind: object) -> object:
     return kind
 
 
+def _as_text(part: object) -> object:
+    """Text parts under the names of other APIs, whose clients send back what they received."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    if isinstance(part, dict) and kind in ("input_text", "output_text"):
+        return {**part, "type": "text"}
+    if isinstance(part, dict) and kind == "refusal" and "refusal" in part:
+        return {"type": "text", "text": part["refusal"]}
+    return part
+
+
 def _shape(content: object) -> str:
     return "parts" if isinstance(content, list) else "string"
 
@@ -132,7 +142,8 @@ class TextPart(Strict):
 
 
 Content = Annotated[
-    Annotated[str, Tag("string")] | Annotated[list[TextPart], Field(max_length=MAX_PARTS), Tag("parts")],
+    Annotated[str, Tag("string")]
+    | Annotated[list[Annotated[TextPart, BeforeValidator(_as_text)]], Field(max_length=MAX_PARTS), Tag("parts")],
     Discriminator(_shape),
 ]
 

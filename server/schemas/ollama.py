@@ -150,7 +150,7 @@ class OllamaEmbedRequest(Strict):
     """POST /api/embed. Longer inputs are truncated unless `truncate` is false."""
 
     model: str
-    input: str | Annotated[list[str], Field(min_length=1, max_length=2048)]
+    input: str | Annotated[list[str], Field(max_length=2048)]
     truncate: bool | None = None
     dimensions: Count | None = None
     options: OllamaOptions | None = None

@@ -46,12 +46,12 @@ class JsonObjectFormat(Strict):
 
 
 class NamedSchema(Strict):
-    """A schema with a name. It is enforced exactly or refused; with `strict` false, unsupported keywords are ignored.
+    """A schema. It is enforced exactly or refused; with `strict` false, unsupported keywords are ignored.
 
     Ignored keywords are reported in the response's `warnings`.
     """
 
-    name: FormatName
+    name: FormatName | None = None
     description: str | None = None
     schema_: Annotated[Schema | None, Field(alias="schema")] = None
     strict: bool | None = None

@@ -234,7 +234,6 @@ def app() -> Any:
 # pydantic reports an error for each member of a union.
 UNIONS: list[tuple[str, dict[str, Any], str]] = [
     ("/api/embed", {"model": "m", "input": 5}, "'input': Input should be a valid string or a valid list."),
-    ("/api/embed", {"model": "m", "input": []}, "'input': List should have at least 1 item, not 0."),
     ("/api/embed", {"model": "m", "input": ["x", 5]}, "'input[1]': Input should be a valid string."),
     ("/v1/messages", {"thinking": {}}, "Missing required parameter: 'thinking.type'."),
     (

@@ -180,7 +180,6 @@ def test_every_answer_has_a_request_id(app: Any) -> None:
     ("method", "path", "status", "code"),
     [
         ("GET", "/nothing", 404, "unknown_url"),
-        ("GET", "/v1/models/", 404, "model_not_found"),
         ("GET", "/docs", 404, "unknown_url"),
         ("POST", "/v1/nothing", 404, "unknown_url"),
         ("GET", CHAT, 405, "method_not_allowed"),

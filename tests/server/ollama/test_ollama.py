@@ -398,6 +398,12 @@ def test_empty_input_is_named_as_in_the_request(path: str, body: Any, named: str
     assert (400, f"Invalid value for {named}: it has no tokens.") == (answer.status, answer.json["error"])
 
 
+def test_no_input_has_no_embeddings() -> None:
+    answer = post(engine_emitting("x"), "embed", input=[])
+
+    assert (answer.status, answer.json["embeddings"]) == (200, [])
+
+
 def test_responses_match_openapi() -> None:
     """Responses, lines and errors validate against /openapi.json, without extra fields."""
     text = f"<think>\nhm\n</think>\n\nyes{CALL}"
