@@ -92,6 +92,7 @@ class EngineConfig:
     quantize           of linear layers and experts at load; "auto": int8 or int4, on a CPU where that is faster, on a
                        GPU where the weights do not fit as stored
     calibration        text file for the choice of formats and codes of int4 weights; None: a built-in text
+    chat_template      file with a chat template in Jinja; None: the model's own
     context            tokens of a sequence; None: the limit of the model and of the memory
     slots              concurrent sequences; None: up to 8, on a GPU up to 64, within the memory
     cells              tokens in the shared KV cache; None: slots x context, so that no sequence waits for cells
@@ -131,6 +132,7 @@ class EngineConfig:
     kv_dtype: KvDtype = "auto"
     quantize: Quantize = "none"
     calibration: str | None = None
+    chat_template: str | None = None
     context: int | None = None
     slots: int | None = None
     cells: int | None = None
@@ -169,6 +171,7 @@ class EngineConfig:
             drafter="none",
             draft_model=None,
             draft_quantize=None,
+            chat_template=None,
             context=context,
             slots=slots,
             cells=cells,
@@ -201,7 +204,8 @@ class EngineConfig:
                 raise ConfigError(name, f"must be 0 or more, not {value}")
         self._check_memory()
         self._check_device()
-        self._check_calibration()
+        self._check_text_file("calibration", self.calibration)
+        self._check_text_file("chat_template", self.chat_template)
         self._check_drafts()
         if self.tensor_parallel > 1:
             self._check_tensor_parallel()
@@ -227,15 +231,15 @@ class EngineConfig:
         except ValueError as error:
             raise ConfigError("memory", str(error)) from error
 
-    def _check_calibration(self) -> None:
-        if self.calibration is None:
+    def _check_text_file(self, setting: str, file: str | None) -> None:
+        if file is None:
             return
         try:
-            text = Path(self.calibration).read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise ConfigError("calibration", f"{self.calibration} cannot be read as UTF-8 text: {error}") from error
+            text = Path(file).expanduser().read_text(encoding="utf-8")
+        except (OSError, ValueError, RuntimeError) as error:
+            raise ConfigError(setting, f"{file} cannot be read as UTF-8 text: {error}") from error
         if not text.strip():
-            raise ConfigError("calibration", f"{self.calibration} is empty")
+            raise ConfigError(setting, f"{file} is empty")
 
     def _check_drafts(self) -> None:
         if self.draft_tokens is not None and not 0 <= self.draft_tokens <= MAX_DRAFT_TOKENS:

@@ -124,7 +124,7 @@ def _load(config: EngineConfig, on_phase: Callable[[str], None], reserved_bytes:
     checkpoint, model_config = read_config(name, folder, config)
     dtype = choose_dtype(config, model_config, small=is_small(folder))
     kv_dtype: torch.dtype = dtype if config.kv_dtype == "auto" else getattr(torch, config.kv_dtype)
-    reading = _start_tokenizer(name, checkpoint, model_config.get_text_config().vocab_size)
+    reading = _start_tokenizer(name, checkpoint, config.chat_template, model_config.get_text_config().vocab_size)
     on_phase("weights")
     earlier = _read_earlier_checks(name, config, checkpoint, dtype, kv_dtype)
     model, matrices = read_model(name, checkpoint, model_config, config, dtype, earlier.quantised)
@@ -278,13 +278,13 @@ def _identity(checkpoint: Checkpoint, loaded: LoadedModel, int4_key: str) -> str
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
-def _start_tokenizer(name: str, checkpoint: Checkpoint, vocabulary: int) -> Future[Tokenizer]:
+def _start_tokenizer(name: str, checkpoint: Checkpoint, template: str | None, vocabulary: int) -> Future[Tokenizer]:
     """Read the tokenizer in another thread: large ones take seconds. The process that renders its chat template imports
     transformers meanwhile.
     """
     template_process().start()
     pool = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
-    reading = pool.submit(read_model_tokenizer, name, checkpoint, vocabulary=vocabulary)
+    reading = pool.submit(read_model_tokenizer, name, checkpoint, template, vocabulary=vocabulary)
     pool.shutdown(wait=False)
     return reading
 

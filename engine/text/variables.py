@@ -13,6 +13,8 @@ from jinja2 import Environment, TemplateError, meta
 
 # `datetime` of the FireFunction template; without the time of day, so that prompts of a day share a prefix.
 _DATE = "%Y-%m-%d"
+# `date_string` of Llama's templates, which have a date of 2024 by default.
+_DATE_STRING = "%d %b %Y"
 # A tag of transformers around the text of the assistant; it reads no variable.
 _GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 
@@ -34,5 +36,9 @@ def template_variables(names: Iterable[str], tools: Sequence[Mapping[str, Any]])
     """Values for `names` that transformers does not provide: the tools as JSON or as a list, and the date."""
     functions = [tool["function"] for tool in tools]
     text = json.dumps(functions, indent=4, ensure_ascii=False)
-    values: dict[str, object] = {"functions": text, "xml_tools": functions, "datetime": datetime.now().strftime(_DATE)}
+    now = datetime.now()
+    values: dict[str, object] = {
+        "functions": text, "xml_tools": functions,
+        "datetime": now.strftime(_DATE), "date_string": now.strftime(_DATE_STRING),
+    }
     return {name: value for name, value in values.items() if name in names}

@@ -11,6 +11,7 @@ _SAME = {
         *("allowed-origins", "api-allow-origin", "cors-allow-origins", "cors", "cors-origins", "enable-cors"),
     ),
     "api-key-file": ("api-keys-file",),
+    "chat-template": ("chat-template-file",),
     "context": ("max-model-len", "ctx-size", "context-length", "context-size", "num-ctx", "-c"),
     "device": ("n-gpu-layers", "gpu-layers", "num-gpu", "main-gpu", "gpus", "-ngl", "-dev"),
     "disk-cache": ("slot-save-path", "prompt-cache"),

@@ -130,6 +130,10 @@ class Settings:
             show_default="a built-in text",
         ),
     ] = None
+    chat_template: Annotated[
+        str | None,
+        Parameter(help="File with a chat template in Jinja, also for GGUF files.", show_default="the model's own"),
+    ] = None
     context: Annotated[
         int | None,
         Parameter(

@@ -322,6 +322,7 @@ def test_the_settings_reach_the_engine() -> None:
         (["--port", "70000"], "--port"),
         (["--grace", "-1"], "--grace"),
         (["--grace", "nan"], "--grace"),
+        (["--chat-template", "/nonexistent/x"], "--chat-template /nonexistent/x cannot be read as UTF-8 text"),
         (["--slots", "0"], "--slots must be at least 1"),
         (["--context", "4"], "--context must be at least 8"),
         (["--api-key-file", "/nonexistent/key"], "/nonexistent/key"),

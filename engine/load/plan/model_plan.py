@@ -151,7 +151,7 @@ def plan_model(
         state_bytes=skeleton.state_bytes,
     )
     # It takes memory too, which stays with the process.
-    read_model_tokenizer(name, checkpoint, vocabulary=text.vocab_size)
+    read_model_tokenizer(name, checkpoint, config.chat_template, vocabulary=text.vocab_size)
     if process_bytes is None:
         process_bytes = _process_bytes(config)
     memory, reason, context, slots = _settings(config, sizes, available - weights_bytes)

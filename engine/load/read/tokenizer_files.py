@@ -28,10 +28,17 @@ def read_tokenizer(path: Path, metadata: Metadata | None = None) -> Any:
     return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
 
 
-def read_model_tokenizer(name: str, checkpoint: Checkpoint, *, vocabulary: int) -> Tokenizer:
-    """The tokenizer without a context limit. Raises ModelUnsupported."""
+def read_model_tokenizer(
+    name: str, checkpoint: Checkpoint, template: str | None = None, *, vocabulary: int
+) -> Tokenizer:
+    """The tokenizer without a context limit. Raises ModelUnsupported.
+
+    template  file of a chat template in place of the model's own
+    """
     try:
         tokenizer = read_tokenizer(checkpoint.path, checkpoint.metadata)
+        if template is not None:
+            tokenizer.chat_template = Path(template).expanduser().read_text(encoding="utf-8")
         return Tokenizer(tokenizer, vocabulary_size=vocabulary, context=sys.maxsize)
     except READ_ERRORS as error:
         raise ModelUnsupported(name, f"its tokenizer cannot be read: {error_line(error)}") from error

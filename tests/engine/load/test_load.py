@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,10 @@ from engine.config import EngineConfig
 from engine.core import Core
 from engine.errors import ModelMissing, ModelUnsupported, PlanTooLarge
 from engine.load.load import load
-from engine.load.read.checkpoint import fingerprint, resolve, weight_files
+from engine.load.read.checkpoint import fingerprint, read_checkpoint, resolve, weight_files
 from engine.load.read.configuration import max_context
+from engine.load.read.tokenizer_files import read_model_tokenizer
+from tests.engine.gguf.files import write_checkpoint
 from tests.engine.kit import encoders
 from tests.engine.kit.models import CONTEXT
 from tests.engine.kit.play import Job, ask, play
@@ -313,3 +316,17 @@ def test_weights_and_cells_have_the_dtype_of_the_setting(folder: Folder, dtype: 
 
     assert getattr(torch, dtype) == engine.cache.groups[0].pool.dtype
     assert 3 == len(play(engine, [Job(ask("one", (1, 2, 3), 3))])["one"].tokens)
+
+
+@pytest.mark.parametrize("is_gguf", [False, True])
+def test_a_chat_template_from_a_file_replaces_the_one_of_the_model(tmp_path: Path, is_gguf: bool) -> None:
+    """With today's date under both names that templates have for it."""
+    file = tmp_path / "template.jinja"
+    file.write_text("{{ date_string }}|{{ strftime_now('%d %b %Y') }}|{{ messages[0].content }}!")
+    path = write_checkpoint("llama", tmp_path) if is_gguf else resolve(None)
+    checkpoint = read_checkpoint(path)
+    tokenizer = read_model_tokenizer("model", checkpoint, str(file), vocabulary=10**6).with_context(512, 512)
+    rendered = tokenizer.render_chat([{"role": "user", "content": "hi"}])
+
+    today = datetime.now().strftime("%d %b %Y")
+    assert f"{today}|{today}|hi!" == tokenizer.decode(rendered.tokens)

@@ -32,6 +32,7 @@ TEXTS = {
     "store": "memory",
     "key_file": "{folder}/keys",
     "calibration": "{folder}/keys",
+    "chat_template": "{folder}/keys",
     "drafter": "model",
 }
 
