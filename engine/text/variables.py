@@ -38,7 +38,9 @@ def template_variables(names: Iterable[str], tools: Sequence[Mapping[str, Any]])
     text = json.dumps(functions, indent=4, ensure_ascii=False)
     now = datetime.now()
     values: dict[str, object] = {
-        "functions": text, "xml_tools": functions,
-        "datetime": now.strftime(_DATE), "date_string": now.strftime(_DATE_STRING),
+        "functions": text,
+        "xml_tools": functions,
+        "datetime": now.strftime(_DATE),
+        "date_string": now.strftime(_DATE_STRING),
     }
     return {name: value for name, value in values.items() if name in names}
