@@ -103,14 +103,14 @@ class Fairness:
     def charge(self, sequence: Sequence, tokens: int) -> bool:
         """Charge the computed tokens of a step to the owner and the request of a sequence.
 
-        Whether a time slice ends with this step.
+        Whether its time slice has ended.
         """
         self._owners.charge(sequence.owner, tokens)
         self._requests.charge(sequence.group, tokens)
         if sequence not in self._steps:
             return False
         self._steps[sequence] += 1
-        return self._steps[sequence] % TIME_SLICE_STEPS == 0
+        return self._steps[sequence] >= TIME_SLICE_STEPS
 
     def slot_assigned(self, sequence: Sequence) -> None:
         """Record that a sequence got a slot."""
