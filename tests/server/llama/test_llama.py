@@ -139,7 +139,6 @@ def test_infill_needs_a_vocabulary_for_it() -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"n_predict": 999}, "n_predict"),
         ({"n_predict": "x"}, "n_predict"),
         ({"n": 2}, "n"),
         ({"timings_per_token": True}, "timings_per_token"),
