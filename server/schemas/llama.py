@@ -53,9 +53,8 @@ class LlamaGeneration(Generation):
     }
 
     logit_bias: Annotated[
-        dict[TokenKey, Bias] | None,
+        Annotated[dict[TokenKey, Bias], Field(max_length=1024)] | None,
         BeforeValidator(_bias_pairs, json_schema_input_type=dict[TokenKey, Bias] | list[list[Any]]),
-        Field(max_length=1024),
     ] = None
     n_predict: Annotated[int, Field(ge=-2, le=2**31 - 1)] | None = None
     n_probs: Annotated[int, Field(ge=0, le=20)] | None = None

@@ -25,7 +25,8 @@ from server.http import json_limits
 from server.http.encoding import NESTED_SLICE, SCALAR_SLICE, dumps, dumps_sliced
 from server.http.errors import ApiError
 from server.http.json_limits import MAX_DEPTH, MAX_NODES, MAX_VALUES, SCAN_WINDOW, exceeded_limit
-from server.http.parsing import LARGE_BODY_BYTES, StrictRequest, loads
+from server.http.lenient import WarningRequest
+from server.http.parsing import LARGE_BODY_BYTES, loads
 from server.schemas.anthropic import MessagesRequest
 from server.schemas.chat import ChatRequest
 from server.schemas.content import MAX_KEYS, MAX_PARTS, MAX_TOKENS, Strict
@@ -228,9 +229,9 @@ def test_any_text_is_scanned_to_its_end(text: str) -> None:
 def test_large_bodies_are_read_off_the_loop_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small ones are parsed on the event loop."""
     threads: list[int] = []
-    plain = StrictRequest.parse_body
+    plain = WarningRequest.parse_body
     monkeypatch.setattr(
-        StrictRequest, "parse_body", lambda self, body: threads.append(threading.get_ident()) or plain(self, body)
+        WarningRequest, "parse_body", lambda self, body: threads.append(threading.get_ident()) or plain(self, body)
     )
     app = create_app(FakeEngine(), settings())  # type: ignore[arg-type]
     for length in (10, LARGE_BODY_BYTES):

@@ -9,6 +9,7 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -202,13 +203,14 @@ def test_commands_and_their_errors(url: str, home: Home, tmp_path: Path) -> None
         assert 0 == session.end()
 
 
-def test_completion_of_commands_and_files(url: str, home: Home, tmp_path: Path) -> None:
-    (tmp_path / "conversation.json").write_text("")
-    with chat(url, home) as session:
+def test_completion_of_commands_and_files(url: str, home: Home) -> None:
+    """The folder has a short path: a line that wraps is drawn in parts."""
+    with tempfile.TemporaryDirectory() as folder, chat(url, home) as session:
+        Path(folder, "conversation.json").write_text("")
         session.wait(PROMPT)
         session.type("/st\t")
         session.wait("/stats")
-        session.type(f"\r/load {tmp_path}/conv\t")
+        session.type(f"\r/load {folder}/conv\t")
         session.wait("answers    0")
         session.wait("conversation.json")
 
