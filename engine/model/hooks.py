@@ -144,7 +144,7 @@ def watch_output_layer(model: Any) -> Iterator[Callable[[], bool]]:
 
 @dataclass(frozen=True, slots=True)
 class OutputIndices:
-    """Indices into the output rows of a forward, int64: of those with logits, and of those with hidden states."""
+    """Indices into the output rows of a forward, int64: rows with logits, and rows with hidden states."""
 
     logits: Tensor
     hidden_states: Tensor

@@ -1,1 +1,1 @@
-"""The value between the scheduler and the runners: all that one forward computes, and what it returns."""
+"""The value between the scheduler and the runners: input and output of one forward."""
