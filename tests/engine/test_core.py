@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -244,11 +246,18 @@ def test_stats_add_up(loaded: Models) -> None:
 
 def test_a_failed_sequence_is_not_cached(loaded: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = core(loaded("llama"))
-    run = engine._stepper._runner.run
-    monkeypatch.setattr(engine._stepper._runner, "run", lambda *arguments: run(*arguments) * torch.nan)
+    runner = engine._stepper._runner
+    run = runner._run
+
+    def with_nan(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        logits, states = run(*arguments)
+        return logits * torch.nan, states
+
+    monkeypatch.setattr(runner, "_run", with_nan)
     broken = play(engine, [Job(ask("broken", PROMPT, 5))])["broken"]
     monkeypatch.undo()
     again = play(engine, [Job(ask("again", PROMPT, 5))])["again"]
 
     assert isinstance(broken.end, Failed)
+    assert "the model's output has no finite value here" == broken.end.reason
     assert 0 == again.started[0].cached_tokens
