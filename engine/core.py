@@ -57,7 +57,7 @@ class Core:
         self._loaded, self._config, self._clock = loaded, config, clock
         self._cost = speculation.cost if speculation else StepCost()
         self._speculation = speculation or self._no_speculation()
-        self._stepper = Stepper(loaded, self.cache, returns_states=self._speculation.reads_hidden_states)
+        self._stepper = Stepper(loaded, self.cache)
         budget = Budget(self._cost, most=config.chunk, target_seconds=config.itl_target_seconds)
         scored = max(_SCORED_LOGITS_BYTES // (4 * loaded.info.vocabulary), _MIN_SCORED_TOKENS)
         self._scheduler = Scheduler(self.cache, budget, max_scored=scored, on_start=self._on_slot_assigned)
@@ -196,7 +196,7 @@ class Core:
             self._batch_sizes[bisect_left(BATCH_BUCKETS, work.batch_tokens)] += 1
             self._cost.expect(work)
             scheduled = self._add_drafts(scheduled, work.batch_tokens)
-            results = self._stepper.run(scheduled)
+            results = self._stepper.run(scheduled, returns_states=self._speculation.reads_hidden_states)
             sound = [result for result in results if not self._fail_if_broken(result)]
             self._scheduler.record_step(scheduled)
             for result in sound:

@@ -70,23 +70,22 @@ class _BatchSlice:
 
 
 class Stepper:
-    """Computes steps of one model over one cache. Belongs to the engine thread.
+    """Computes steps of one model over one cache. Belongs to the engine thread."""
 
-    returns_states  whether results have the hidden states of all batch tokens
-    """
-
-    def __init__(self, loaded: LoadedModel, cache: Cache, *, returns_states: bool = False) -> None:
+    def __init__(self, loaded: LoadedModel, cache: Cache) -> None:
         self._runner, self._cache = loaded.runner, cache
-        self.returns_states = returns_states
         describe = loaded.tokenizer.describe_token
         # To decode a token takes 30 microseconds, and top tokens repeat.
         self._describe_token = lru_cache(maxsize=8192)(lambda token: describe(token, 0.0))
 
-    def run(self, scheduled: Sequence[ScheduledSequence]) -> list[StepResult]:
-        """Compute the step; a result for each scheduled sequence, in order. An exception leaves the cache unchanged."""
+    def run(self, scheduled: Sequence[ScheduledSequence], *, returns_states: bool = False) -> list[StepResult]:
+        """Compute the step; a result for each scheduled sequence, in order. An exception leaves the cache unchanged.
+
+        returns_states  whether results have the hidden states of all batch tokens
+        """
         compute = self._sample_only if all([each.samples_only for each in scheduled]) else self._sample_and_report
         with self._cache.forward([each.batch_span for each in scheduled]) as forward:
-            results = compute(forward, scheduled)
+            results = compute(forward, scheduled, returns_states)
             for result in results:
                 if result.scheduled.draft is not None:
                     # Accepted draft tokens stay; the last sampled token is not computed yet.
@@ -94,7 +93,9 @@ class Stepper:
                     forward.keep(span.slot, span.stop + len(result.tokens) - 1)
         return results
 
-    def _sample_only(self, forward: Forward, scheduled: Sequence[ScheduledSequence]) -> list[StepResult]:
+    def _sample_only(
+        self, forward: Forward, scheduled: Sequence[ScheduledSequence], returns_states: bool
+    ) -> list[StepResult]:
         """A step without logprobs, prompt scores and pooled states: logits stay inside the runner."""
         tokens: list[int] = []
         logit_rows: list[int] = []
@@ -102,13 +103,13 @@ class Stepper:
             tokens += each.batch_tokens
             logit_rows += range(len(tokens) - each.sample_count, len(tokens))
         verified = _tokens_to_verify(scheduled)
-        hidden_rows = range(len(tokens)) if self.returns_states else ()
+        hidden_rows = range(len(tokens)) if returns_states else ()
         sampling = Sampling(contexts_of(verified))
         output = self._runner.run(
             StepInput(forward, tokens, logit_rows, hidden_rows, _encoder_masks(scheduled), sampling)
         )
         sampled = _verify_drafts(scheduled, verified, output.tokens)
-        if not self.returns_states:
+        if not returns_states:
             return [StepResult(each, tuple(own)) for each, own in zip(scheduled, sampled, strict=True)]
         states = torch.split(output.hidden_states, [span.length for span in forward.spans])
         return [
@@ -116,7 +117,9 @@ class Stepper:
             for each, own, rows in zip(scheduled, sampled, states, strict=True)
         ]
 
-    def _sample_and_report(self, forward: Forward, scheduled: Sequence[ScheduledSequence]) -> list[StepResult]:
+    def _sample_and_report(
+        self, forward: Forward, scheduled: Sequence[ScheduledSequence], returns_states: bool
+    ) -> list[StepResult]:
         """A step with logprobs, prompt scores or pooled states."""
         slices, verified = _batch_slices(scheduled, forward.spans), _tokens_to_verify(scheduled)
         tokens = [token for each in scheduled for token in each.batch_tokens]
@@ -126,13 +129,13 @@ class Stepper:
             forward,
             tokens,
             [row for one in slices for row in one.logit_tokens],
-            range(len(tokens)) if self.returns_states else [row for one in slices for row in one.pooled_tokens],
+            range(len(tokens)) if returns_states else [row for one in slices for row in one.pooled_tokens],
             _encoder_masks(scheduled),
             Sampling(contexts_of(verified), rows, queries),
         )
         output = self._runner.run(step)
         sampled = _verify_drafts(scheduled, verified, output.tokens)
-        return list(self._step_results(slices, sampled, step, output))
+        return list(self._step_results(slices, sampled, step, output, returns_states))
 
     def _logprob(self, token: int, logprob: float) -> Logprob:
         described = self._describe_token(token)
@@ -144,6 +147,7 @@ class Stepper:
         sampled: Sequence[Sequence[int | None]],
         step: StepInput,
         output: StepOutput,
+        returns_states: bool,
     ) -> Iterator[StepResult]:
         """A result for each slice; logprobs of all slices are computed at once."""
         assert output.report is not None, "the step has queries"
@@ -162,7 +166,7 @@ class Stepper:
                 logprobs,
                 scores,
                 output.hidden_states[first : first + len(one.pooled_tokens)] if one.pooled_tokens else None,
-                output.hidden_states[one.batch_tokens.start : one.batch_tokens.stop] if self.returns_states else None,
+                output.hidden_states[one.batch_tokens.start : one.batch_tokens.stop] if returns_states else None,
             )
 
 

@@ -231,9 +231,9 @@ def paced(loaded: LoadedModel, drafter: Timed, clock: Clock, monkeypatch: pytest
     engine._clock = clock
     run = engine._stepper.run
 
-    def timed(scheduled: Sequence[ScheduledSequence]) -> list[StepResult]:
+    def timed(scheduled: Sequence[ScheduledSequence], *, returns_states: bool) -> list[StepResult]:
         clock.now += 1 + 0.1 * (sum(each.batch_span.length for each in scheduled) - 1)
-        return run(scheduled)
+        return run(scheduled, returns_states=returns_states)
 
     monkeypatch.setattr(engine._stepper, "run", timed)
     return engine

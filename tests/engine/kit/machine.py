@@ -56,9 +56,9 @@ class Machine:
         engine._clock = lambda: self.now
         return engine
 
-    def run(self, grants: Sequence[ScheduledSequence]) -> list[StepResult]:
+    def run(self, grants: Sequence[ScheduledSequence], *, returns_states: bool) -> list[StepResult]:
         """Runs the engine's stepper and advances the clock."""
-        said = self._stepper.run(grants)
+        said = self._stepper.run(grants, returns_states=returns_states)
         took = self.seconds(Work.of(grant.batch_span for grant in grants))
         self.now += took
         for each in said:
