@@ -105,5 +105,5 @@ def test_the_licences_of_all_bundled_packages_are_served(app: Any) -> None:
     (licences,) = FOLDER.glob("licences-*.txt")
     text = licences.read_text()
 
-    for name in ("dompurify", "highlight.js", "marked", "preact"):
+    for name in ("dompurify", "highlight.js", "marked", "preact", "temml"):
         assert re.search(rf"^{re.escape(name)} [0-9.]+ \(", text, re.MULTILINE)

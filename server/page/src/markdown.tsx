@@ -16,8 +16,9 @@ import typescript from 'highlight.js/lib/languages/typescript';
 import xml from 'highlight.js/lib/languages/xml';
 import yaml from 'highlight.js/lib/languages/yaml';
 import { Marked, type Token, type Tokens } from 'marked';
-import { useMemo } from 'preact/hooks';
+import { useLayoutEffect, useMemo, useRef } from 'preact/hooks';
 import { CopyButton } from './copy';
+import { mathExtension, renderMath } from './math';
 
 const LANGUAGES = { bash, cpp, css, diff, go, java, javascript, json, python, rust, sql, typescript, xml, yaml };
 for (const [name, language] of Object.entries(LANGUAGES)) hljs.registerLanguage(name, language);
@@ -27,12 +28,15 @@ const MAX_HIGHLIGHTED = 20_000;
 
 const marked = new Marked({ gfm: true, breaks: true });
 const ALLOWED_URI = /^(?:https?|mailto):/i;
+// Attributes whose values are no addresses: numbers of lists, check boxes of tasks, columns of tables.
+const NO_ADDRESSES = ['start', 'type', 'align'];
 
 function escaped(text: string): string {
   return text.replace(/[&<>"]/g, (letter) => ({ '&': '&amp;', '<': '&lt;', '>': '&gt;', '"': '&quot;' })[letter]!);
 }
 
 marked.use({
+  extensions: mathExtension(escaped),
   renderer: {
     // An image of an answer would be a request to another host: it is shown as a link.
     image({ href, text }) {
@@ -41,9 +45,13 @@ marked.use({
     html({ text }) {
       return escaped(text);
     },
+    checkbox({ checked }) {
+      return `<input type="checkbox" disabled${checked ? ' checked' : ''} aria-label="${checked ? 'done' : 'open'}"> `;
+    },
     table(token) {
+      const align = (cell: Tokens.TableCell) => (cell.align ? ` align="${cell.align}"` : '');
       const cells = (row: Tokens.TableCell[], name: string) =>
-        row.map((cell) => `<${name}>${this.parser.parseInline(cell.tokens)}</${name}>`).join('');
+        row.map((cell) => `<${name}${align(cell)}>${this.parser.parseInline(cell.tokens)}</${name}>`).join('');
       const rows = token.rows.map((row) => `<tr>${cells(row, 'td')}</tr>`).join('');
       return `<div class="table" tabindex="0" role="group" aria-label="Table"><table><thead><tr>${cells(token.header, 'th')}</tr></thead><tbody>${rows}</tbody></table></div>`;
     },
@@ -65,28 +73,37 @@ function blocks(text: string): Token[] {
   }
 }
 
-function html(token: Token): string {
-  const plain = `<p class="plain">${escaped(token.raw)}</p>`;
-  if (token.type === 'plain') return plain;
+function plain(text: string): DocumentFragment {
+  const paragraph = document.createElement('p');
+  paragraph.className = 'plain';
+  paragraph.textContent = text;
+  const content = document.createDocumentFragment();
+  content.append(paragraph);
+  return content;
+}
+
+function rendered(token: Token): DocumentFragment {
+  if (token.type === 'plain') return plain(token.raw);
   try {
-    return rendered(token);
+    const content = DOMPurify.sanitize(marked.parser([token]), {
+      RETURN_DOM_FRAGMENT: true,
+      ALLOWED_URI_REGEXP: ALLOWED_URI,
+      ADD_URI_SAFE_ATTR: NO_ADDRESSES,
+      ADD_ATTR: ['target'],
+      FORBID_TAGS: ['img', 'style', 'form', 'button', 'svg', 'math'],
+      FORBID_ATTR: ['style', 'id', 'name'],
+    });
+    renderMath(content);
+    return content;
   } catch {
-    return plain;
+    return plain(token.raw);
   }
 }
 
-function rendered(token: Token): string {
-  return DOMPurify.sanitize(marked.parser([token]), {
-    ALLOWED_URI_REGEXP: ALLOWED_URI,
-    ADD_ATTR: ['target'],
-    FORBID_TAGS: ['img', 'style', 'form', 'button', 'svg', 'math'],
-    FORBID_ATTR: ['style', 'id', 'name'],
-  });
-}
-
 function Block({ token }: { token: Token }) {
-  const content = useMemo(() => ({ __html: html(token) }), [token.raw]);
-  return <div class="block" dir="auto" dangerouslySetInnerHTML={content} />;
+  const area = useRef<HTMLDivElement>(null);
+  useLayoutEffect(() => area.current!.replaceChildren(rendered(token)), [token.raw]);
+  return <div class="block" dir="auto" ref={area} />;
 }
 
 export function Code({ text, language, label }: { text: string; language: string; label?: string }) {
