@@ -1,4 +1,8 @@
-"""The settings of the engine; the server fills them from the command line and the environment."""
+"""The settings of the engine, declared once: type, default and help text.
+
+The server makes the options of its command line from them, its environment variables, the keys of its configuration
+file and the tables of docs/options.md. A field without `Setting` is no option.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,10 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Literal, get_type_hints
 
 from engine.types.request import MAX_DRAFT_TOKENS, DrafterChoice, MlaMode, Overflow
+from engine.types.setting import Setting, literal_words
 
 # The default name of the bundled model.
 BUNDLED_NAME = "cellar-tiny"
@@ -18,20 +23,6 @@ Dtype = Literal["auto", "float32", "float64", "bfloat16", "float16"]
 KvDtype = Literal["auto", "float32", "float64", "bfloat16", "float16", "int8"]
 Kernels = Literal["auto", "torch"]
 Quantize = Literal["none", "int8", "int4", "auto"]
-
-
-# The words of the settings that have a closed set of them.
-_WORDS: dict[str, Any] = {
-    "dtype": Dtype,
-    "kv_dtype": KvDtype,
-    "quantize": Quantize,
-    "draft_quantize": Quantize,
-    "overflow": Overflow,
-    "drafter": DrafterChoice,
-    "kernels": Kernels,
-    "mla": MlaMode,
-}
-
 
 # Units of a size: g, Gi and GiB are powers of 1024 as in Docker and Kubernetes, GB is a power of 1000.
 _UNITS = {"": 1, "b": 1}
@@ -84,82 +75,191 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """The settings of an engine.
+    """The settings of an engine. Those that are no options:
 
-    model              a local folder or GGUF file, a hub id such as Qwen/Qwen3-0.6B, or None for the bundled model
-    dtype              of weights and activations; "auto": the fastest on this machine
-    kv_dtype           of keys and values in the cache; "auto": `dtype`
-    quantize           of linear layers and experts at load; "auto": int8 or int4, on a CPU where that is faster, on a
-                       GPU where the weights do not fit as stored
-    calibration        text file for the choice of formats and codes of int4 weights; None: a built-in text
-    chat_template      file with a chat template in Jinja; None: the model's own
-    context            tokens of a sequence; None: the limit of the model and of the memory
-    slots              concurrent sequences; None: up to 8, on a GPU up to 64, within the memory
-    cells              tokens in the shared KV cache; None: slots x context, so that no sequence waits for cells
-    checkpoint         prompt tokens between the checkpoints of recurrent states, each of which takes megabytes
-    overflow           at a full context: finish with "length", or shift the context
-    max_waiting        requests that wait for a slot; further ones are refused, unless their owner has less than an
-                       even share
-    chunk              prompt tokens of a step at most, beside the tokens of decoding sequences; the default of a GPU is
-                       2048
-    itl_target_ms      limit of the inter-token latency while prompts are computed, in milliseconds; 0: prompts first;
-                       None: 60, or three times the duration of a step without prompts if that is more
-    device             cpu, a GPU of CUDA such as cuda or cuda:1, or auto: the first GPU if there is one, else cpu
-    enforce_eager      no CUDA graphs
-    compile            on a GPU, norms, rotations and dense MLPs are fused by torch.compile at load
-    batch_invariant    each text has the same bits in any batch, with any chunks and cached prefix; slower
-    memory             limit of the process's memory on the device: a size such as 8GiB, or a share of the machine or
-                       the GPU such as 40%; None: all free memory
-    threads            of torch, of all ranks together; None: all cores, or one for a small model
-    tensor_parallel    processes (ranks) that divide the heads and the matrices of the model; 1: it is not divided
-    drafter            for speculative decoding; "auto": each that is available
-    draft_model        a smaller model with the same tokenizer; None: that of the bundled pair, or none
-    draft_tokens       of a draft, 0 to MAX_DRAFT_TOKENS, unless a request sets them; None: chosen at run time
-    draft_quantize     as `quantize`, for the draft model; None: the same
-    embedding_model    for embeddings or reranking, beside the model; None: the model computes embeddings
-    kernels            for attention and quantised weights; "auto": the fastest that this machine supports
-    mla                how latent attention is computed; "auto": the cheaper of both for each sequence of a step
-    media              whether requests may bring media; if not, models that need them are refused before the load
-    disk_cache         folder of cached prefixes that outlive the process; None: none
-    disk_cache_bytes   of its files
-    host_cache_bytes   of host memory for evicted prefixes; on a CPU cells are in host memory already
-
-    is_draft           whether the model is the draft model of another one; see `for_draft`
+    model       a local folder or GGUF file, a hub id such as Qwen/Qwen3-0.6B, or None for the bundled model
+    cells       tokens in the shared KV cache; None: slots x context, so that no sequence waits for cells
+    chunk       prompt tokens of a step at most, beside the tokens of decoding sequences; the default of a GPU is 2048
+    checkpoint  prompt tokens between the checkpoints of recurrent states, each of which takes megabytes
+    kernels     for attention and quantised weights; "auto": the fastest that this machine supports
+    media       whether requests may bring media; if not, models that need them are refused before the load
+    is_draft    whether the model is the draft model of another one; see `for_draft`
     """
 
+    device: Annotated[
+        str,
+        Setting(
+            "Where models run: cpu; cuda or one GPU such as cuda:1; auto: the first GPU if there is one, else cpu. "
+            "CUDA was tested without a GPU (docs/gpu.md)."
+        ),
+    ] = "cpu"
+    enforce_eager: Annotated[bool, Setting("On a GPU, launch kernels one by one, without CUDA graphs.")] = False
+    compile: Annotated[
+        bool,
+        Setting(
+            "On a GPU, fuse norms, rotations and dense MLPs with torch.compile; the start takes longer (docs/gpu.md)."
+        ),
+    ] = False
+    batch_invariant: Annotated[
+        bool,
+        Setting(
+            "Compute each text with the same bits in any batch, also in bfloat16 and on a GPU (docs/gpu.md); slower."
+        ),
+    ] = False
+    dtype: Annotated[
+        Dtype,
+        Setting(
+            "Number format of weights and computation. auto: bfloat16 checkpoints keep their format where the "
+            "processor multiplies bfloat16, computation is float32 in the native step."
+        ),
+    ] = "auto"
+    kv_dtype: Annotated[KvDtype, Setting("Number format of the KV cache. auto: the same as the computation.")] = "auto"
+    quantize: Annotated[
+        Quantize,
+        Setting(
+            "Weight quantisation of linear layers and experts. auto: the format that fits the memory, on a CPU where "
+            "it is faster, on a GPU where the weights do not fit as stored."
+        ),
+    ] = "none"
+    calibration: Annotated[
+        str | None,
+        Setting(
+            "Text file for the choice of formats and codes of int4 weights; the first 256 tokens of each quarter are "
+            "used. It should be typical of the use.",
+            default_text="a built-in text",
+        ),
+    ] = None
+    chat_template: Annotated[
+        str | None,
+        Setting("File with a chat template in Jinja, also for GGUF files.", default_text="the model's own"),
+    ] = None
+    context: Annotated[
+        int | None,
+        Setting(
+            "Context length in tokens, such as 4096 or 4k. Default: up to the model's trained length, 8192 for each "
+            "slot first.",
+            default_text="what memory allows",
+            parse=parse_count,
+        ),
+    ] = None
+    slots: Annotated[
+        int | None,
+        Setting(
+            "Sequences that are computed at the same time.",
+            default_text="what memory allows, at most 8, or 64 on a GPU",
+        ),
+    ] = None
+    overflow: Annotated[
+        Overflow,
+        Setting(
+            "At a full context: length ends the answer with finish_reason length, shift drops the older half (context "
+            "shift) and continues."
+        ),
+    ] = "length"
+    max_waiting: Annotated[
+        int,
+        Setting(
+            "Length of the queue. One more request is answered 429 with Retry-After, unless its owner has less than an "
+            "even share of the queue."
+        ),
+    ] = 64
+    itl_target_ms: Annotated[
+        Literal["auto"] | float,
+        Setting(
+            "Inter-token latency in milliseconds to keep while prompts are computed. 0: prompts first. auto: 60, or "
+            "three times a step without prefill where that is more."
+        ),
+    ] = "auto"
+    memory: Annotated[
+        str | None,
+        Setting(
+            "Memory of the process, for several servers on one machine: a size such as 8GiB, or a share of the "
+            "machine, container or GPU such as 40%.",
+            default_text="all free memory",
+        ),
+    ] = None
+    threads: Annotated[
+        int | None,
+        Setting(
+            "Threads of the computation. Default: the processors of the affinity mask and the container's quota; 1 for "
+            "models too small to be divided.",
+            default_text="all",
+        ),
+    ] = None
+    tensor_parallel: Annotated[
+        int,
+        Setting(
+            "Processes (ranks) that divide the heads and the matrices of the model (docs/scale.md). Threads and memory "
+            "are divided by it, and the native step is not used."
+        ),
+    ] = 1
+    mla: Annotated[
+        MlaMode,
+        Setting(
+            "Latent attention (MLA): absorb the projections, expand the latents, or auto: the cheaper one for each "
+            "sequence and step."
+        ),
+    ] = "auto"
+    drafter: Annotated[
+        DrafterChoice,
+        Setting(
+            "Speculative decoding: lookup (n-gram lookup), model (a draft model), mtp (the model's own MTP heads), "
+            "auto (lookup and one of the others) or none. The output is unchanged."
+        ),
+    ] = "auto"
+    draft_model: Annotated[
+        str | None,
+        Setting("Folder or hub id of a draft model with the same tokenizer.", default_text="the bundled model's own"),
+    ] = None
+    draft_tokens: Annotated[
+        Literal["auto"] | int,
+        Setting(
+            f"Tokens of a draft, 0 to {MAX_DRAFT_TOKENS}. auto: the number with the highest expected tokens per "
+            "second, often 0. 0: drafts only for requests that set a number."
+        ),
+    ] = "auto"
+    draft_quantize: Annotated[
+        Quantize | None, Setting("Weight quantisation of the draft model.", default_text="as --quantize")
+    ] = None
+    embedding_model: Annotated[
+        str | None,
+        Setting("Folder or hub id of a second model, for embeddings or for ranking.", default_text="none"),
+    ] = None
+    disk_cache: Annotated[
+        str | None,
+        Setting(
+            "Folder of the prefix cache's disk tier: computed prompts survive a restart. Its files contain text of "
+            "users.",
+            default_text="none",
+            older_name="shelf",
+        ),
+    ] = None
+    disk_cache_bytes: Annotated[
+        int,
+        Setting(
+            "Size limit of the disk cache, such as 8GiB; the least recently used files are deleted.",
+            default_text="8 GiB",
+            older_name="shelf_bytes",
+            parse=parse_size,
+        ),
+    ] = 8 * 2**30
+    host_cache_bytes: Annotated[
+        int,
+        Setting(
+            "Host memory, such as 4GiB, for prompts evicted from the prefix cache. On a CPU the cache is host memory "
+            "already. With 0, the write buffer of a disk cache still takes up to 64 MiB.",
+            older_name="shelf_memory_bytes",
+            parse=parse_size,
+        ),
+    ] = 0
+
     model: str | None = None
-    dtype: Dtype = "auto"
-    kv_dtype: KvDtype = "auto"
-    quantize: Quantize = "none"
-    calibration: str | None = None
-    chat_template: str | None = None
-    context: int | None = None
-    slots: int | None = None
     cells: int | None = None
-    overflow: Overflow = "length"
-    max_waiting: int = 64
     chunk: int = 256
-    itl_target_ms: float | None = None
-    device: str = "cpu"
-    enforce_eager: bool = False
-    compile: bool = False
-    batch_invariant: bool = False
-    memory: str | None = None
-    threads: int | None = None
-    tensor_parallel: int = 1
-    drafter: DrafterChoice = "auto"
-    draft_model: str | None = None
-    draft_tokens: int | None = None
-    draft_quantize: Quantize | None = None
-    embedding_model: str | None = None
-    kernels: Kernels = "auto"
-    mla: MlaMode = "auto"
     checkpoint: int = 1024
-    is_draft: bool = False
+    kernels: Kernels = "auto"
     media: bool = True
-    disk_cache: str | None = None
-    disk_cache_bytes: int = 8 * 2**30
-    host_cache_bytes: int = 0
+    is_draft: bool = False
 
     def for_draft(self, model: str, *, context: int, slots: int, cells: int) -> EngineConfig:
         """The settings of the draft model `model`: it has no drafter itself, and one process."""
@@ -188,8 +288,8 @@ class EngineConfig:
         """Raise ConfigError for an invalid setting."""
         for name, words in _WORDS.items():
             value = getattr(self, name)
-            if value is not None and value not in get_args(words):
-                raise ConfigError(name, f"must be one of {', '.join(get_args(words))}, not {value}")
+            if isinstance(value, str) and value not in words:
+                raise ConfigError(name, f"must be one of {', '.join(words)}, not {value}")
         for name in ("context", "slots", "cells", "chunk", "threads", "checkpoint", "tensor_parallel"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -200,7 +300,7 @@ class EngineConfig:
             raise ConfigError("context", f"must be at least 8, not {self.context}")
         for name in ("max_waiting", "disk_cache_bytes", "host_cache_bytes", "itl_target_ms"):
             value = getattr(self, name)
-            if value is not None and not 0 <= value < math.inf:
+            if value != "auto" and not 0 <= value < math.inf:
                 raise ConfigError(name, f"must be 0 or more, not {value}")
         self._check_memory()
         self._check_device()
@@ -212,8 +312,13 @@ class EngineConfig:
 
     @property
     def itl_target_seconds(self) -> float | None:
-        """`itl_target_ms` in seconds."""
-        return None if self.itl_target_ms is None else self.itl_target_ms / 1000
+        """`itl_target_ms` in seconds; None: chosen at run time."""
+        return None if self.itl_target_ms == "auto" else self.itl_target_ms / 1000
+
+    @property
+    def disk_cache_folder(self) -> str | None:
+        """The folder of the disk cache; None: there is no disk cache."""
+        return None if self.disk_cache in (None, "", "none") else self.disk_cache
 
     def _check_device(self) -> None:
         if not _DEVICE.fullmatch(self.device):
@@ -242,7 +347,7 @@ class EngineConfig:
             raise ConfigError(setting, f"{file} is empty")
 
     def _check_drafts(self) -> None:
-        if self.draft_tokens is not None and not 0 <= self.draft_tokens <= MAX_DRAFT_TOKENS:
+        if self.draft_tokens != "auto" and not 0 <= self.draft_tokens <= MAX_DRAFT_TOKENS:
             raise ConfigError("draft_tokens", f"must be between 0 and {MAX_DRAFT_TOKENS}, not {self.draft_tokens}")
         if self.draft_model is not None and self.drafter not in ("auto", "model"):
             raise ConfigError("drafter", f"{self.drafter} does not use the draft model {self.draft_model}")
@@ -256,7 +361,7 @@ class EngineConfig:
         """Raise ConfigError for settings that need the whole of a matrix, or the cells of all heads, in one process."""
         refused = {
             "quantize": self.quantize != "none",
-            "disk_cache": self.disk_cache is not None,
+            "disk_cache": self.disk_cache_folder is not None,
             "host_cache_bytes": self.host_cache_bytes > 0,
             "drafter": self.drafter == "mtp",
             "batch_invariant": self.batch_invariant,
@@ -267,3 +372,7 @@ class EngineConfig:
             if is_set:
                 value = getattr(self, setting)
                 raise ConfigError(setting, f"{value} is not supported with --tensor-parallel {self.tensor_parallel}")
+
+
+# The words of the settings that have a closed set of them.
+_WORDS = {name: words for name, hint in get_type_hints(EngineConfig).items() if (words := literal_words(hint))}

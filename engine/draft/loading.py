@@ -121,7 +121,7 @@ def make_speculation(
     forced = None if config.drafter == "none" else ForcedDrafter()
     # The model nearly always emits what a grammar forces.
     priors = {ForcedDrafter.kind: 0.95}
-    depth = DepthController(priors) if config.draft_tokens is None else FixedDepth(config.draft_tokens)
+    depth = DepthController(priors) if config.draft_tokens == "auto" else FixedDepth(config.draft_tokens)
     if isinstance(draft, MtpHead):
         mtp = _mtp_drafter(config, target, draft)
         return Speculation(quick, mtp, depth, clock, forced=forced, reader=mtp)

@@ -41,7 +41,7 @@ def offload_config(config: EngineConfig, identity: str) -> OffloadConfig:
     """
     return OffloadConfig(
         memory_bytes=config.host_cache_bytes,
-        folder=None if config.disk_cache is None else Path(config.disk_cache).expanduser(),
+        folder=None if (folder := config.disk_cache_folder) is None else Path(folder).expanduser(),
         disk_bytes=config.disk_cache_bytes,
         identity=identity,
         report=log.warning,

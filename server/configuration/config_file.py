@@ -13,7 +13,8 @@ from typing import Any, Literal, get_args, get_origin
 
 from cyclopts import App, ArgumentCollection, Token
 
-from server.configuration.options import Option, options, union_members
+from engine.types.setting import union_members
+from server.configuration.options import Option, options
 from server.configuration.peer_names import missing_option, nearest_option
 from server.configuration.settings import is_world_readable
 from server.configuration.xdg import config_folder

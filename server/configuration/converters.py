@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from cyclopts import Token
-
-from engine.config import parse_count, parse_size
 
 
 def split_keys(text: str) -> tuple[str, ...]:
@@ -19,11 +17,6 @@ def convert_keys(_: object, tokens: Sequence[Token]) -> tuple[str, ...]:
     return tuple(key for token in tokens for key in split_keys(token.value))
 
 
-def convert_count(_: object, tokens: Sequence[Token]) -> int:
-    """A count such as 4096 or 4k. Raises ValueError."""
-    return parse_count(tokens[0].value)
-
-
-def convert_size(_: object, tokens: Sequence[Token]) -> int:
-    """Bytes of a size such as 8GiB. Raises ValueError."""
-    return parse_size(tokens[0].value)
+def parse_by(parse: Callable[[str], object]) -> Callable[[object, Sequence[Token]], object]:
+    """A converter of one text. It raises the ValueError of `parse`."""
+    return lambda _, tokens: parse(tokens[0].value)

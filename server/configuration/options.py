@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import Field, dataclass, fields
-from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from cyclopts import Parameter
 
+from engine.types.setting import literal_words, union_members
 from server.configuration.settings import ENVIRONMENT_PREFIX, INTERNAL, Settings
 
 # Settings that belong to one server.
@@ -85,17 +85,8 @@ def _option(declared: Field[Any], hint: Any) -> Option | None:
         field=declared.name,
         flags=(*names, *(parameter.alias or ())),
         value_type=value_type | str if parameter.converter and int in union_members(value_type) else value_type,
-        choices=_words(value_type),
+        choices=literal_words(value_type),
         help=parameter.help or "",
         default=declared.default,
         default_text=str(parameter.show_default or declared.default),
     )
-
-
-def _words(value_type: Any) -> tuple[str, ...]:
-    return tuple(word for part in union_members(value_type) if get_origin(part) is Literal for word in get_args(part))
-
-
-def union_members(value_type: Any) -> tuple[Any, ...]:
-    """The types of a union; any other type alone."""
-    return get_args(value_type) if get_origin(value_type) in (Union, UnionType) else (value_type,)

@@ -1,7 +1,8 @@
-"""The settings of one server: every option of `cellar serve` is declared here, once, as a field of `Settings`.
+"""The settings of one server. Every option of `cellar serve` is declared once: of the engine in engine/config.py, of
+the server here, as a field of `Settings`.
 
 The command line (cli.py), the environment variables, the configuration file (config_file.py), `cellar serve --help`
-and the table of docs/options.md (docs/options.py) are derived from these fields.
+and the tables of docs/options.md (docs/options.py) are derived from these fields.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ import re
 import stat
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal, get_type_hints
 
 from cyclopts import Parameter
 
-from engine.config import BUNDLED_NAME, ConfigError, Dtype, EngineConfig, KvDtype, Quantize
+from engine.config import BUNDLED_NAME, ConfigError, EngineConfig
 from engine.types.model_name import plain_name
-from engine.types.request import DrafterChoice, MlaMode, Overflow
-from server.configuration.converters import convert_count, convert_keys, convert_size, split_keys
+from engine.types.setting import Setting
+from server.configuration.converters import convert_keys, parse_by, split_keys
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
@@ -62,95 +63,48 @@ class ClientLimits:
     connections: int = 1024
 
 
+def _with_engine_options(settings: type[EngineConfig]) -> type[EngineConfig]:
+    """Tell cyclopts which inherited fields are options, with their help texts."""
+    types, annotated = get_type_hints(EngineConfig), get_type_hints(EngineConfig, include_extras=True)
+    for inherited in fields(EngineConfig):
+        parameter = _parameter(inherited.default, *getattr(annotated[inherited.name], "__metadata__", ()))
+        settings.__annotations__[inherited.name] = Annotated[types[inherited.name], parameter]
+    # cyclopts reads those of the constructor too, where inherited ones are texts in the names of another module.
+    vars(settings)["__init__"].__annotations__.update(settings.__annotations__)
+    return settings
+
+
+def _parameter(default: object, setting: Setting | None = None) -> Parameter:
+    """The option of a setting of the engine; INTERNAL if it is none."""
+    if setting is None:
+        return INTERNAL
+    parsed = None if setting.parse is None else parse_by(setting.parse)
+    return Parameter(
+        alias=f"--{setting.older_name.replace('_', '-')}" if setting.older_name else None,
+        converter=parsed,
+        n_tokens=1 if parsed else None,
+        help=setting.help,
+        show_default=setting.default_text or ("off" if default is False else None),
+    )
+
+
+@_with_engine_options
 @Parameter(name="*")
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """The options of `cellar serve`. `check` validates them; EngineConfig documents the engine's part in detail.
+class Settings(EngineConfig):
+    """The options of `cellar serve`: those of the engine, inherited, and those of the server. `check` validates them.
 
-    model          a folder or a hub id; None: the bundled model
+    media          no route accepts media; no option
     limits         of client connections; no option
     direct_writes  whether text deltas go to the socket from the engine's delivery callback (DirectWriter) without
                    passing ASGI's `send`; False where middleware has to see every body; no option
     """
 
-    model: Annotated[str | None, INTERNAL] = None
+    media: bool = False
     host: Annotated[str, Parameter(help="Address to listen on. Any but a loopback address needs an API key.")] = (
         "127.0.0.1"
     )
     port: Annotated[int, Parameter(help="Port to listen on; 0 selects a free one.")] = 8000
-    device: Annotated[
-        str,
-        Parameter(
-            help="Where models run: cpu; cuda or one GPU such as cuda:1; auto: the first GPU if there is one, else "
-            "cpu. CUDA was tested without a GPU (docs/gpu.md)."
-        ),
-    ] = "cpu"
-    enforce_eager: Annotated[
-        bool,
-        Parameter(show_default="off", help="On a GPU, launch kernels one by one, without CUDA graphs."),
-    ] = False
-    compile: Annotated[
-        bool,
-        Parameter(
-            show_default="off",
-            help="On a GPU, fuse norms, rotations and dense MLPs with torch.compile; the start takes longer "
-            "(docs/gpu.md).",
-        ),
-    ] = False
-    batch_invariant: Annotated[
-        bool,
-        Parameter(
-            show_default="off",
-            help="Compute each text with the same bits in any batch, also in bfloat16 and on a GPU (docs/gpu.md); "
-            "slower.",
-        ),
-    ] = False
-    dtype: Annotated[
-        Dtype,
-        Parameter(
-            help="Number format of weights and computation. auto: bfloat16 checkpoints keep their format where the "
-            "processor multiplies bfloat16, computation is float32 in the native step."
-        ),
-    ] = "auto"
-    kv_dtype: Annotated[
-        KvDtype, Parameter(help="Number format of the KV cache. auto: the same as the computation.")
-    ] = "auto"
-    quantize: Annotated[
-        Quantize,
-        Parameter(
-            help="Weight quantisation of linear layers and experts. auto: the format that fits the memory, on a CPU "
-            "where it is faster, on a GPU where the weights do not fit as stored."
-        ),
-    ] = "none"
-    calibration: Annotated[
-        str | None,
-        Parameter(
-            help="Text file for the choice of formats and codes of int4 weights; the first 256 tokens of each quarter "
-            "are used. It should be typical of the use.",
-            show_default="a built-in text",
-        ),
-    ] = None
-    chat_template: Annotated[
-        str | None,
-        Parameter(help="File with a chat template in Jinja, also for GGUF files.", show_default="the model's own"),
-    ] = None
-    context: Annotated[
-        int | None,
-        Parameter(
-            converter=convert_count,
-            n_tokens=1,
-            help="Context length in tokens, such as 4096 or 4k. Default: up to the model's trained length, 8192 for "
-            "each slot first.",
-            show_default="what memory allows",
-        ),
-    ] = None
-    slots: Annotated[
-        int | None,
-        Parameter(
-            help="Sequences that are computed at the same time.",
-            show_default="what memory allows, at most 8, or 64 on a GPU",
-        ),
-    ] = None
     served_names: Annotated[
         tuple[str, ...],
         Parameter(
@@ -175,114 +129,6 @@ class Settings:
         str | None,
         Parameter(name="--api-key-file", help="File with API keys, separated by commas or lines.", show_default="none"),
     ] = None
-    overflow: Annotated[
-        Overflow,
-        Parameter(
-            help="At a full context: length ends the answer with finish_reason length, shift drops the older half "
-            "(context shift) and continues."
-        ),
-    ] = "length"
-    max_waiting: Annotated[
-        int,
-        Parameter(
-            help="Length of the queue. One more request is answered 429 with Retry-After, unless its owner has less "
-            "than an even share of the queue."
-        ),
-    ] = 64
-    itl_target_ms: Annotated[
-        Literal["auto"] | float,
-        Parameter(
-            help="Inter-token latency in milliseconds to keep while prompts are computed. 0: prompts first. auto: 60, "
-            "or three times a step without prefill where that is more."
-        ),
-    ] = "auto"
-    memory: Annotated[
-        str | None,
-        Parameter(
-            help="Memory of the process, for several servers on one machine: a size such as 8GiB, or a share of the "
-            "machine, container or GPU such as 40%.",
-            show_default="all free memory",
-        ),
-    ] = None
-    threads: Annotated[
-        int | None,
-        Parameter(
-            help="Threads of the computation. Default: the processors of the affinity mask and the container's quota; "
-            "1 for models too small to be divided.",
-            show_default="all",
-        ),
-    ] = None
-    tensor_parallel: Annotated[
-        int,
-        Parameter(
-            help="Processes (ranks) that divide the heads and the matrices of the model (docs/scale.md). Threads and "
-            "memory are divided by it, and the native step is not used."
-        ),
-    ] = 1
-    mla: Annotated[
-        MlaMode,
-        Parameter(
-            help="Latent attention (MLA): absorb the projections, expand the latents, or auto: the cheaper one for "
-            "each sequence and step."
-        ),
-    ] = "auto"
-    drafter: Annotated[
-        DrafterChoice,
-        Parameter(
-            help="Speculative decoding: lookup (n-gram lookup), model (a draft model), mtp (the model's own MTP "
-            "heads), auto (lookup and one of the others) or none. The output is unchanged."
-        ),
-    ] = "auto"
-    draft_model: Annotated[
-        str | None,
-        Parameter(
-            help="Folder or hub id of a draft model with the same tokenizer.", show_default="the bundled model's own"
-        ),
-    ] = None
-    draft_tokens: Annotated[
-        Literal["auto"] | int,
-        Parameter(
-            help="Tokens of a draft, 0 to 16. auto: the number with the highest expected tokens per second, often 0. "
-            "0: drafts only for requests that set a number."
-        ),
-    ] = "auto"
-    draft_quantize: Annotated[
-        Quantize | None,
-        Parameter(help="Weight quantisation of the draft model.", show_default="as --quantize"),
-    ] = None
-    embedding_model: Annotated[
-        str | None,
-        Parameter(help="Folder or hub id of a second model, for embeddings or for ranking.", show_default="none"),
-    ] = None
-    disk_cache: Annotated[
-        str | None,
-        Parameter(
-            alias="--shelf",
-            help="Folder of the prefix cache's disk tier: computed prompts survive a restart. Its files contain text "
-            "of users.",
-            show_default="none",
-        ),
-    ] = None
-    disk_cache_bytes: Annotated[
-        int,
-        Parameter(
-            alias="--shelf-bytes",
-            converter=convert_size,
-            n_tokens=1,
-            help="Size limit of the disk cache, such as 8GiB; the least recently used files are deleted.",
-            show_default="8 GiB",
-        ),
-    ] = 8 * 2**30
-    host_cache_bytes: Annotated[
-        int,
-        Parameter(
-            alias="--shelf-memory-bytes",
-            converter=convert_size,
-            n_tokens=1,
-            help="Host memory, such as 4GiB, for prompts evicted from the prefix cache. On a CPU the cache is host "
-            "memory already. With 0, the write buffer of a disk cache still takes up to 64 MiB.",
-        ),
-    ] = 0
     store: Annotated[
         str | None,
         Parameter(
@@ -331,6 +177,9 @@ class Settings:
     ] = None
     limits: Annotated[ClientLimits, INTERNAL] = field(default_factory=ClientLimits)
     direct_writes: Annotated[bool, INTERNAL] = True
+
+    def __post_init__(self) -> None:
+        """Any values: `check` validates them, in the words of the command line."""
 
     def check(self) -> None:
         """Raise ValueError for settings that cannot work or open the server by accident, OSError for the key file."""
@@ -384,11 +233,6 @@ class Settings:
         return _model_name(self.embedding_model) if self.embedding_model else None
 
     @property
-    def disk_cache_folder(self) -> str | None:
-        """The folder of the disk cache; None: there is no disk cache."""
-        return None if self.disk_cache in (None, "", "none") else self.disk_cache
-
-    @property
     def hosts(self) -> tuple[str, ...]:
         """Accepted values of the Host header, without ports, in lower case."""
         bound = f"[{self.host}]" if ":" in self.host else self.host
@@ -401,20 +245,10 @@ class Settings:
         return tuple(host.lower() for host in self.allowed_hosts if "://" in host)
 
     def engine_config(self) -> EngineConfig:
-        """The engine's part: the fields that both classes have; ConfigError for a value that cannot work."""
-        defaults = {each.name: each.default for each in fields(EngineConfig)}
-        shared = {
-            each.name: _engine_value(getattr(self, each.name), each.default, defaults[each.name])
-            for each in fields(self)
-            if each.name in defaults
-        }
-        # No route accepts media.
-        return EngineConfig(**{**shared, "disk_cache": self.disk_cache_folder, "media": False})
-
-
-def _engine_value(value: Any, default: Any, engine_default: Any) -> Any:
-    """The engine's value of a setting: None for an empty one, and for a default in words such as "auto"."""
-    return None if engine_default is None and value in (default, "") else value
+        """The settings of the engine; ConfigError for a value that cannot work."""
+        values = {each.name: getattr(self, each.name) for each in fields(EngineConfig)}
+        # An empty text counts as not set, as an empty environment variable does.
+        return EngineConfig(**{name: value for name, value in values.items() if value != ""})
 
 
 def _model_name(model: str) -> str:

@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from tokenizers import Tokenizer
@@ -41,8 +41,8 @@ def smaller(folder: Path, **changes: Any) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("tokens", [0, 16, None])
-def test_drafts_have_up_to_sixteen_tokens(tokens: int | None) -> None:
+@pytest.mark.parametrize("tokens", [0, 16, "auto"])
+def test_drafts_have_up_to_sixteen_tokens(tokens: Literal["auto"] | int) -> None:
     """0 disables drafts unless a request sets them."""
     assert tokens == EngineConfig(draft_tokens=tokens).draft_tokens
 

@@ -8,9 +8,9 @@ import stat
 import subprocess
 import sys
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, get_origin, get_type_hints
 
 import pytest
 
@@ -117,8 +117,8 @@ def test_the_environment_stands_in_and_argv_wins(parsed: Any, tmp_path: Path) ->
     assert ("k",) == parsed(CELLAR_API_KEY="k", CELLAR_API_KEY_FILE="").all_keys
     assert Settings() == parsed(CELLAR_DRAFT_MODEL="", CELLAR_PORT="", CELLAR_STORE="")
     engine = parsed("--draft-tokens", "auto").engine_config()
-    assert (None, None) == (engine.draft_model, engine.draft_tokens)
-    assert [None, 0.0] == [parsed("--itl-target-ms", text).engine_config().itl_target_ms for text in ("auto", "0")]
+    assert (None, "auto") == (engine.draft_model, engine.draft_tokens)
+    assert ["auto", 0.0] == [parsed("--itl-target-ms", text).engine_config().itl_target_ms for text in ("auto", "0")]
     assert [None, None, "x"] == [parsed(CELLAR_DISK_CACHE=name).disk_cache_folder for name in ("", "none", "x")]
 
 
@@ -269,50 +269,36 @@ def test_garbage_collection_resumes_after_the_import() -> None:
     assert gc.get_freeze_count() >= before + len(created)
 
 
-def test_settings_have_the_defaults_of_the_engine() -> None:
+def test_an_option_of_the_engine_is_declared_once() -> None:
+    """The server declares no setting of the engine again, except that its requests bring no media."""
+    described = get_type_hints(EngineConfig, include_extras=True)
+    settings = {
+        each.name: each.default for each in fields(EngineConfig) if get_origin(described[each.name]) is Annotated
+    }
+    listed = {option.field: option for option in options()}
+
+    assert settings.keys() <= listed.keys()
+    assert settings == {name: listed[name].default for name in settings}
+    assert {"context", "draft_tokens", "disk_cache"} <= settings.keys()
+    assert not {"model", "cells", "chunk", "checkpoint", "kernels", "media", "is_draft"} & listed.keys()
     assert Settings().engine_config() == EngineConfig(media=False)
 
 
-def test_words_of_the_engine_are_no_defaults_in_words() -> None:
-    """ "auto" is a value of draft_quantize, whose default is that of quantize."""
-    config = Settings(draft_model="small", draft_quantize="auto", calibration="", memory="").engine_config()
+def test_an_empty_text_is_not_set() -> None:
+    config = Settings(draft_model="small", draft_quantize="auto", calibration="", memory="", device="").engine_config()
 
     assert ("auto", None, None) == (config.draft_quantize, config.calibration, config.memory)
+    assert "cpu" == config.device
 
 
 def test_the_settings_reach_the_engine() -> None:
-    """Every option has its field in EngineConfig."""
-    config = Settings(
-        model="m",
-        dtype="float64",
-        context=64,
-        slots=2,
-        overflow="shift",
-        max_waiting=3,
-        threads=1,
-        mla="expand",
-        kv_dtype="bfloat16",
-        quantize="auto",
-    ).engine_config()
-    drafted = Settings(drafter="model", draft_model="small", draft_tokens=0).engine_config()
-    cached = Settings(disk_cache="kept", disk_cache_bytes=5, host_cache_bytes=6).engine_config()
+    """As an EngineConfig: API keys stay in the server."""
+    config = Settings(model="m", context=64, draft_tokens=0, itl_target_ms=20.0, keys=("secret",)).engine_config()
 
-    assert ("model", "small", 0) == (drafted.drafter, drafted.draft_model, drafted.draft_tokens)
-    assert 0.02 == Settings(itl_target_ms=20.0).engine_config().itl_target_seconds
-    assert not Settings().engine_config().media
-    assert ("kept", 5, 6) == (cached.disk_cache, cached.disk_cache_bytes, cached.host_cache_bytes)
-    assert ("m", "float64", 64, 2, "shift", 3, 1, "expand", "bfloat16", "auto") == (
-        config.model,
-        config.dtype,
-        config.context,
-        config.slots,
-        config.overflow,
-        config.max_waiting,
-        config.threads,
-        config.mla,
-        config.kv_dtype,
-        config.quantize,
-    )
+    assert config == EngineConfig(model="m", context=64, draft_tokens=0, itl_target_ms=20.0, media=False)
+    assert type(config) is EngineConfig
+    assert 0.02 == config.itl_target_seconds
+    assert EngineConfig().itl_target_seconds is None
 
 
 @pytest.mark.parametrize(

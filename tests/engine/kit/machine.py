@@ -51,7 +51,7 @@ class Machine:
 
     def engine(self, loaded: LoadedModel, **settings: Any) -> Core:
         """An engine on this machine, with its own inter-token latency target."""
-        engine = core(loaded, **{"itl_target_ms": None, "context": 2304, "slots": 8, **settings})
+        engine = core(loaded, **{"itl_target_ms": "auto", "context": 2304, "slots": 8, **settings})
         self._stepper, engine._stepper = engine._stepper, self  # type: ignore[assignment]
         engine._clock = lambda: self.now
         return engine

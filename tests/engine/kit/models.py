@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import transformers
@@ -171,7 +171,7 @@ def core(
     cells: int | None = None,
     context: int = CONTEXT,
     speculation: Speculation | None = None,
-    itl_target_ms: float | None = 0.0,
+    itl_target_ms: Literal["auto"] | float = 0.0,
     **settings: Any,
 ) -> Core:
     """An engine core without a thread, over a model shared by many tests.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 
@@ -25,7 +26,7 @@ def text(name: str, length: int, count: int = 4) -> Request:
     return ask(name, [chance.randrange(250) for _ in range(length)], count, ignore_eos=True)
 
 
-def together(loaded: LoadedModel, target: float | None) -> Machine:
+def together(loaded: LoadedModel, target: Literal["auto"] | float) -> Machine:
     """Eight prompts of 256 tokens that arrive at once, and answers of 40."""
     machine = Machine()
     machine.play(machine.engine(loaded, itl_target_ms=target), [(0.0, text(str(at), 256, 40)) for at in range(8)])
@@ -34,7 +35,7 @@ def together(loaded: LoadedModel, target: float | None) -> Machine:
 
 def test_prefill_keeps_the_inter_token_latency(loaded: Models) -> None:
     """Tokens come within the target, three times as evenly as without; first ones and the whole take little longer."""
-    paced, prompts_first = together(loaded("llama"), None), together(loaded("llama"), 0.0)
+    paced, prompts_first = together(loaded("llama"), "auto"), together(loaded("llama"), 0.0)
 
     assert max(paced.gaps) < 0.1
     assert 3 * max(paced.gaps) < max(prompts_first.gaps)
@@ -165,7 +166,7 @@ def test_no_text_depends_on_step_times(loaded: Models, reference: References, fa
         chance = random.Random(seed)
         machine = Machine(lambda work, chance=chance: chance.uniform(0.0005, 0.004) * (work.batch_tokens + 3))
         asked = {str(at): chance.choice(pool) for at in range(8)}
-        engine = machine.engine(loaded(family), context=128, slots=4, itl_target_ms=chance.choice((None, 20.0)))
+        engine = machine.engine(loaded(family), context=128, slots=4, itl_target_ms=chance.choice(("auto", 20.0)))
         machine.play(
             engine,
             [(chance.uniform(0, 1), ask(name, prompt, 10, ignore_eos=True)) for name, prompt in asked.items()],

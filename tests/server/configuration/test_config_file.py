@@ -13,9 +13,10 @@ from typing import Any, get_args, get_origin
 import pytest
 
 from bench.options import BenchOptions
+from engine.types.setting import union_members
 from server import cli
 from server.commands.option_sources import SECTIONS
-from server.configuration.options import Option, options, union_members
+from server.configuration.options import Option, options
 from server.configuration.settings import Settings
 from tests.selection import quick
 
