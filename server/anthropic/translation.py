@@ -9,7 +9,6 @@ from pydantic import ValidationError
 
 from engine.errors import EngineError
 from server.generation.error_fields import with_client_field_names
-from server.generation.support import REASONING_SWITCHES
 from server.http.errors import ANTHROPIC_PREFIX, ApiError, invalid_value
 from server.schemas.anthropic import (
     AnthropicMessage,
@@ -19,10 +18,7 @@ from server.schemas.anthropic import (
     MessagesRequest,
     NamedTool,
     TextBlock,
-    ThinkingAdaptive,
     ThinkingBlock,
-    ThinkingDisabled,
-    ThinkingEnabled,
     ToolMode,
     ToolResultBlock,
     ToolUseBlock,
@@ -36,7 +32,6 @@ _NAMES = {
     r"reasoning_effort": "output_config.effort",
     r"response_format.*": "output_config.format",
     r"stop(.*)": r"stop_sequences\1",
-    r"thinking_token_budget": "thinking.budget_tokens",
     r"(tools\[\d+\])\.function\.parameters(.*)": r"\1.input_schema\2",
     r"(tools\[\d+\]|tool_choice)\.function(.*)": r"\1\2",
 }
@@ -146,18 +141,7 @@ def _choice(body: CountRequest) -> Fields:
 
 
 def _thinking(body: CountRequest) -> Fields:
-    """Sets the switch of templates that have one."""
-    match body.thinking:
-        case ThinkingDisabled():
-            return {"chat_template_kwargs": dict.fromkeys(REASONING_SWITCHES, False)}
-        case ThinkingEnabled(budget_tokens=budget, display=display):
-            shown = None if display != "omitted" else False
-            kwargs = dict.fromkeys(REASONING_SWITCHES, True)
-            return {"chat_template_kwargs": kwargs, "thinking_token_budget": budget, "include_reasoning": shown}
-        case ThinkingAdaptive(display=display):
-            shown = None if display != "omitted" else False
-            return {"chat_template_kwargs": dict.fromkeys(REASONING_SWITCHES, True), "include_reasoning": shown}
-    return {}
+    return {} if body.thinking is None else {"thinking": body.thinking.model_dump()}
 
 
 def _output(body: CountRequest) -> Fields:

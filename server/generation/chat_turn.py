@@ -22,8 +22,9 @@ from engine.types.events import Delta, Event, Finished, PrefillProgress, PromptS
 from engine.types.request import ReasoningLimit, RenderedPrompt, Request
 from server.generation.grammar import answer_grammar
 from server.generation.messages import PreparedMessages, has_breakpoints, prepare_messages
+from server.generation.reasoning import SentField
 from server.generation.requests import check_capacity, choice_requests, engine_request, limit_warnings, truncated_prompt
-from server.generation.support import REASONING_BUDGETS, SupportedRequest, supported_request
+from server.generation.support import SupportedRequest, supported_request
 from server.generation.tools import ToolSet
 from server.http.errors import invalid_value, unsupported_parameter
 from server.http.events import ChoiceEvents
@@ -107,6 +108,7 @@ class ChatTurn:
     message_locator: MessageLocator
     cache_bypassed: bool = False
     tool_set: ToolSet = field(default_factory=ToolSet)
+    include_reasoning: bool = True
     generation_prompt: str = ""
     warnings: tuple[str, ...] = ()
 
@@ -129,7 +131,7 @@ async def prepare_chat(service: Service, body: ChatRequest, id: str) -> ChatTurn
     chat_format = service.engine.tokenizer.chat_format
     prompt = truncated_prompt(service, body, rendered, _max_tokens(body))
     compiled = await answer_grammar(service, body, chat_format, supported.tool_set, prompt.generation_prompt)
-    single = await _request(service, body, prompt, supported.reasoning_budget, id)
+    single = await _request(service, body, prompt, supported.reasoning.budget, id)
     requests = choice_requests(replace(single, grammar=compiled.grammar), body.n or 1)
     check_capacity(service, requests)
     return ChatTurn(
@@ -143,6 +145,7 @@ async def prepare_chat(service: Service, body: ChatRequest, id: str) -> ChatTurn
         message_locator=MessageLocator(prepared.messages, prompt.tokens, lambda messages: render(messages).tokens),
         cache_bypassed=_with_cache_mode(body).cache_prompt is False,
         tool_set=supported.tool_set,
+        include_reasoning=supported.reasoning.included,
         generation_prompt=prompt.generation_prompt,
         warnings=(
             *limit_warnings(service, body, _limit_field(body), _max_tokens(body)),
@@ -166,7 +169,7 @@ class ChoiceParser:
 
     def __init__(self, turn: ChatTurn) -> None:
         self._parser = turn.answer_parser()
-        self._include_reasoning = turn.body.include_reasoning is not False
+        self._include_reasoning = turn.include_reasoning
         # A match of a stop expression is part of the text already.
         self._shown_stops = frozenset(turn.body.stop or ()) if turn.body.include_stop_str_in_output else frozenset()
         self._called = False
@@ -224,9 +227,6 @@ def _check(body: ChatRequest) -> None:
     for field_, needed in (("top_logprobs", body.top_logprobs), ("logprob_token_ids", body.logprob_token_ids)):
         if needed and not body.logprobs:
             raise invalid_value(field_, "it needs 'logprobs' to be true")
-    budgets = (body.thinking_token_budget, body.thinking_budget_tokens)
-    if None not in budgets and budgets[0] != budgets[1]:
-        raise invalid_value("thinking_budget_tokens", "it is an alias of 'thinking_token_budget' with another value")
     if body.return_cache_diagnostics and body.truncate_prompt_tokens is not None:
         raise invalid_value("return_cache_diagnostics", "it cannot be combined with 'truncate_prompt_tokens'")
     if body.continue_final_message and body.add_generation_prompt:
@@ -273,7 +273,9 @@ def _renderer(
     )
 
 
-async def _request(service: Service, body: ChatRequest, prompt: RenderedPrompt, budget: int | None, id: str) -> Request:
+async def _request(
+    service: Service, body: ChatRequest, prompt: RenderedPrompt, budget: SentField[int] | None, id: str
+) -> Request:
     chat_format = service.engine.tokenizer.chat_format
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     plain = await engine_request(
@@ -286,11 +288,15 @@ async def _request(service: Service, body: ChatRequest, prompt: RenderedPrompt, 
     )
 
 
-def _reasoning_limit(budget: int | None, chat_format: ChatFormat, generation_prompt: str) -> ReasoningLimit | None:
-    limit = None if budget is None else chat_format.reasoning_limit(budget, generation_prompt)
+def _reasoning_limit(
+    budget: SentField[int] | None, chat_format: ChatFormat, generation_prompt: str
+) -> ReasoningLimit | None:
+    if budget is None or not chat_format.supports_reasoning:
+        return None
+    limit = chat_format.reasoning_limit(budget.value, generation_prompt)
     # None if the template has closed the reasoning; an error if the start of the reasoning cannot be recognised.
-    if budget is not None and limit is None and chat_format.reasoning_limit(budget, "") is None:
-        raise unsupported_parameter(REASONING_BUDGETS[0], "its reasoning has no single start token")
+    if limit is None and chat_format.reasoning_limit(budget.value, "") is None:
+        raise unsupported_parameter(budget.name, "its reasoning has no single start token")
     return limit
 
 

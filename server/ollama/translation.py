@@ -66,7 +66,7 @@ _NAMES = {
     r"overflow": "shift",
     rf"({'|'.join(_SAME)})(.*)": r"options.\1\2",
     r"response_format.*": "format",
-    r"reasoning_effort|chat_template_kwargs.*": "think",
+    r"reasoning_effort|enable_thinking": "think",
 }
 
 
@@ -95,7 +95,7 @@ def plain_body(body: GenerateRequest, model: str) -> CompletionRequest:
     """The completion request for a prompt without the chat template: `raw`, or with a suffix."""
     fields = {"model": model, "prompt": body.prompt, "suffix": body.suffix, **_common(body)}
     # Without a template, there is no reasoning to switch off.
-    fields.pop("chat_template_kwargs", None)
+    fields.pop("enable_thinking", None)
     if body.logprobs:
         fields["logprobs"] = body.top_logprobs or 0
     return _translated(CompletionRequest, fields)
@@ -249,7 +249,7 @@ def _common(body: OllamaGenerationFields) -> dict[str, Any]:
         case None:
             pass
         case bool():
-            fields["chat_template_kwargs"] = {"enable_thinking": body.think}
+            fields["enable_thinking"] = body.think
         case effort:
             fields["reasoning_effort"] = effort
     return fields

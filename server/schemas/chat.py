@@ -83,6 +83,31 @@ class CacheOptions(Strict):
     ttl: Literal["30m"] | None = None
 
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+ReasoningBudget = Annotated[int, Field(ge=0, le=2**31 - 1)]
+
+
+class ThinkingOptions(Strict):
+    """The switch for reasoning of DeepSeek, GLM, Kimi and Anthropic."""
+
+    drops_unknown: ClassVar[bool] = True
+
+    type: Literal["enabled", "disabled", "adaptive", "auto"] | None = None
+    budget_tokens: ReasoningBudget | None = None
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class ReasoningOptions(Strict):
+    """Reasoning by OpenRouter's names: `exclude` leaves it out of the answer."""
+
+    hints: ClassVar[Mapping[str, str]] = policy.REASONING_HINTS
+
+    enabled: bool | None = None
+    effort: Effort | None = None
+    max_tokens: ReasoningBudget | None = None
+    exclude: bool | None = None
+
+
 class ChatRequest(Generation):
     """A chat completion request."""
 
@@ -96,10 +121,14 @@ class ChatRequest(Generation):
     parallel_tool_calls: bool | None = None
     functions: Annotated[list[LegacyFunction], Field(max_length=MAX_TOOLS)] | None = None
     function_call: LegacyChoice | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    reasoning_effort: Effort | None = None
     include_reasoning: bool | None = None
-    thinking_token_budget: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
-    thinking_budget_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
+    enable_thinking: bool | None = None
+    thinking: ThinkingOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    thinking_token_budget: ReasoningBudget | None = None
+    thinking_budget_tokens: ReasoningBudget | None = None
+    thinking_budget: ReasoningBudget | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None

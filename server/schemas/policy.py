@@ -58,10 +58,13 @@ CHAT: NeutralValues = {
 # The same for completions, including fields that are meaningful for chats only.
 COMPLETIONS: NeutralValues = {
     "chat_template_kwargs": ({},),
+    "enable_thinking": (False,),
     "include_reasoning": (True, False),
     "parallel_tool_calls": (True, False),
     "prompt_cache_options": (),
+    "reasoning": ({},),
     "reasoning_effort": ("none",),
+    "thinking_budget": (0,),
     "thinking_budget_tokens": (0,),
     "thinking_token_budget": (0,),
     "tool_choice": ("none", "auto"),
@@ -103,6 +106,7 @@ EXTENSIONS: NeutralValues = {
     "spaces_between_special_tokens": (True,),
     "stream_reasoning": (True,),
     "tfs_z": (1, 1.0),
+    "thinking": ({"type": "disabled"},),
     "truncation": ("disabled",),
     "use_beam_search": (False,),
     "vllm_xargs": ({},),

@@ -8,7 +8,7 @@ from dataclasses import field as initial
 from typing import TYPE_CHECKING
 
 from engine.errors import ContextTooLong
-from server.generation.support import REASONING_SWITCHES
+from server.generation.reasoning import REASONING_SWITCHES
 from server.http.errors import invalid_value
 from server.scoring.labels import LabelScorer, Path
 

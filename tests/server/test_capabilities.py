@@ -9,7 +9,7 @@ from pydantic import TypeAdapter
 
 from engine.types.status import DraftingInfo
 from server.app import create_app
-from server.generation.support import REASONING_BUDGETS
+from server.generation.reasoning import REASONING_BUDGETS
 from server.schemas import policy
 from server.schemas.capabilities import Capabilities
 from server.schemas.chat import ChatRequest
@@ -40,7 +40,8 @@ def test_every_field_has_its_support(listed: dict[str, Any], path: str, shape: A
 
     assert {*shape.model_fields, *shape.documented} == parameters.keys()
     # What this model, without reasoning, takes no notice of.
-    unheeded = {"reasoning_effort", "verbosity", *REASONING_BUDGETS} if path == CHAT else set()
+    reasoning = {"reasoning_effort", "enable_thinking", "thinking", "reasoning", *REASONING_BUDGETS}
+    unheeded = {"verbosity", *reasoning} if path == CHAT else set()
     assert {*policy.NOTED, *shape.hints, *unheeded} == {
         name for name, one in parameters.items() if one["support"] == "noted"
     }
