@@ -97,6 +97,8 @@ class Engine(EngineClient):
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run_thread, name="engine", daemon=True)
         self._streams: dict[str, RequestStream] = {}
+        # Requests and jobs that were opened so far.
+        self._opened = 0
         self._loaded: LoadedModel | None = None
         self._embedder: LoadedEmbedder | None = None
         self._failure: EngineError | None = None
@@ -239,7 +241,8 @@ class Engine(EngineClient):
 
     @asynccontextmanager
     async def _open_stream(self, id: str, owner: str, command: Submit | Embed) -> AsyncIterator[RequestStream]:
-        stream = RequestStream(id, on_unread=lambda is_unread: self._inbox.put(SetUnread(id, is_unread)))
+        self._opened += 1
+        stream = RequestStream(id, self._opened, lambda is_unread: self._inbox.put(SetUnread(id, is_unread)))
         self._streams[id] = stream
         began = time.monotonic()
         self._inbox.put(command)
@@ -306,8 +309,11 @@ class Engine(EngineClient):
                 self._inbox.put(Cancel(stream.id))
             stream.deliver(Failed(reason))
 
-    def _deliver(self, events: list[tuple[str, Event]], stats: Stats, flushed: bool) -> None:
-        """On the event loop: deliver the events of a step. A stream that was left is not in the table any more."""
+    def _deliver(self, events: list[tuple[str, Event]], submitted: int, stats: Stats, flushed: bool) -> None:
+        """On the event loop: deliver the events of a step, which knew the first `submitted` requests.
+
+        A stream that was left is not in the table any more, and a later one may have its id.
+        """
         self._stats = stats
         if flushed:
             self._flushed.set()
@@ -315,7 +321,7 @@ class Engine(EngineClient):
             self._flushed.clear()
         for request_id, event in events:
             stream = self._streams.get(request_id)
-            if stream is not None:
+            if stream is not None and stream.number <= submitted:
                 stream.deliver(event)
 
     def _finish_loading(
@@ -378,8 +384,10 @@ class Engine(EngineClient):
         """A process of tensor parallelism ended: in its thread."""
         self._call_on_loop(self._finish_loading, None, DraftingInfo(), EngineDead(reason))
 
-    def _deliver_from_thread(self, events: list[tuple[str, Event]], stats: Stats, flushed: bool) -> None:
-        self._call_on_loop(self._deliver, events, stats, flushed)
+    def _deliver_from_thread(
+        self, events: list[tuple[str, Event]], submitted: int, stats: Stats, flushed: bool
+    ) -> None:
+        self._call_on_loop(self._deliver, events, submitted, stats, flushed)
 
     def _set_phase(self, phase: str) -> None:
         self._phase = phase

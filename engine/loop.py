@@ -77,6 +77,8 @@ class EngineLoop:
         self, core: Core, embedding: EmbeddingScheduler | None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._core, self._embedding, self._clock = core, embedding, clock
+        # Requests and jobs that were submitted so far.
+        self._submitted = 0
 
     @property
     def busy(self) -> bool:
@@ -86,13 +88,13 @@ class EngineLoop:
     def run(
         self,
         inbox: queue.SimpleQueue[Command],
-        deliver: Callable[[list[tuple[str, Event]], Stats, bool], None],
+        deliver: Callable[[list[tuple[str, Event]], int, Stats, bool], None],
         watchdog: Watchdog,
     ) -> None:
         """Handle commands and compute steps until a Stop.
 
         deliver  called after each step, and when idle work changes the statistics, with the events of the step, the
-                 statistics and whether everything is flushed to disk
+                 number of requests submitted before it, the statistics and whether everything is flushed to disk
         """
         stats_at, stats, flushed = 0.0, self.stats(), False
         while self._handle_commands(inbox, watchdog, wait=flushed and not self.busy):
@@ -103,7 +105,7 @@ class EngineLoop:
             if not self.busy or now - stats_at > _STATS_INTERVAL_SECONDS:
                 stats_at, stats = now, self.stats()
             if busy or before != (stats, flushed):
-                deliver(events, stats, flushed)
+                deliver(events, self._submitted, stats, flushed)
 
     def step(self) -> list[tuple[str, Event]]:
         """One step of the core, and a batch of the embedding model if it is due; their events."""
@@ -122,8 +124,10 @@ class EngineLoop:
         """Execute a command other than Stop; to cancel an unknown or finished request is no error."""
         match command:
             case Submit(request, matcher):
+                self._submitted += 1
                 self._core.submit(request, matcher)
             case Embed(job):
+                self._submitted += 1
                 assert self._embedding is not None, "the engine accepts jobs for an embedding model only"
                 self._embedding.submit(job)
             case Cancel(request_id):

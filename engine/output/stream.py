@@ -19,13 +19,14 @@ UNREAD_EVENTS = 32
 class RequestStream:
     """Yields Started, then deltas, then exactly one Finished or Failed. Owned by the event loop's thread.
 
+    number     of the request among all of its engine, from 1 on: an id may return, the number does not
     finished   the last event was delivered
     on_unread  called with True when events are left unread, with False when they are read again
     fast_path  called with a delta that arrives while the reader waits; False queues the delta. Must not raise
     """
 
-    def __init__(self, request_id: str, on_unread: Callable[[bool], None] = lambda _: None) -> None:
-        self.id = request_id
+    def __init__(self, request_id: str, number: int = 0, on_unread: Callable[[bool], None] = lambda _: None) -> None:
+        self.id, self.number = request_id, number
         self.finished = False
         self.fast_path: Callable[[Delta], bool] | None = None
         self._on_unread, self._is_unread = on_unread, False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -109,6 +110,24 @@ def test_stats_count_a_cancelled_request(folder: Folder) -> None:
         async with asyncio.timeout(3):
             while engine.stats().running:
                 await asyncio.sleep(0)
+
+    run_with_engine(folder("llama"), story)
+
+
+def test_events_of_a_cancelled_request_do_not_reach_a_later_one_with_its_id(folder: Folder) -> None:
+    """They are on their way to the event loop when its id is used again."""
+
+    async def story(engine: Engine) -> None:
+        async with engine.open(ask("one", (1, 2, 3), ENDLESS)):
+            steps = engine._watchdog._steps
+            while engine._watchdog._steps < steps + 3:
+                # Without an await: the event loop delivers nothing meanwhile.
+                time.sleep(0.001)
+        events = await answer(engine, ask("one", (4, 5), 2))
+
+        assert isinstance(events[0], Started)
+        assert events[0].prompt_tokens == 2
+        assert tokens(events) == tokens(await answer(engine, ask("two", (4, 5), 2)))
 
     run_with_engine(folder("llama"), story)
 
