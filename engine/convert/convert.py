@@ -10,11 +10,11 @@ from pathlib import Path
 from transformers.utils.logging import disable_progress_bar
 
 from engine.config import BUNDLED_NAME
-from engine.convert.architectures import Inexpressible
 from engine.convert.from_gguf import write_folder
 from engine.convert.gguf_file import OnProgress, WeightType
 from engine.convert.to_gguf import plan_file
 from engine.errors import ModelInconvertible
+from engine.gguf.architectures.settings import Inexpressible
 from engine.kernels.cache_folder import scratch_folder
 from engine.load.read.checkpoint import READ_ERRORS, error_line, is_gguf, resolve
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from engine.convert.architectures import Inexpressible
 from engine.convert.gguf_file import WeightType
+from engine.gguf.architectures.settings import Inexpressible
 from engine.load.read.gguf_model import read_gguf_config, read_gguf_model
 from engine.load.read.tokenizer_files import read_tokenizer
 

@@ -14,8 +14,8 @@ import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType, GGUFWriter, LlamaFileType, quantize
 from torch import Tensor
 
-from engine.convert.architectures import Value
 from engine.convert.blocks import encode_blocks
+from engine.gguf.architectures.settings import Value
 from engine.kernels.formats import WeightFormat
 from engine.quantize.fit import ColumnStatistics, fit
 

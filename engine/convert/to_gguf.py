@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gguf import GGML_QUANT_VERSION, MODEL_ARCH_NAMES
+from gguf import GGML_QUANT_VERSION
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from engine.convert.architectures import Inexpressible, Value, architecture, hyper_parameters
 from engine.convert.gguf_file import OnProgress, TensorPlan, WeightType, file_type, plan_tensors, write_gguf
 from engine.convert.tensors import gguf_tensors
 from engine.convert.vocabulary import tokenizer_metadata
+from engine.gguf.architectures.settings import Inexpressible, Value
+from engine.gguf.architectures.table import writable
 from engine.gguf.pre_tokenizers import PRE_TOKENIZERS
 from engine.load.read.checkpoint import (
     broken_weights_reason,
@@ -64,7 +65,7 @@ def plan_file(
     if broken is not None:
         raise Inexpressible(broken)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    metadata = hyper_parameters(config)
+    metadata: dict[str, Value] = writable(config).write(config)
     on_phase("tokenizer")
     tokenizer = read_tokenizer(folder)
     metadata |= tokenizer_metadata(tokenizer, config, pre_tokenizer)
@@ -98,7 +99,7 @@ def _read_model(folder: Path, config: Any) -> Any:
 
 def _general(folder: Path, config: Any, weight_type: WeightType) -> dict[str, Value]:
     return {
-        "general.architecture": MODEL_ARCH_NAMES[architecture(config)],
+        "general.architecture": writable(config).name,
         "general.type": "model",
         "general.name": folder.resolve().name,
         "general.file_type": file_type(weight_type),

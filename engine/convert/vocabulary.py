@@ -10,7 +10,7 @@ from typing import Any
 from gguf import TokenType
 from tokenizers import Regex, pre_tokenizers
 
-from engine.convert.architectures import Inexpressible, Value
+from engine.gguf.architectures.settings import Inexpressible, Value
 from engine.gguf.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 
 _PREFIX = "tokenizer.ggml"

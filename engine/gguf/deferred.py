@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from engine.gguf.weights import FileMatrix, Matrices
+from engine.gguf.sources import FileMatrix, Matrices
 from engine.kernels.blocks import BlockReader
 
 # Weights of a linear layer that are dequantised at once.

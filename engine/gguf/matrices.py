@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.gguf.deferred import DeferredWeights
-from engine.gguf.weights import PLAIN_TYPES, FileMatrix, Matrices, ParameterSource
+from engine.gguf.sources import PLAIN_TYPES, FileMatrix, Matrices, ParameterSource
 from engine.kernels.blocks import EXACT_FORMATS, BlockReader
 from engine.kernels.formats import WeightFormat
 from engine.kernels.packing import PackedMatrix, PackedStorage
@@ -180,7 +180,12 @@ class FileMatrices:
 def _is_deferrable(name: str, source: Matrices) -> bool:
     # The expansion of latent keys is read when its hooks are installed (engine/model/hooks.py).
     is_read_early = name.endswith("kv_b_proj.weight")
-    return not is_read_early and not source.shift and all(own.type in EXACT_FORMATS for own in source.tensors)
+    exact = all(tensor.type in EXACT_FORMATS for tensor in source.tensors)
+    return not is_read_early and source.decode is None and exact and all(map(_keeps_blocks, source.matrices))
+
+
+def _keeps_blocks(matrix: FileMatrix) -> bool:
+    return matrix.column_order is None or matrix.type is not None
 
 
 def _type_name(matrix: FileMatrix | None) -> str:

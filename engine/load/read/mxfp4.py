@@ -21,7 +21,7 @@ from transformers import GenerationConfig
 
 from engine.gguf.container import Bytes, GgufError, GgufTensor
 from engine.gguf.matrices import FileMatrices
-from engine.gguf.weights import PLAIN_TYPES, FileMatrix, Matrices, ParameterSource, whole_rows
+from engine.gguf.sources import PLAIN_TYPES, FileMatrix, Matrices, ParameterSource, whole_rows
 from engine.kernels.blocks import BlockReader
 from engine.load.read.checkpoint import weight_files
 from engine.load.read.file_model import file_model, file_skeleton

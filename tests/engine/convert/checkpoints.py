@@ -51,6 +51,7 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "granite": ("granite", {"attention_multiplier": 0.3, "embedding_multiplier": 3, "residual_multiplier": 0.5}),
     "glm4": ("glm4", {}),
     "olmo2": ("olmo2", {}),
+    "olmo3": ("olmo3", {}),
     "deepseek_v2": ("deepseek_v2", {}),
     "deepseek_v3": ("deepseek_v3", {}),
     "lfm2": ("lfm2", {}),

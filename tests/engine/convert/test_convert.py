@@ -9,13 +9,13 @@ from typing import cast
 import pytest
 import torch
 from gguf import GGMLQuantizationType, GGUFReader, dequantize
-from transformers import AutoModelForCausalLM, AutoTokenizer, MistralConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, MistralConfig
 
-from engine.convert.architectures import hyper_parameters
 from engine.convert.convert import convert
 from engine.convert.gguf_file import WeightType
-from engine.convert.tensors import interleaved
+from engine.convert.tensors import gguf_tensors
 from engine.errors import ModelInconvertible, ModelMissing
+from engine.gguf.architectures.table import writable
 from tests.engine.convert.checkpoints import CHECKPOINTS, TEMPLATE, byte_level, conversion, save_checkpoint, save_model
 from tests.selection import quick
 
@@ -54,15 +54,18 @@ def test_checkpoint_is_unchanged_after_gguf(name: str, tmp_path: Path) -> None:
 
 def test_halves_of_a_head_are_interleaved() -> None:
     rows = torch.arange(8.0).unsqueeze(1)
+    config = LlamaConfig(num_attention_heads=2, head_dim=4)
 
-    assert [0, 2, 1, 3, 4, 6, 5, 7] == interleaved(rows, 4).flatten().tolist()
+    ((name, values),) = gguf_tensors({"model.layers.1.self_attn.q_proj.weight": rows}, config)
+
+    assert ("blk.1.attn_q.weight", [0, 2, 1, 3, 4, 6, 5, 7]) == (name, values.flatten().tolist())
 
 
 def test_window_that_the_architecture_lacks_limits_the_context() -> None:
     """Within its size it has no effect."""
     config = MistralConfig(sliding_window=512, max_position_embeddings=4096)
 
-    assert 512 == hyper_parameters(config)["llama.context_length"]
+    assert 512 == writable(config).write(config)["llama.context_length"]
 
 
 @pytest.mark.parametrize("weight_type", ["f32", "f16", "bf16", "q8_0"])
@@ -181,7 +184,7 @@ def test_missing_source_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "settings", "reason"),
     [
-        ("gpt_neox", {}, "models of type gpt_neox are not written; llama, "),
+        ("gpt_neox", {}, "models of type gpt_neox are not written; deepseek_v2, "),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "type dynamic"),
         ("gemma2", {"query_pre_attn_scalar": 7}, "query_pre_attn_scalar=7"),
         ("smollm3", {"no_rope_layers": [0, 1, 1]}, "no_rope_layers"),

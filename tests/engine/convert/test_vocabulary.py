@@ -8,8 +8,8 @@ import pytest
 from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
-from engine.convert.architectures import Inexpressible
 from engine.convert.vocabulary import tokenizer_metadata
+from engine.gguf.architectures.settings import Inexpressible
 from engine.gguf.pre_tokenizers import PRE_TOKENIZERS
 from engine.gguf.tokenizer import read_tokenizer
 from tests.engine.convert.checkpoints import SIZE, byte_fallback, byte_level

@@ -23,7 +23,7 @@ from engine.config import EngineConfig
 from engine.convert.convert import convert
 from engine.errors import ModelUnsupported
 from engine.gguf.container import GgufModel, read_model
-from engine.gguf.weights import PLAIN_TYPES
+from engine.gguf.sources import PLAIN_TYPES
 from engine.load.load import LoadedModel, load
 from engine.load.read.gguf_model import read_gguf_config, read_gguf_model
 from engine.quantize.experts import QuantizedExperts

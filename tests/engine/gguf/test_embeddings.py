@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.gguf.container import read_model
 from engine.gguf.matrices import FileMatrices
-from engine.gguf.weights import PLAIN_TYPES
+from engine.gguf.sources import PLAIN_TYPES
 from engine.load.load import LoadedModel
 from engine.model.model_runner import runners_of
 from engine.native.runner import NativeRunner

@@ -1,0 +1,1 @@
+"""The architectures of GGUF files: settings and tensors, each declared once for reading and for writing."""

@@ -1,0 +1,109 @@
+"""Decoders with attention and experts."""
+
+from __future__ import annotations
+
+from engine.gguf.architectures.architecture import Architecture
+from engine.gguf.architectures.attention import (
+    BIASES,
+    COMMON,
+    DENSE,
+    EPSILON,
+    HEADS,
+    LIMITED_CONTEXT,
+    SILU,
+    windows,
+)
+from engine.gguf.architectures.layouts import INTERLEAVED_ROTATION, Rows, alternating
+from engine.gguf.architectures.rotary import read_rotation, write_rotation
+from engine.gguf.architectures.settings import Derived, Entry, Fields, Fixed, Hyperparameters
+
+_EXPERT_WIDTH = Entry("expert_feed_forward_length", "moe_intermediate_size", "size")
+EXPERTS_PER_TOKEN = Entry("expert_used_count", "num_experts_per_tok", "size")
+EXPERTS = (
+    Rows(
+        r"\.experts\.gate_up_proj$",
+        ("ffn_gate_exps.weight", "ffn_up_exps.weight"),
+        fused="ffn_gate_up_exps.weight",
+        stacked=True,
+    ),
+    Rows(r"\.experts\.down_proj$", ("ffn_down_exps.weight",), stacked=True),
+)
+CORRECTION_BIAS = Rows(r"\.(e_score_correction_bias|expert_bias)$", ("exp_probs_b.bias",))
+
+
+def _has_experts(file: Hyperparameters) -> bool:
+    return file.integer("expert_count", 0) > 0
+
+
+def _read_gpt_oss_rotation(file: Hyperparameters) -> Fields:
+    # Published models do not round the range of scaled frequencies.
+    return {"rope_parameters": read_rotation(file) | {"truncate": False}}
+
+
+MIXTURES = (
+    Architecture(
+        "llama",
+        "mixtral",
+        (
+            *DENSE,
+            LIMITED_CONTEXT,
+            Entry("expert_count", "num_local_experts", "size"),
+            EXPERTS_PER_TOKEN,
+            Derived(lambda file: {"sliding_window": None}),
+        ),
+        (INTERLEAVED_ROTATION, *EXPERTS),
+        applies=_has_experts,
+    ),
+    Architecture(
+        "qwen3moe",
+        "qwen3_moe",
+        (
+            *DENSE,
+            LIMITED_CONTEXT,
+            Entry("expert_count", "num_experts", "size"),
+            EXPERTS_PER_TOKEN,
+            _EXPERT_WIDTH,
+            Fixed("norm_topk_prob", True),
+            Derived(lambda file: {"norm_topk_prob": file.boolean("expert_weights_norm", True)}),
+            Fixed("decoder_sparse_step", 1),
+            Fixed("mlp_only_layers", []),
+        ),
+        EXPERTS,
+    ),
+    Architecture(
+        "gpt-oss",
+        "gpt_oss",
+        (
+            COMMON,
+            HEADS,
+            EPSILON,
+            BIASES,
+            SILU,
+            Entry("expert_feed_forward_length", "intermediate_size", "size"),
+            Entry("expert_count", "num_local_experts", "size"),
+            EXPERTS_PER_TOKEN,
+            windows(128, 2),
+            Derived(_read_gpt_oss_rotation, write_rotation),
+        ),
+        (
+            Rows(
+                r"\.experts\.gate_up_proj$",
+                ("ffn_gate_exps.weight", "ffn_up_exps.weight"),
+                fused="ffn_gate_up_exps.weight",
+                stacked=True,
+                transposed=True,
+                order=alternating,
+            ),
+            Rows(
+                r"\.experts\.gate_up_proj_bias$",
+                ("ffn_gate_exps.bias", "ffn_up_exps.bias"),
+                fused="ffn_gate_up_exps.bias",
+                stacked=True,
+                order=alternating,
+            ),
+            Rows(r"\.experts\.down_proj$", ("ffn_down_exps.weight",), stacked=True, transposed=True),
+            Rows(r"\.experts\.down_proj_bias$", ("ffn_down_exps.bias",)),
+            Rows(r"\.sinks$", ("attn_sinks.weight",)),
+        ),
+    ),
+)

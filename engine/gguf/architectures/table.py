@@ -1,0 +1,43 @@
+"""The table of architectures that are read and written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine.gguf.architectures.architecture import Architecture
+from engine.gguf.architectures.attention import ATTENTION
+from engine.gguf.architectures.experts import MIXTURES
+from engine.gguf.architectures.latent import LATENT
+from engine.gguf.architectures.recurrent import RECURRENT
+from engine.gguf.architectures.settings import Hyperparameters, Inexpressible
+from engine.gguf.container import GgufError, GgufModel
+
+# Models with experts first, as their files may have the name of an architecture without.
+ARCHITECTURES: tuple[Architecture, ...] = (*MIXTURES, *ATTENTION, *LATENT, *RECURRENT)
+
+
+def unreadable_reason(name: str) -> str | None:
+    """Why files of an architecture cannot be read; None: they can."""
+    names = list(dict.fromkeys(row.name for row in ARCHITECTURES))
+    if name in names:
+        return None
+    return f"the architecture {name} is not supported in GGUF files; supported: {', '.join(names)}"
+
+
+def readable(model: GgufModel) -> Architecture:
+    """The architecture of a file. Raises GgufError."""
+    file = Hyperparameters(model)
+    reason = unreadable_reason(file.architecture)
+    if reason is not None:
+        raise GgufError(reason)
+    return next(row for row in ARCHITECTURES if row.name == file.architecture and row.applies(file))
+
+
+def writable(config: Any) -> Architecture:
+    """The architecture of a model. Raises Inexpressible."""
+    kind = config.model_type
+    row = next((row for row in ARCHITECTURES if kind == row.model or kind in row.written), None)
+    if row is None:
+        names = ", ".join(sorted(name for row in ARCHITECTURES for name in (row.model, *row.written)))
+        raise Inexpressible(f"models of type {kind} are not written; {names} are")
+    return row
