@@ -8,7 +8,7 @@ the tokenizer: a client of another process derives them once.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from typing import Protocol
 
 from engine.chat_format.chat_format import ChatFormat
@@ -155,6 +155,9 @@ class EngineClient(Protocol):
 
     def check_admission(self, owner: str) -> None:
         """Raise Overloaded if `open` would refuse every request of the owner now because the queue is full."""
+
+    def reserve(self, owner: str) -> AbstractContextManager[None]:
+        """Count a request of the owner as waiting inside the block: one that is being prepared for `open`."""
 
     def open(self, request: Request) -> AbstractAsyncContextManager[EventStream]:
         """Run a request inside the block; leaving the block cancels it.

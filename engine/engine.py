@@ -12,7 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -210,6 +210,10 @@ class Engine(EngineClient):
         if self._loaded is not None:
             self._queue_limit.check(owner, self._loaded.info.slots)
 
+    def reserve(self, owner: str) -> AbstractContextManager[None]:
+        """Count a request of the owner as waiting inside the block: one that is being prepared for `open`."""
+        return self._queue_limit.hold(owner)
+
     @asynccontextmanager
     async def open(self, request: Request) -> AsyncIterator[RequestStream]:
         """Run a request inside the block; leaving the block cancels it.
@@ -218,12 +222,13 @@ class Engine(EngineClient):
         """
         self._check(request)
         matcher = None
-        if request.stop_regex:
-            await asyncio.to_thread(check_stop_regex, request.stop_regex)
-        if request.grammar is not None:
-            matcher = await asyncio.to_thread(self.grammars.matcher, request.grammar)
         if request.stop_regex or request.grammar is not None:
-            # Other requests were admitted during the compilation.
+            with self.reserve(request.owner):
+                if request.stop_regex:
+                    await asyncio.to_thread(check_stop_regex, request.stop_regex)
+                if request.grammar is not None:
+                    matcher = await asyncio.to_thread(self.grammars.matcher, request.grammar)
+            # The engine may be draining by now, or a request with this id was opened.
             self._check(request)
         async with self._open_stream(request.id, request.owner, Submit(request, matcher)) as stream:
             yield stream

@@ -20,6 +20,7 @@ from engine.types.snapshot import EngineSnapshot
 from engine.types.status import EmbeddingModelInfo
 from server.configuration.settings import Settings
 from server.http.access_log import current
+from server.http.admission import release_reservation
 from server.http.auth import caller
 from server.http.events import ChoiceEvents, DeltaSink
 from server.http.version import version
@@ -85,6 +86,7 @@ class Service:
     async def open(self, request: Request, endpoint: Endpoint, choice: int = 0) -> AsyncIterator[ChoiceEvents]:
         """The events of one generation; leaving the block cancels it. A Failed event is raised as an exception."""
         request = self._scoped_to_owner(request)
+        release_reservation()
         async with self.engine.open(request) as stream, self._observed(stream, endpoint, choice) as events:
             yield events
 
@@ -93,6 +95,7 @@ class Service:
         """The events of a job of the embedding model."""
         owner = caller().owner
         job = replace(job, id=_scoped_id(owner, job.id), owner=owner)
+        release_reservation()
         async with self.engine.embed(job) as stream, self._observed(stream, endpoint, 0) as events:
             yield events
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 from engine.types.model_name import plain_name
@@ -39,6 +40,10 @@ class ModelRegistry:
     def check_admission(self, owner: str) -> None:
         """Raise Overloaded if every request of the owner would be refused now because the queue is full."""
         self._service.engine.check_admission(owner)
+
+    def reserve(self, owner: str) -> AbstractContextManager[None]:
+        """Count a request of the owner as waiting inside the block: one that is being prepared."""
+        return self._service.engine.reserve(owner)
 
     def lease(self, name: str | None = None) -> Service:
         """The service of a model, under the requested name or its main one; ApiError for an unknown model.

@@ -16,7 +16,7 @@ from anyio import CapacityLimiter
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from engine.errors import EngineError
-from server.http.admission import check_admission
+from server.http.admission import admitted
 from server.http.encoding import dumps
 from server.http.errors import CONNECTION_LIMIT, TOO_MANY_WEBSOCKETS, ApiError, from_engine_error, invalid_value
 from server.http.lenient import left_out_warnings
@@ -117,9 +117,9 @@ class WebSocketSession:
         """Send the events of one response, or an error event."""
         body: ResponseRequest | None = None
         try:
-            check_admission(self._socket)
-            body, warnings = await _read_request(text, self._socket.app.state.large_bodies)
-            task = await self._service.create(body, warnings, latest=self._latest)
+            with admitted(self._socket):
+                body, warnings = await _read_request(text, self._socket.app.state.large_bodies)
+                task = await self._service.create(body, warnings, latest=self._latest)
         except (ApiError, EngineError) as error:
             self._forget_latest(body)
             await self._send_error(error)

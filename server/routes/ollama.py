@@ -17,7 +17,7 @@ from server.generation.answer import cancel_on_disconnect
 from server.generation.chat_turn import ChatTurn, prepare_chat
 from server.generation.error_fields import with_client_field_names
 from server.generation.requests import generate
-from server.http.admission import check_admission
+from server.http.admission import admitted
 from server.http.auth import owner
 from server.http.encoding import JsonResponse, large_json_response
 from server.http.errors import OLLAMA_PREFIX, ApiError, missing_parameter, unsupported_parameter
@@ -87,11 +87,11 @@ def _add_chats(app: FastAPI, models: ModelRegistry, presets: Presets) -> None:
         if not body.messages:
             answer = _load_response(body, [*noted, *_unload_warnings(body)])
             return JsonResponse({**answer, "message": {"role": "assistant", "content": ""}})
-        check_admission(request)
         if preset is not None:
             body = chat_with_preset(body, preset)
-        translated = await run_by_size(request, chat_body, body, service.name)
-        turn = await _renamed(prepare_chat(service, translated, uuid.uuid4().hex))
+        with admitted(request):
+            translated = await run_by_size(request, chat_body, body, service.name)
+            turn = await _renamed(prepare_chat(service, translated, uuid.uuid4().hex))
         return await _answer(
             service, request, body, OllamaAnswer(turn, body.model, False, (*noted, *client_warnings(turn.warnings)))
         )
@@ -106,11 +106,11 @@ def _add_chats(app: FastAPI, models: ModelRegistry, presets: Presets) -> None:
         if not body.prompt and not body.suffix:
             answer = _load_response(body, [*noted, *_unload_warnings(body)])
             return JsonResponse({**answer, "response": ""})
-        check_admission(request)
         before: tuple[OllamaMessage, ...] = ()
         if preset is not None:
             body, before = generate_with_preset(body, preset), preset.messages
-        turn = await _renamed(_generate_turn(service, request, body, before))
+        with admitted(request):
+            turn = await _renamed(_generate_turn(service, request, body, before))
         return await _answer(
             service, request, body, OllamaAnswer(turn, body.model, True, (*noted, *client_warnings(turn.warnings)))
         )

@@ -6,7 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -222,6 +222,20 @@ def test_a_full_queue_is_refused_with_retry_after(folder: Folder) -> None:
         assert 1.0 <= refusal.value.retry_after_seconds <= 60.0
         assert [40] * 3 == [len(tokens(events)) for events in answers]
         assert 2 == len(tokens(await answer(engine, ask("late", (1, 2), 2, ignore_eos=True))))
+
+    run_with_engine(folder("llama"), story, slots=1, max_waiting=2)
+
+
+def test_a_request_in_preparation_takes_a_place_of_the_queue(folder: Folder) -> None:
+
+    async def story(engine: Engine) -> None:
+        with ExitStack() as reservations:
+            for _ in range(3):
+                engine.check_admission("")
+                reservations.enter_context(engine.reserve(""))
+            with pytest.raises(Overloaded):
+                engine.check_admission("")
+        engine.check_admission("")
 
     run_with_engine(folder("llama"), story, slots=1, max_waiting=2)
 

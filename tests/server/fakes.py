@@ -201,6 +201,7 @@ class FakeEngine:
     info_value: ModelInfo = INFO
     numbers: Stats = field(default_factory=Stats)
     admissions: list[str] = field(default_factory=list)
+    reserved: list[str] = field(default_factory=list)
     requests: list[Request] = field(default_factory=list)
     running: set[str] = field(default_factory=set)
     left: threading.Event = field(default_factory=threading.Event)
@@ -251,6 +252,14 @@ class FakeEngine:
         self.admissions.append(owner)
         if isinstance(self.refusal, Overloaded):
             raise self.refusal
+
+    @contextmanager
+    def reserve(self, owner: str) -> Iterator[None]:
+        self.reserved.append(owner)
+        try:
+            yield
+        finally:
+            self.reserved.remove(owner)
 
     @asynccontextmanager
     async def open(self, request: Request) -> AsyncIterator[PlayedStream]:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import pytest
 
 from engine.errors import Overloaded
+from engine.types.request import Request
 from server.app import create_app
 from server.http.admission import GENERATION_PATHS
 from server.http.refusal import EarlyRefusal
-from tests.server.fakes import FakeEngine, ask, serve_in_thread, settings
+from tests.server.fakes import FakeEngine, PlayedStream, ask, serve_in_thread, settings
 from tests.server.wire import connected, exchange, get, post, read_until, status
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
@@ -72,6 +74,59 @@ def test_requests_without_a_generation_ignore_the_queue(path: str, body: Any) ->
     engine = FakeEngine(refusal=Overloaded(9, 3.0))
 
     assert ask(create_app(engine, settings()), "POST", path, json_body=body).status == 200  # type: ignore[arg-type]
+
+
+class OrderedEngine(FakeEngine):
+    """Logs when requests are counted as waiting, and opened."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[str] = []
+
+    @contextmanager
+    def reserve(self, owner: str) -> Iterator[None]:
+        self.steps.append("reserved")
+        with super().reserve(owner):
+            yield
+        self.steps.append("released")
+
+    @asynccontextmanager
+    async def open(self, request: Request) -> AsyncIterator[PlayedStream]:
+        self.steps.append("opened")
+        async with super().open(request) as stream:
+            yield stream
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/api/chat", "/api/generate"]
+)
+def test_a_request_counts_as_waiting_while_it_is_prepared(path: str) -> None:
+    """Others that arrive meanwhile are refused before they are tokenized. The engine counts it once it is open."""
+    engine = OrderedEngine()
+    ask(create_app(engine, settings()), "POST", path, json_body=BODIES[path])  # type: ignore[arg-type]
+
+    assert engine.steps == ["reserved", "released", "opened"]
+
+
+@pytest.mark.parametrize("body", [b"{", b'{"model": "unknown", "messages": []}'])
+def test_an_invalid_request_does_not_stay_in_the_queue(body: bytes) -> None:
+    engine = OrderedEngine()
+    assert ask(create_app(engine, settings()), "POST", "/v1/chat/completions", body=body).status >= 400  # type: ignore[arg-type]
+
+    assert engine.steps == ["reserved", "released"]
+
+
+def test_a_slow_upload_does_not_wait_in_the_queue() -> None:
+    """It would keep others from being admitted until the deadline of the body."""
+    engine = OrderedEngine()
+    request = post("/v1/chat/completions", CHAT)
+    with serve_in_thread(engine, settings()) as port, connected(port) as client:
+        client.sendall(request[:-5])
+        exchange(port, get("/health", "Connection: close"))
+        assert engine.steps == []
+        client.sendall(request[-5:])
+        assert status(read_until(client, b"}}")) == 200
+    assert engine.steps == ["reserved", "released", "opened"]
 
 
 def test_admission_knows_the_owner() -> None:
