@@ -7,19 +7,22 @@ from dataclasses import replace
 
 from engine.types.model_name import plain_name
 from server.http.errors import MODEL_NOT_FOUND, ApiError
+from server.models.presets import LATEST_TAG, Presets
 from server.service import Service
 
 # Characters of a client's own name of the model.
 MAX_NAME_LENGTH = 512
-# The tag that Ollama's clients add to a name without one.
-LATEST_TAG = ":latest"
 
 
 class ModelRegistry:
-    """The served models. There is one entry: a model, its other names, and perhaps an embedding model beside it."""
+    """The served models. There is one entry: a model, its other names, and perhaps an embedding model beside it.
+
+    presets  names that requests made for the model
+    """
 
     def __init__(self, service: Service) -> None:
         self.settings, self._service = service.settings, service
+        self.presets = Presets()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -36,6 +39,10 @@ class ModelRegistry:
         """The name itself, or the served one of an address on the hub such as hf.co/organisation/model."""
         plain = plain_name(name)
         return plain if plain in self.all_names and name not in self.all_names else name
+
+    def without_tag(self, name: str) -> str:
+        """The name without the default tag of Ollama's clients."""
+        return name if name in self.names else self.served_name(name.removesuffix(LATEST_TAG))
 
     def check_admission(self, owner: str) -> None:
         """Raise Overloaded if every request of the owner would be refused now because the queue is full."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.types.status import EmbeddingModelInfo, ModelInfo
-from server.ollama.presets import Preset
+from server.models.presets import Preset
 from server.service import Service
 
 # The model stays loaded: the latest time that clients can parse.

@@ -14,7 +14,7 @@ from engine.errors import ModelMissing
 from engine.load.hub.hub import split_name
 from engine.types.model_name import plain_name
 from server.http.errors import DISK_FULL, HUB_UNREACHABLE, INTERNAL_ERROR, MODEL_NOT_FOUND, QUEUE_FULL, ApiError
-from server.ollama.presets import LATEST_TAG
+from server.models.presets import LATEST_TAG
 from server.schemas.ollama import OllamaStatus
 
 MAX_PULLS = 2

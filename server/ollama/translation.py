@@ -6,7 +6,6 @@ import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
@@ -38,6 +37,7 @@ from server.schemas.ollama import (
     OllamaLine,
     OllamaMessage,
     OllamaOptions,
+    now,
 )
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -298,8 +298,3 @@ def _function(name: str, arguments: Mapping[str, Any]) -> dict[str, str]:
 
 def _duration(seconds: float) -> int:
     return round(seconds * _NANOSECONDS)
-
-
-def now() -> str:
-    """The time in Ollama's format."""
-    return datetime.now(UTC).isoformat().replace("+00:00", "Z")

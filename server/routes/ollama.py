@@ -25,17 +25,16 @@ from server.http.lenient import warnings
 from server.http.parsing import run_by_size
 from server.http.stream_encoder import NdjsonStream
 from server.http.version import version
+from server.models.presets import Preset, chat_with_preset, generate_with_preset
 from server.models.registry import ModelRegistry
 from server.ollama.model_cards import ModelCards
 from server.ollama.plain_turn import prepare_plain
-from server.ollama.presets import LATEST_TAG, Preset, Presets, chat_with_preset, generate_with_preset
 from server.ollama.translation import (
     OllamaAnswer,
     chat_body,
     client_warnings,
     embed_response,
     generate_body,
-    now,
     with_ollama_field_names,
 )
 from server.openai.embeddings import EmbeddingOptions, check_dimensions, embed, vector
@@ -54,6 +53,7 @@ from server.schemas.ollama import (
     OllamaMessage,
     ShowRequest,
     Version,
+    now,
 )
 from server.service import Service
 
@@ -70,18 +70,17 @@ logger = logging.getLogger("cellar.http")
 
 def add(app: FastAPI, models: ModelRegistry) -> None:
     """Add the routes."""
-    presets = Presets()
-    _add_chats(app, models, presets)
+    _add_chats(app, models)
     _add_embeddings(app, models)
-    _add_cards(app, models, presets)
-    ollama_models.add(app, models, presets, OLLAMA_ERRORS)
+    _add_cards(app, models)
+    ollama_models.add(app, models, OLLAMA_ERRORS)
 
 
-def _add_chats(app: FastAPI, models: ModelRegistry, presets: Presets) -> None:
+def _add_chats(app: FastAPI, models: ModelRegistry) -> None:
     @app.post("/api/chat", responses={**OLLAMA_ERRORS, **streamed_responses(OllamaLine, NDJSON)})
     async def chat(body: OllamaChatRequest, request: Request) -> Response:
         """Answer a conversation."""
-        preset = presets.get(owner(request), body.model)
+        preset = models.presets.get(owner(request), body.model)
         service = _leased(models, body, preset)
         noted = [*warnings(request), *_warnings(service, body)]
         if not body.messages:
@@ -99,7 +98,7 @@ def _add_chats(app: FastAPI, models: ModelRegistry, presets: Presets) -> None:
     @app.post("/api/generate", responses={**OLLAMA_ERRORS, **streamed_responses(OllamaLine, NDJSON)})
     async def complete(body: GenerateRequest, request: Request) -> Response:
         """Answer a prompt."""
-        preset = presets.get(owner(request), body.model)
+        preset = models.presets.get(owner(request), body.model)
         service = _leased(models, body, preset)
         _check_template(service, body)
         noted = [*warnings(request), *_warnings(service, body)]
@@ -129,7 +128,7 @@ def _add_embeddings(app: FastAPI, models: ModelRegistry) -> None:
     @app.post("/api/embed", responses={**OLLAMA_ERRORS, 200: {"model": OllamaEmbeddings}})
     async def embed_all(body: OllamaEmbedRequest, request: Request) -> Response:
         """Turn texts into vectors of length 1."""
-        service, started = models.lease_for_embeddings(_without_tag(models, body.model)), time.monotonic()
+        service, started = models.lease_for_embeddings(models.without_tag(body.model)), time.monotonic()
         check_dimensions(service, body.dimensions)
         inputs = [body.input] if isinstance(body.input, str) else body.input
         if not inputs:
@@ -151,7 +150,7 @@ def _add_embeddings(app: FastAPI, models: ModelRegistry) -> None:
     @app.post("/api/embeddings", responses={**OLLAMA_ERRORS, 200: {"model": OllamaEmbedding}})
     async def embed_one(body: OllamaEmbeddingRequest, request: Request) -> Response:
         """Turn one text into a vector (the older endpoint)."""
-        service = models.lease_for_embeddings(_without_tag(models, body.model))
+        service = models.lease_for_embeddings(models.without_tag(body.model))
 
         async def work() -> Response:
             try:
@@ -165,11 +164,11 @@ def _add_embeddings(app: FastAPI, models: ModelRegistry) -> None:
         return await cancel_on_disconnect(request, work())
 
 
-def _add_cards(app: FastAPI, models: ModelRegistry, presets: Presets) -> None:
+def _add_cards(app: FastAPI, models: ModelRegistry) -> None:
     def cards(request: Request) -> ModelCards:
         service = models.lease()
         service.check_ready()
-        return ModelCards(service, presets.of(owner(request)))
+        return ModelCards(service, models.presets.of(owner(request)))
 
     @app.get("/api/version", responses={**OLLAMA_ERRORS, 200: {"model": Version}})
     async def get_version() -> Response:
@@ -191,12 +190,12 @@ def _add_cards(app: FastAPI, models: ModelRegistry, presets: Presets) -> None:
         """Describe a model."""
         if (name := body.named) is None:
             raise missing_parameter("model")
-        card, preset = cards(request), presets.get(owner(request), name)
+        card, preset = cards(request), models.presets.get(owner(request), name)
         embedding = models.lease().engine.embedding
-        if embedding is not None and _without_tag(models, name) == models.settings.embedding_name:
+        if embedding is not None and models.without_tag(name) == models.settings.embedding_name:
             return JsonResponse(card.shown_embedding(embedding))
         if preset is None:
-            models.lease(_without_tag(models, name))
+            models.lease(models.without_tag(name))
         return JsonResponse(await anyio.to_thread.run_sync(card.shown, preset))
 
 
@@ -208,14 +207,9 @@ def _load_response(body: OllamaGenerationFields, noted: list[str]) -> OllamaLine
     return line
 
 
-def _without_tag(models: ModelRegistry, name: str) -> str:
-    """The name without the default tag."""
-    return name if name in models.names else models.served_name(name.removesuffix(LATEST_TAG))
-
-
 def _leased(models: ModelRegistry, body: OllamaGenerationFields, preset: Preset | None) -> Service:
     """The service of the model; raises the errors of the model, the engine's state and the options."""
-    service = models.lease(_without_tag(models, body.model) if preset is None else preset.base)
+    service = models.lease(models.without_tag(body.model) if preset is None else preset.base)
     service.check_ready()
     if body.think and not service.engine.tokenizer.chat_format.supports_reasoning:
         raise unsupported_parameter("think", "it writes no reasoning")

@@ -24,10 +24,10 @@ from server.http.errors import (
     unsupported_parameter,
 )
 from server.http.stream_encoder import Frames, json_line
+from server.models.presets import LATEST_TAG, Preset
 from server.models.registry import ModelRegistry
 from server.ollama.cached import remove_cached
 from server.ollama.permission import ModelPermission
-from server.ollama.presets import LATEST_TAG, Preset, Presets
 from server.ollama.pull import Downloads, Lines, hub_name, served_lines
 from server.routes.openapi import NDJSON, streamed_responses
 from server.schemas.ollama import CopyRequest, CreateRequest, DeleteRequest, OllamaStatus, PullRequest
@@ -38,11 +38,11 @@ OTHER_MODEL = (
 )
 
 
-def add(app: FastAPI, models: ModelRegistry, presets: Presets, errors: dict[int | str, dict[str, Any]]) -> None:
+def add(app: FastAPI, models: ModelRegistry, errors: dict[int | str, dict[str, Any]]) -> None:
     """Add the routes."""
     settings = models.settings
     permission = ModelPermission(bool(settings.all_keys))
-    names = _Names(models, presets)
+    names = _Names(models)
     _add_downloads(app, names, permission, errors)
     _add_presets(app, names, permission, errors)
     _add_refusals(app, errors)
@@ -51,8 +51,8 @@ def add(app: FastAPI, models: ModelRegistry, presets: Presets, errors: dict[int 
 class _Names:
     """Served models and presets by the names of requests."""
 
-    def __init__(self, models: ModelRegistry, presets: Presets) -> None:
-        self.models, self.presets = models, presets
+    def __init__(self, models: ModelRegistry) -> None:
+        self.models, self.presets = models, models.presets
 
     def is_served(self, name: str) -> bool:
         """Whether requests may use a name, with or without the default tag."""
@@ -69,7 +69,7 @@ class _Names:
         preset = self.presets.get(owner(request), name)
         if preset is not None:
             return preset
-        short = name if name in self.models.names else self.models.served_name(name.removesuffix(LATEST_TAG))
+        short = self.models.without_tag(name)
         if short not in self.models.names:
             if field == "from" and self._is_folder_of_model(name):
                 return Preset(self.models.names[0], name)

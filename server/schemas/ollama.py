@@ -8,6 +8,7 @@ cannot follow without another answer (num_ctx, keep_alive) add a line to the ans
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from typing import Annotated, Any, ClassVar, Literal, NotRequired
 
 from pydantic import Discriminator, Field, StringConstraints, Tag
@@ -298,3 +299,8 @@ class Version(TypedDict):
 
     version: str
     cellar_version: str
+
+
+def now() -> str:
+    """The time in Ollama's format."""
+    return datetime.now(UTC).isoformat().replace("+00:00", "Z")

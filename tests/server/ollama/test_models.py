@@ -19,7 +19,7 @@ from huggingface_hub import constants
 
 from engine.load.hub.hub_cache import cached_models
 from server.app import create_app
-from server.ollama.presets import MAX_PRESET_CHARACTERS, MAX_PRESETS
+from server.models.presets import MAX_PRESET_CHARACTERS, MAX_PRESETS
 from tests.server.fakes import Answer, FakeEngine, ask, serve_in_thread, settings
 from tests.server.terminal.test_pull import FOLDER, SlowHub
 

@@ -11,8 +11,6 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from server.http.errors import STORAGE_FULL, ApiError, invalid_value
-from server.models.registry import LATEST_TAG as LATEST_TAG
-from server.ollama.translation import now
 from server.schemas.ollama import (
     CreateRequest,
     GenerateRequest,
@@ -20,8 +18,11 @@ from server.schemas.ollama import (
     OllamaGenerationFields,
     OllamaMessage,
     OllamaOptions,
+    now,
 )
 
+# The tag that Ollama's clients add to a name without one.
+LATEST_TAG = ":latest"
 # Limits of an owner: presets, and characters of the texts of each.
 MAX_PRESETS = 64
 MAX_PRESET_CHARACTERS = 2**18
