@@ -22,7 +22,7 @@ class LogprobFormat:
 
     omitted_bytes  of tokens that the text leaves out: null, or none
 
-    `logprob_token_ids` are appended to the top tokens.
+    As in vLLM, `logprob_token_ids` are in place of the top tokens.
     """
 
     top: int
@@ -39,9 +39,10 @@ class LogprobFormat:
         return f"token_id:{alternative.token}" if self.by_id else alternative.text
 
     def alternatives(self, token: TokenLogprob) -> list[Logprob]:
-        """Top tokens and requested tokens, each once."""
-        entries = {other.token: other for other in (*token.top[: self.top], *token.labels)}
-        return list(entries.values())
+        """The top tokens; of a request for certain tokens, the sampled token and those."""
+        if not token.labels:
+            return list(token.top[: self.top])
+        return list({other.token: other for other in (token.chosen, *token.labels)}.values())
 
 
 # Of the Responses API, where bytes cannot be null.

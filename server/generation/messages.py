@@ -65,10 +65,10 @@ def _check(message: Message, path: str) -> None:
 
 
 def _converted(message: Message, legacy_id: str, arguments: _ArgumentDecoder) -> dict[str, object]:
-    converted: dict[str, object] = {"role": ROLES.get(message.role, message.role), "content": ""}
-    if message.content is not None:
-        converted["content"] = text_of(message.content, PART_SEPARATOR)
+    thinking, content = _divided(message)
+    converted: dict[str, object] = {"role": ROLES.get(message.role, message.role), "content": content}
     reasoning = message.reasoning if message.reasoning_content is None else message.reasoning_content
+    reasoning = thinking if reasoning is None else reasoning
     result_id = legacy_id if message.role == "function" else message.tool_call_id
     optional = {"name": message.name, "tool_call_id": result_id, "reasoning_content": reasoning}
     converted.update({key: value for key, value in optional.items() if value is not None})
@@ -80,10 +80,24 @@ def _converted(message: Message, legacy_id: str, arguments: _ArgumentDecoder) ->
     return converted
 
 
+def _divided(message: Message) -> tuple[str | None, str]:
+    """The reasoning among the parts of an assistant's message, and its text; a refusal if it has no content."""
+    if message.content is None:
+        return None, message.refusal or ""
+    parts = message.content if isinstance(message.content, list) and message.role == "assistant" else []
+    thinking = [part for part in parts if part.type == "thinking"]
+    if not thinking:
+        return None, text_of(message.content, PART_SEPARATOR)
+    texts = [part for part in parts if part.type == "text"]
+    return text_of(thinking, PART_SEPARATOR), text_of(texts, PART_SEPARATOR)
+
+
 def _breakpoints(messages: Sequence[Message]) -> Iterator[tuple[int, int]]:
     for index, message in enumerate(messages):
         characters = 0
         for part in message.content if isinstance(message.content, list) else ():
+            if part.type == "thinking" and message.role == "assistant":
+                continue
             characters += len(part.text)
             if part.prompt_cache_breakpoint is not None:
                 yield index, characters

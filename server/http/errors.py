@@ -92,6 +92,9 @@ ANTHROPIC_TYPES = {
 # The field of the prompt by the end of the path. /score has none: either text of a pair may be too long.
 PROMPT_FIELDS: Mapping[str, str | None] = {
     "/chat/completions": "messages",
+    "/chat/completions/render": "messages",
+    "/chat/completions/input_tokens": "messages",
+    "/apply-template": "messages",
     "/embeddings": "input",
     "/decisions": "input",
     "/rerank": "documents",

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 
 import anyio.to_thread
 
+from engine.errors import EngineError
 from engine.types.events import Logprob
 from server.generation.chat_turn import prepare_chat
+from server.generation.error_fields import with_client_field_names
 from server.http.errors import INVALID_VALUE, ApiError, invalid_value
 from server.openai.prepared_completion import prepare_completion
 from server.schemas.chat import ChatRequest
@@ -22,7 +24,11 @@ PIECES_SLICE = 1024
 async def tokenize(service: Service, body: TokenizeRequest, id: str) -> Tokens:
     """Tokens of a text or of messages; raises ApiError or EngineError."""
     service.check_ready()
-    tokens = await _tokens(service, body, id)
+    field = _prompt_field(body)
+    try:
+        tokens = await _tokens(service, body, id)
+    except (ApiError, EngineError) as error:
+        raise with_client_field_names(error, "/tokenize", {"prompt": field}) from error
     answer = Tokens(tokens=tokens, count=len(tokens), max_model_len=service.engine.info.context)
     if body.return_token_strs or body.with_pieces:
         await anyio.to_thread.run_sync(_add_pieces, service, body, answer, tokens)
@@ -55,11 +61,15 @@ async def prompts_of_completion(service: Service, body: CompletionRequest, id: s
     return [list(request.prompt) for request in prepared.requests[:: prepared.width]]
 
 
-async def _tokens(service: Service, body: TokenizeRequest, id: str) -> list[int]:
+def _prompt_field(body: TokenizeRequest) -> str:
     present = [name for name in ("prompt", "content", "messages") if getattr(body, name) is not None]
     if len(present) != 1:
         message = "Give one of 'prompt', 'content' and 'messages'."
         raise ApiError(INVALID_VALUE, message, param=present[1] if present else "prompt")
+    return present[0]
+
+
+async def _tokens(service: Service, body: TokenizeRequest, id: str) -> list[int]:
     special = body.add_special if body.add_special_tokens is None else body.add_special_tokens
     if body.messages is not None:
         _refuse(("add_special_tokens", "add_special"), body, "the chat template writes special tokens itself")

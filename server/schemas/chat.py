@@ -74,6 +74,7 @@ class Message(Strict):
     function_call: CalledFunction | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
+    refusal: str | None = None
 
 
 class CacheOptions(Strict):

@@ -146,7 +146,7 @@ class Generation(Strict):
     regex: Regex | None = None
     grammar: Grammar | None = None
     ebnf: Grammar | None = None
-    logprob_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=128)] | None = None
+    logprob_token_ids: Annotated[list[TokenId], Field(max_length=128)] | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None

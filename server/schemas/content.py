@@ -105,7 +105,7 @@ def one_of(*kinds: str) -> BeforeValidator:
 
 
 def _only_text(kind: object) -> object:
-    if isinstance(kind, str) and kind != "text":
+    if isinstance(kind, str) and kind not in ("text", "thinking"):
         raise PydanticCustomError("unsupported_value", "this server reads text only, no images, audio or files")
     return kind
 
@@ -117,7 +117,21 @@ def _as_text(part: object) -> object:
         return {**part, "type": "text"}
     if isinstance(part, dict) and kind == "refusal" and "refusal" in part:
         return {"type": "text", "text": part["refusal"]}
+    if isinstance(part, dict) and kind == "thinking" and "thinking" in part:
+        return {"type": "thinking", "text": _thinking_text(part["thinking"])}
     return part
+
+
+def _thinking_text(thinking: object) -> object:
+    """Reasoning as a text: that of Anthropic, or a list of text parts as that of Mistral."""
+    if not isinstance(thinking, list):
+        return thinking
+    texts = [part.get("text") if isinstance(part, dict) else None for part in thinking]
+    return (
+        "".join(text for text in texts if isinstance(text, str))
+        if all(isinstance(text, str) for text in texts)
+        else None
+    )
 
 
 def _shape(content: object) -> str:
@@ -132,11 +146,11 @@ class Breakpoint(Strict):
 
 
 class TextPart(Strict):
-    """A text part."""
+    """A text part, or the reasoning of an assistant's message."""
 
     hints: ClassVar[Mapping[str, str]] = policy.PART_HINTS
 
-    type: Annotated[Literal["text"], BeforeValidator(_only_text)]
+    type: Annotated[Literal["text", "thinking"], BeforeValidator(_only_text)]
     text: str
     prompt_cache_breakpoint: Breakpoint | None = None
 

@@ -64,6 +64,7 @@ COMPLETIONS: NeutralValues = {
     "prompt_cache_options": (),
     "reasoning": ({},),
     "reasoning_effort": ("none",),
+    "thinking": ({"type": "disabled"},),
     "thinking_budget": (0,),
     "thinking_budget_tokens": (0,),
     "thinking_token_budget": (0,),
@@ -78,7 +79,7 @@ _EXTENSIONS = (
     "adaptive_decay adaptive_target chat_template documents dynatemp_exponent dynatemp_range grammar_lazy id_slot "
     "keep_alive kv_transfer_params length_penalty logits_processors lora lora_path mirostat mirostat_eta mirostat_tau "
     "mm_processor_kwargs n_cache_reuse n_discard n_predict n_probs prompt_embeds reasoning_format "
-    "samplers session_id spaces_between_special_tokens speculative structural_tag tfs_z thinking truncation "
+    "samplers session_id spaces_between_special_tokens speculative structural_tag tfs_z truncation "
     "use_beam_search vllm_xargs"
 )
 EXTENSIONS: NeutralValues = {
@@ -106,7 +107,6 @@ EXTENSIONS: NeutralValues = {
     "spaces_between_special_tokens": (True,),
     "stream_reasoning": (True,),
     "tfs_z": (1, 1.0),
-    "thinking": ({"type": "disabled"},),
     "truncation": ("disabled",),
     "use_beam_search": (False,),
     "vllm_xargs": ({},),
@@ -116,7 +116,6 @@ EXTENSIONS: NeutralValues = {
 MESSAGE: NeutralValues = {
     "annotations": ([],),
     "audio": (),
-    "refusal": (),
 }
 FUNCTION_CALL: NeutralValues = {
     "custom": (),

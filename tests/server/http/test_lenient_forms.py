@@ -70,3 +70,53 @@ def test_parts_of_other_apis_are_text(part: dict[str, str]) -> None:
 
     assert answer.status == 200
     assert engine.tokenizer.rendered[-1]["messages"][0]["content"] == "a"
+
+
+@pytest.mark.parametrize("thinking", ["hm", [{"type": "text", "text": "h"}, {"type": "text", "text": "m"}]])
+def test_thinking_parts_are_reasoning_of_the_assistant(thinking: object) -> None:
+    """In the forms of Anthropic and Mistral."""
+    part = {"type": "thinking", "thinking": thinking, "signature": "s"}
+    engine = FakeEngine()
+    app = create_app(engine, settings())  # type: ignore[arg-type]
+    history = {"role": "assistant", "content": [part, {"type": "text", "text": "a"}]}
+    answer = ask(app, "POST", CHAT, json_body={"messages": [history, *MESSAGES]})
+
+    assert (answer.status, answer.json.get("warnings")) == (200, None)
+    rendered = engine.tokenizer.rendered[-1]["messages"][0]
+    assert rendered == {"role": "assistant", "content": "a", "reasoning_content": "hm"}
+
+
+def test_thinking_without_text_is_refused(app: Any) -> None:
+    history = {"role": "assistant", "content": [{"type": "thinking", "thinking": [{"type": "image"}]}]}
+    answer = ask(app, "POST", CHAT, json_body={"messages": [history, *MESSAGES]})
+
+    assert (answer.status, answer.json["error"]["code"]) == (400, "invalid_value")
+
+
+def test_a_refusal_is_the_text_of_the_assistant() -> None:
+    engine = FakeEngine()
+    app = create_app(engine, settings())  # type: ignore[arg-type]
+    refused = {"role": "assistant", "content": None, "refusal": "no"}
+    answer = ask(app, "POST", CHAT, json_body={"messages": [*MESSAGES, refused, *MESSAGES]})
+
+    assert (answer.status, engine.tokenizer.rendered[-1]["messages"][1]["content"]) == (200, "no")
+
+
+LONG = "x" * 100
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (CHAT, {"messages": [{"role": "user", "content": LONG}]}, "messages"),
+        (CHAT, {"messages": MESSAGES, "max_completion_tokens": 0}, "max_completion_tokens"),
+        (CHAT, {"messages": MESSAGES, "max_tokens": 0}, "max_tokens"),
+        (CHAT, {"messages": MESSAGES, "max_completion_tokens": 1, "max_tokens": 2}, "max_tokens"),
+        ("/tokenize", {"messages": [{"role": "user", "content": "refuse me"}]}, "messages"),
+    ],
+    ids=str,
+)
+def test_an_error_names_the_parameter_that_was_sent(app: Any, path: str, body: dict[str, Any], param: str) -> None:
+    answer = ask(app, "POST", path, json_body=body)
+
+    assert (answer.status, answer.json["error"]["param"]) == (400, param)

@@ -194,8 +194,8 @@ def test_prompt_logprobs_have_vllms_format(path: str, stream: bool) -> None:
     } == reply[1]
 
 
-def test_requested_tokens_follow_the_top_tokens() -> None:
-    """Each token once, in both formats; impossible tokens have -9999."""
+def test_requested_tokens_are_in_place_of_the_top_tokens() -> None:
+    """As in vLLM: beside the sampled token; none are requested by an empty list. Impossible tokens have -9999."""
 
     def script(request: Request) -> list[Event]:
         token_logprob = entry(0, "a", 1)
@@ -204,17 +204,22 @@ def test_requested_tokens_follow_the_top_tokens() -> None:
             Delta(
                 "a",
                 (0,),
-                (type(token_logprob)(token_logprob.chosen, token_logprob.top, (*token_logprob.top, *labels)),),
+                (type(token_logprob)(token_logprob.chosen, token_logprob.top, labels),),
             ),
             finished(request),
         ]
 
     chat = post(CHAT, script, logprobs=True, top_logprobs=1, logprob_token_ids=[65]).json
     text = post(TEXT, script, logprobs=1, logprob_token_ids=[65]).json
+    empty = post(CHAT, script, logprobs=True, top_logprobs=1, logprob_token_ids=[]).json
 
-    top = chat["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
-    assert [("<0>", -9999.0), ("A", -9999.0)] == [(one["token"], one["logprob"]) for one in top]
-    assert {"<0>": -9999.0, "A": -9999.0, "a": -0.5} == text["choices"][0]["logprobs"]["top_logprobs"][0]
+    def top(answer: Any) -> list[tuple[str, float]]:
+        entries = answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
+        return [(one["token"], one["logprob"]) for one in entries]
+
+    assert [("a", -0.5), ("A", -9999.0)] == top(chat)
+    assert {"a": -0.5, "A": -9999.0} == text["choices"][0]["logprobs"]["top_logprobs"][0]
+    assert [("<0>", -9999.0)] == top(empty)
 
 
 @both

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from engine.errors import ContextTooLong
 from server.app import create_app
 from tests.server.fakes import Answer, FakeEngine, ask, settings
 
@@ -105,3 +106,29 @@ def test_errors_name_the_field(path: str, fields: dict[str, Any], code: str, par
     answer = post(path, **fields)
 
     assert (code, param) == (answer.json["error"]["code"], answer.json["error"]["param"])
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "value"),
+    [
+        ("/tokenize", "prompt", "x"),
+        ("/tokenize", "content", "x"),
+        ("/tokenize", "messages", MESSAGES),
+        ("/apply-template", "messages", MESSAGES),
+        ("/v1/chat/completions/input_tokens", "messages", MESSAGES),
+        ("/v1/chat/completions/render", "messages", MESSAGES),
+    ],
+)
+def test_a_text_that_is_too_long_is_named_as_it_was_sent(
+    path: str, field: str, value: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = FakeEngine()
+
+    def refuse(*_: object, **options: object) -> None:
+        raise ContextTooLong(99, 64)
+
+    for method in ("encode", "render_chat"):
+        monkeypatch.setattr(engine.tokenizer, method, refuse)
+    answer = post(path, engine, **{field: value})
+
+    assert (400, field) == (answer.status, answer.json["error"]["param"])
