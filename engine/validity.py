@@ -7,7 +7,7 @@ from math import inf
 
 from engine.errors import ContextTooLong, InvalidRequest
 from engine.load.load import LoadedModel
-from engine.step.input import StepFeatures
+from engine.step.input import FINAL_NORM, StepFeatures
 from engine.types.request import Dry, ReasoningLimit, Request, SamplingParams, Xtc
 
 
@@ -27,7 +27,7 @@ def check_request(request: Request, loaded: LoadedModel, *, max_step_tokens: int
     _require_feature("bidirectional", loaded, StepFeatures(bidirectional=bool(request.bidirectional)))
     _check_bidirectional(request, max_step_tokens)
     _check_scores(request, info.vocabulary)
-    _require_feature("pooling", loaded, StepFeatures(hidden_states=request.pooling is not None))
+    _require_feature("pooling", loaded, StepFeatures(hidden_layers=() if request.pooling is None else (FINAL_NORM,)))
     _check_drafter(request.speculation.drafter, drafters)
 
 

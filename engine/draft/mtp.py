@@ -30,7 +30,7 @@ from engine.model.layers import CachedLayer, find_cached_layers
 from engine.model.model_runner import runners_of
 from engine.model.runner import PackedRunner
 from engine.schedule.draft import ComputedTokens, DraftRequest
-from engine.step.input import StepFeatures
+from engine.step.input import FINAL_NORM, StepFeatures
 from kvcache.cache import Cache
 from kvcache.forward import Forward
 from kvcache.spec import Span
@@ -280,7 +280,7 @@ def load_mtp(target: LoadedModel) -> MtpHead:
     packed = next((runner for runner in runners_of(target.runner) if isinstance(runner, PackedRunner)), None)
     if packed is None:
         raise ModelUnsupported(target.info.name, "it runs one sequence at a time, but its MTP layer needs batches")
-    reason = target.runner.supports(StepFeatures(hidden_states=True))
+    reason = target.runner.supports(StepFeatures(hidden_layers=(FINAL_NORM,)))
     if reason is not None:
         raise ModelUnsupported(target.info.name, f"{reason}, and its MTP layer reads them")
     if target.encoder is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -16,7 +16,7 @@ from engine.model.runner import BatchInputs, PackedRunner, output_arrays, single
 from engine.sample.device_sampler import DeviceReport, DeviceSampler
 from engine.sample.device_sampling import SamplingBatch, sample_batch
 from engine.step.input import StepInput
-from engine.step.output import NO_STATES, StepOutput
+from engine.step.output import StepOutput
 from kvcache.forward import Forward
 from kvcache.row_forward import StateRows, batch_positions
 from kvcache.staging import StagingBuffer
@@ -39,9 +39,9 @@ class DeviceRunner(PackedRunner):
         if sampling.queries is None and sampling.rows is None:
             batch = SamplingBatch(sampling.contexts, self._vocabulary)
             inputs, arrays = self._upload(step, list(batch.arrays.values()))
-            logits, states = self._run(step, inputs)
-            return StepOutput(tokens=sample_batch(logits, batch, arrays), hidden_states=states)
-        states = NO_STATES
+            logits, hidden_states = self._run(step, inputs)
+            return StepOutput(tokens=sample_batch(logits, batch, arrays), hidden_states=hidden_states)
+        states: Mapping[int, Tensor] = {}
 
         def compute(arrays: Sequence[NDArray[Any]]) -> tuple[Tensor, list[Tensor]]:
             nonlocal states
@@ -63,7 +63,7 @@ class DeviceRunner(PackedRunner):
         has_pool = forward.cache.recurrent_states is not None and self._invariant is None
         single = single_rows(forward.spans) if has_pool else {}
         state_rows = [np.asarray([*single], np.int64), *forward.token_state_rows([*single.values()])]
-        rows = output_arrays(step.logit_rows, step.hidden_rows)
+        rows = output_arrays(step.logit_rows, None if step.hidden is None else step.hidden.rows)
         own = [np.asarray(step.tokens, np.int64), batch_positions(forward.spans)]
         cells = forward.device_arrays()
         tables = self._table_arrays(forward)

@@ -29,8 +29,8 @@ from engine.model.graph_sizes import BATCH_SIZES, all_sizes, batch_size, positio
 from engine.model.model_runner import DraftLoopInput
 from engine.model.runner import BatchInputs, recur_rows, single_rows
 from engine.sample.device_sampling import sample_numbered, sampling_numbers
-from engine.step.input import StepInput
-from engine.step.output import NO_STATES, StepOutput
+from engine.step.input import FINAL_NORM, StepInput, decoder_layers_of
+from engine.step.output import StepOutput
 from kvcache.cache import Cache
 from kvcache.forward import Forward
 from kvcache.kv_buffer import store_rows
@@ -95,10 +95,11 @@ class RecordedStep:
     """A step for batches of up to `size` tokens, and up to `most` positions.
 
     numbers  int64 [1 + .., size] on the device: tokens, then those of a RowForward; `replay` reads them
+    layers   after which hidden states are read, besides FINAL_NORM
     """
 
-    def __init__(self, cache: Cache, device: torch.device, size: int, most: int) -> None:
-        self._cache, self.size, self.most = cache, size, most
+    def __init__(self, cache: Cache, device: torch.device, size: int, most: int, layers: tuple[int, ...] = ()) -> None:
+        self._cache, self.size, self.most, self.layers = cache, size, most, layers
         self.numbers = torch.from_numpy(self.arrange((), ())).to(device)
         self.cells = RowForward(cache, self.numbers[1:], most)
         rows = torch.arange(size, device=device)
@@ -178,12 +179,12 @@ class GraphRunner(DeviceRunner):
     def __init__(self, model: Any, *args: Any, recorder: Recorder, **settings: Any) -> None:
         super().__init__(model, *args, **settings)
         self._recorder = recorder
-        self._steps: dict[tuple[int, int], RecordedStep] = {}
+        self._steps: dict[tuple[int, int, tuple[int, ...]], RecordedStep] = {}
         self._draft_steps: dict[tuple[int, int], DraftStep] = {}
         # Of the recorded steps; logits and hidden states of a step are in the first rows.
         self._cache: Cache | None = None
         self._logits: Tensor | None = None
-        self._states: Tensor | None = None
+        self._states: dict[int, Tensor] = {}
         self._is_recordable = self.switch is None
         # Of the first step of a draft loop: `record_all` records no larger one.
         self._most_loop_tokens = BATCH_SIZES[-1]
@@ -197,7 +198,7 @@ class GraphRunner(DeviceRunner):
         recorded, forward = self._step(step), step.forward
         if recorded is None:
             return super()._upload(step, more)
-        places = [np.asarray(step.hidden_rows, np.int64)] if step.hidden_rows else []
+        places = [] if step.hidden is None else [np.asarray(step.hidden.rows, np.int64)]
         changes = forward.table_changes()
         numbers, *parts = self._staging.upload([recorded.arrange(forward.spans, step.tokens), *changes, *places, *more])
         forward.write_table_changes(parts[: len(changes)])
@@ -208,17 +209,17 @@ class GraphRunner(DeviceRunner):
         hidden = hooks.OutputIndices(recorded.inputs.output_rows[: forward.batch_tokens], rest[0])
         return replace(recorded.inputs, hidden=hidden), rest[1:]
 
-    def _run(self, step: StepInput, inputs: BatchInputs) -> tuple[Tensor, Tensor]:
+    def _run(self, step: StepInput, inputs: BatchInputs) -> tuple[Tensor, Mapping[int, Tensor]]:
         if not isinstance(inputs, _RecordedInputs):
             return super()._run(step, inputs)
         count, replay = step.forward.batch_tokens, self._record(inputs.step)
         if replay is None:
             return super()._run(step, inputs.first(count))
-        logits, states = replay()[:count], NO_STATES
-        if inputs.hidden is not None:
-            assert self._states is not None, "recorded with the logits"
-            states = self._states.index_select(0, inputs.hidden.hidden_states)
-        return logits, states
+        logits = replay()[:count]
+        if inputs.hidden is None or step.hidden is None:
+            return logits, {}
+        rows = inputs.hidden.hidden_states
+        return logits, {layer: self._states[layer].index_select(0, rows) for layer in step.hidden.layers}
 
     def record_all(self, cache: Cache, tokens: int, draft_vocabulary: int = 0) -> Iterator[tuple[int, int]]:
         """Record the steps of up to `tokens` tokens over an empty cache; yields how many of how many are recorded.
@@ -259,12 +260,13 @@ class GraphRunner(DeviceRunner):
         # Row by row, recurrent layers have other bits than together.
         return self._is_recordable and (self._invariant is None or cache.recurrent_states is None)
 
-    def _recorded_step(self, cache: Cache, size: int, most: int) -> RecordedStep:
+    def _recorded_step(self, cache: Cache, size: int, most: int, layers: tuple[int, ...] = ()) -> RecordedStep:
         if self._cache is not cache:
             self._cache, self._steps, self._draft_steps = cache, {}, {}
-        if (size, most) not in self._steps:
-            self._steps[size, most] = RecordedStep(cache, self._device, size, most)
-        return self._steps[size, most]
+        key = (size, most, layers)
+        if key not in self._steps:
+            self._steps[key] = RecordedStep(cache, self._device, *key)
+        return self._steps[key]
 
     def _draft_step(self, cache: Cache, size: int, most: int, vocabulary: int) -> DraftStep:
         if (size, most) not in self._draft_steps:
@@ -280,11 +282,12 @@ class GraphRunner(DeviceRunner):
                 return sample_numbered(hooks.forward(self.model, *inputs)[:, : step.vocabulary], step.sampling)
             # One place for all steps: each recording keeps the memory of its result.
             if self.has_hidden_states:
-                rows = step.inputs.output_rows
-                with hooks.capture_hidden_states(self.model, rows, hooks.OutputIndices(rows, rows)) as capture:
+                rows, layers = step.inputs.output_rows, (FINAL_NORM, *step.layers)
+                with hooks.capture_hidden_states(self.model, rows, hooks.OutputIndices(rows, rows), layers) as states:
                     logits = hooks.forward(self.model, *inputs)
-                self._states = _rows_like(self._states, capture.hidden_states)
-                self._states[: step.size].copy_(capture.hidden_states)
+                for layer in layers:
+                    self._states[layer] = _rows_like(self._states.get(layer), states[layer])
+                    self._states[layer][: step.size].copy_(states[layer])
             else:
                 logits = hooks.forward(self.model, *inputs)
             self._logits = _rows_like(self._logits, logits)
@@ -350,7 +353,8 @@ class GraphRunner(DeviceRunner):
         if forward.cache.recurrent_states is not None and len(single_rows(forward.spans)) < len(forward.spans):
             return None
         longest = max(span.stop for span in forward.spans)
-        return self._recorded_step(forward.cache, batch_size(count), positions(longest, forward.capacity))
+        layers = decoder_layers_of(step.features.hidden_layers)
+        return self._recorded_step(forward.cache, batch_size(count), positions(longest, forward.capacity), layers)
 
 
 def _rows_like(memory: Tensor | None, rows: Tensor) -> Tensor:

@@ -17,11 +17,11 @@ from __future__ import annotations
 import inspect
 import sys
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any, Protocol
 
 import torch
@@ -34,6 +34,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from engine.kernels.attention_input import ScoreBias
 from engine.kernels.latent import LatentProjection
+from engine.step.input import FINAL_NORM, decoder_layers_of
 
 ATTENTION_NAME = "cells"
 
@@ -122,7 +123,7 @@ def forward(
             facade.layers = _EncoderLayers(positions.device)
             inputs["cross_attention_mask"] = cross_mask.long()[None, :, None, None]
     logits: Tensor = model(**{name: value for name, value in inputs.items() if name in accepted}).logits[0]
-    # A model that ignores logits_to_keep returns every row; a HiddenStateCapture returns fewer.
+    # A model that ignores logits_to_keep returns every row; `capture_hidden_states` returns fewer.
     return logits if logits.shape[0] <= logit_rows.shape[0] else logits[logit_rows]
 
 
@@ -150,33 +151,47 @@ class OutputIndices:
     hidden_states: Tensor
 
 
-@dataclass(slots=True)
-class HiddenStateCapture:
-    """Hidden states [rows, width] at the input of a model's output layer, set by the forward."""
-
-    hidden_states: Tensor
-
-
 @contextmanager
-def capture_hidden_states(model: Any, output_rows: Tensor, indices: OutputIndices) -> Iterator[HiddenStateCapture]:
-    """Inside the block, a forward with these `output_rows` captures hidden states and computes logits by `indices`.
+def capture_hidden_states(
+    model: Any, output_rows: Tensor, indices: OutputIndices, layers: Sequence[int] = (FINAL_NORM,)
+) -> Iterator[dict[int, Tensor]]:
+    """Inside the block, a forward with these `output_rows` computes logits by `indices`.
 
-    States are captured after the last norm. Rows with hidden states alone get no logits, which take most memory.
+    Its hidden states [rows, width] after each of `layers` (HiddenRows) are in the yielded dictionary then.
+
+    Rows with hidden states alone get no logits, which take most memory.
     """
-    capture = HiddenStateCapture(torch.empty(0))
+    states: dict[int, Tensor] = {}
 
     def narrow(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         rows = inputs[0][0]
         # A model that ignores logits_to_keep passes every row.
         if rows.shape[0] != output_rows.shape[0]:
             rows = rows[output_rows]
-        capture.hidden_states = rows[indices.hidden_states]
+        states[FINAL_NORM] = rows[indices.hidden_states]
         return rows[indices.logits][None], *inputs[1:]
 
-    with model.get_output_embeddings().register_forward_pre_hook(narrow):
-        yield capture
-    if capture.hidden_states.shape[0] != indices.hidden_states.shape[0]:
-        raise NotImplementedError("the model computes logits without its output layer")
+    def read(layer: int, _: nn.Module, __: tuple[Any, ...], output: Any) -> None:
+        rows = output[0] if isinstance(output, tuple) else output
+        states[layer] = rows[0][output_rows[indices.hidden_states]]
+
+    with ExitStack() as handles:
+        handles.enter_context(model.get_output_embeddings().register_forward_pre_hook(narrow))
+        for layer in decoder_layers_of(layers):
+            module = decoder_layers(model)[layer]
+            handles.enter_context(module.register_forward_hook(partial(read, layer)))
+        yield states
+    if not states.keys() >= {FINAL_NORM, *layers}:
+        raise NotImplementedError("the model computes logits without its output layer, or without one of its layers")
+
+
+def decoder_layers(model: Any) -> Sequence[nn.Module]:
+    """The layers of the decoder, whose outputs are hidden states; empty if they are not in one list."""
+    count = model.config.get_text_config(decoder=True).num_hidden_layers
+    for module in model.get_decoder().modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return tuple(module)
+    return ()
 
 
 def encode(model: Any, media: Mapping[str, Tensor], start_token: int) -> dict[int, tuple[Tensor, Tensor]]:

@@ -22,8 +22,8 @@ from engine.model.model_runner import LocalRunner
 from engine.model.rope import RopeSwitch
 from engine.sample.sampler import Sampler, TorchSampler
 from engine.step.encoder_mask import EncoderMask
-from engine.step.input import StepFeatures, StepInput
-from engine.step.output import NO_STATES, StepOutput, sampled_output
+from engine.step.input import StepFeatures, StepInput, decoder_layers_of
+from engine.step.output import StepOutput, sampled_output
 from engine.types.request import MlaMode
 from kvcache.forward import Forward
 from kvcache.kv_buffer import store_rows
@@ -33,9 +33,20 @@ from kvcache.spec import Span
 NO_HIDDEN_STATES = "the hidden states of this model are not accessible"
 
 
-def output_arrays(logit_rows: Sequence[int], hidden_rows: Sequence[int]) -> list[Sequence[int]]:
+def hidden_states_reason(model: Any, layers: Sequence[int], *, has_hidden_states: bool) -> str | None:
+    """Why hidden states after these layers of a model (HiddenRows) are not returned; None: they are."""
+    if layers and not has_hidden_states:
+        return NO_HIDDEN_STATES
+    named = decoder_layers_of(layers)
+    count = len(hooks.decoder_layers(model)) if named else 0
+    if named and count == 0:
+        return NO_HIDDEN_STATES
+    return next((f"the model has no layer {layer}" for layer in named if not 0 <= layer < count), None)
+
+
+def output_arrays(logit_rows: Sequence[int], hidden_rows: Sequence[int] | None) -> list[Sequence[int]]:
     """The rows with logits or hidden states; with hidden states also which of them have logits, and which states."""
-    if not hidden_rows:
+    if hidden_rows is None:
         return [logit_rows]
     rows = sorted({*logit_rows, *hidden_rows})
     place = {row: at for at, row in enumerate(rows)}
@@ -133,7 +144,7 @@ class PackedRunner(LocalRunner):
 
     def supports(self, features: StepFeatures) -> str | None:
         """See ModelRunner."""
-        return NO_HIDDEN_STATES if features.hidden_states and not self.has_hidden_states else None
+        return hidden_states_reason(self.model, features.hidden_layers, has_hidden_states=self.has_hidden_states)
 
     def run(self, step: StepInput) -> StepOutput:
         """See ModelRunner."""
@@ -141,12 +152,12 @@ class PackedRunner(LocalRunner):
 
     def _inputs(self, step: StepInput) -> BatchInputs:
         positions = [position for span in step.forward.spans for position in range(span.start, span.stop)]
-        output_rows, *places = output_arrays(step.logit_rows, step.hidden_rows)
+        output_rows, *places = output_arrays(step.logit_rows, None if step.hidden is None else step.hidden.rows)
         hidden = hooks.OutputIndices(*map(self._tensor, places)) if places else None
         return BatchInputs(self._tensor(step.tokens), self._tensor(positions), self._tensor(output_rows), hidden)
 
-    def _run(self, step: StepInput, inputs: BatchInputs) -> tuple[Tensor, Tensor]:
-        """Logits and hidden states."""
+    def _run(self, step: StepInput, inputs: BatchInputs) -> tuple[Tensor, Mapping[int, Tensor]]:
+        """Logits, and hidden states by layer."""
         forward, masks = step.forward, step.encoder_masks
         rows = (inputs.tokens, inputs.positions, inputs.output_rows)
         invariant = self._invariant or nullcontext()
@@ -154,11 +165,13 @@ class PackedRunner(LocalRunner):
         backend = self._backend(forward, masks, inputs.state_rows)
         with torch.inference_mode(), hooks.use_backend(backend), factors, invariant:
             cross_mask = self._cross_mask(forward, masks)
-            if inputs.hidden is None:
-                return hooks.forward(self.model, *rows, cross_mask=cross_mask), NO_STATES
-            with hooks.capture_hidden_states(self.model, inputs.output_rows, inputs.hidden) as capture:
+            if inputs.hidden is None or step.hidden is None:
+                return hooks.forward(self.model, *rows, cross_mask=cross_mask), {}
+            with hooks.capture_hidden_states(
+                self.model, inputs.output_rows, inputs.hidden, step.hidden.layers
+            ) as states:
                 logits = hooks.forward(self.model, *rows, cross_mask=cross_mask)
-            return logits, capture.hidden_states
+            return logits, states
 
     def _backend(
         self, forward: Forward, encoder_masks: Sequence[EncoderMask | None], state_rows: StateRows | None = None

@@ -25,11 +25,11 @@ from engine.model.invariant import RowInvariant, StableTopK
 from engine.model.layers import CachedLayer
 from engine.model.model_runner import LocalRunner
 from engine.model.rope import RopeSwitch
-from engine.model.runner import NO_HIDDEN_STATES, output_arrays
+from engine.model.runner import hidden_states_reason, output_arrays
 from engine.sample.device_sampler import sampler_for
 from engine.sample.sampler import Sampler
 from engine.step.input import StepFeatures, StepInput
-from engine.step.output import NO_STATES, StepOutput, sampled_output
+from engine.step.output import StepOutput, sampled_output
 from kvcache.forward import Forward
 from kvcache.kv_buffer import LayerKV
 from kvcache.spec import LayerSpec, Span
@@ -124,33 +124,39 @@ class SequentialRunner(LocalRunner):
         """See ModelRunner."""
         if features.bidirectional:
             return "this model cannot run packed"
-        return NO_HIDDEN_STATES if features.hidden_states and not self.has_hidden_states else None
+        return hidden_states_reason(self.model, features.hidden_layers, has_hidden_states=self.has_hidden_states)
 
     def run(self, step: StepInput) -> StepOutput:
         """See ModelRunner. Raises ValueError for other features: the model's own masks would ignore them."""
         reason = self.supports(step.features)
         if reason is not None:
             raise ValueError(reason)
-        forward, logits, states, caches, row = step.forward, [], [], [], 0
+        forward, logits, caches, row = step.forward, [], [], 0
+        layers = step.features.hidden_layers
+        states: dict[int, list[Tensor]] = {layer: [] for layer in layers}
         for number, span in enumerate(forward.spans):
             stop = row + span.length
             cache, tokens = self._fill_cache(forward, number), step.tokens[row:stop]
             logit_rows, hidden_rows = (
-                [at - row for at in rows if row <= at < stop] for rows in (step.logit_rows, step.hidden_rows)
+                [at - row for at in rows if row <= at < stop]
+                for rows in (step.logit_rows, () if step.hidden is None else step.hidden.rows)
             )
-            output_rows, *places = map(self._tensor, output_arrays(logit_rows, hidden_rows))
+            output_rows, *places = map(self._tensor, output_arrays(logit_rows, hidden_rows if layers else None))
             if places:
-                with hooks.capture_hidden_states(self.model, output_rows, hooks.OutputIndices(*places)) as capture:
+                indices = hooks.OutputIndices(*places)
+                with hooks.capture_hidden_states(self.model, output_rows, indices, layers) as captured:
                     logits.append(self._run(cache, span, tokens, output_rows))
-                states.append(capture.hidden_states)
+                for layer, parts in states.items():
+                    parts.append(captured[layer])
             else:
                 logits.append(self._run(cache, span, tokens, output_rows))
             caches.append(cache)
             row = stop
-        for index, layer in enumerate(self.layers):
-            keys, values = zip(*(cache.layers[layer.index].new_rows() for cache in caches), strict=True)
+        for index, cached in enumerate(self.layers):
+            keys, values = zip(*(cache.layers[cached.index].new_rows() for cache in caches), strict=True)
             forward.store_kv(index, torch.cat(keys, 1), torch.cat(values, 1))
-        return sampled_output(step, self.sampler, torch.cat(logits), torch.cat(states) if states else NO_STATES)
+        hidden_states = {layer: torch.cat(rows) for layer, rows in states.items()}
+        return sampled_output(step, self.sampler, torch.cat(logits), hidden_states)
 
     def _fill_cache(self, forward: Forward, number: int) -> HFCache:
         """A cache of transformers with the contents of the slot before the span `number`."""

@@ -20,6 +20,7 @@ from engine.kernels.cpu.attention.attention import (
     write_segments,
 )
 from engine.kernels.products import RowInvariantProduct
+from engine.model import hooks
 from engine.model.model_runner import DraftLoopInput, LocalRunner
 from engine.model.runner import PackedRunner
 from engine.native.attention import rotary_angles, switched_rotary_angles
@@ -36,8 +37,8 @@ from engine.native.draft_loop import context_table, describe_draft_loop
 from engine.native.recurrent_states import RecurrentStates
 from engine.native.sampler import NativeSampler, SamplingCall, is_native
 from engine.native.step_library import CellGroupFields, LayerFields, RotaryFields, StepFields, StepLibrary
-from engine.step.input import Sampling, StepFeatures, StepInput
-from engine.step.output import NO_STATES, StepOutput, sampled_output
+from engine.step.input import FINAL_NORM, HiddenRows, Sampling, StepFeatures, StepInput, decoder_layers_of
+from engine.step.output import StepOutput, sampled_output
 from kvcache.attention_group import AttentionGroup
 from kvcache.forward import Forward
 from kvcache.kv_buffer import LayerKV
@@ -45,24 +46,47 @@ from kvcache.kv_buffer import LayerKV
 
 @dataclass(frozen=True, slots=True)
 class _OutputBuffers:
-    """Memory for the output of a step: logits [rows, vocabulary], hidden states [rows or more, width]."""
+    """Memory for the output of a step: logits [rows, vocabulary], hidden states [rows or more, width].
+
+    hidden        None: no hidden states are returned
+    layer_states  [layers, hidden rows, width] after the decoder layers of `hidden`, in order
+    """
 
     rows: int
     logits: Tensor
     hidden_states: Tensor
     logits_address: int
     hidden_states_address: int
+    hidden: HiddenRows | None = None
+    layer_states: Tensor = torch.empty(0)
 
     @classmethod
-    def allocate(cls, logit_rows: int, output_rows: int, vocabulary: int, width: int) -> _OutputBuffers:
-        """Buffers for the logits of `logit_rows` rows and the hidden states of `output_rows`."""
-        logits, hidden_states = torch.empty(logit_rows, vocabulary), torch.empty(output_rows, width)
-        return cls(logit_rows, logits, hidden_states, logits.data_ptr(), hidden_states.data_ptr())
+    def allocate(cls, rows: int, vocabulary: int, width: int) -> _OutputBuffers:
+        """Buffers for `rows` rows with logits, without hidden states of other rows."""
+        logits, hidden_states = torch.empty(rows, vocabulary), torch.empty(rows, width)
+        return cls(rows, logits, hidden_states, logits.data_ptr(), hidden_states.data_ptr())
 
-    def with_states(self, output_rows: int) -> _OutputBuffers:
-        """These logits with new memory for the hidden states of `output_rows`."""
-        states = torch.empty(output_rows, self.hidden_states.shape[1])
-        return replace(self, hidden_states=states, hidden_states_address=states.data_ptr())
+    def with_states(self, logit_rows: int, hidden: HiddenRows | None) -> _OutputBuffers:
+        """These logits with new memory for hidden states; `logit_rows` of the logits are computed."""
+        if hidden is None:
+            return self
+        count, width = len(hidden.rows), self.hidden_states.shape[1]
+        states = torch.empty(logit_rows + count, width)
+        layer_states = torch.empty(len(decoder_layers_of(hidden.layers)), count, width)
+        return replace(
+            self,
+            hidden_states=states,
+            hidden_states_address=states.data_ptr(),
+            hidden=hidden,
+            layer_states=layer_states,
+        )
+
+    def states(self, logit_rows: int) -> dict[int, Tensor]:
+        """The hidden states by layer, after a step with `logit_rows` rows of logits."""
+        if self.hidden is None:
+            return {}
+        states = dict(zip(decoder_layers_of(self.hidden.layers), self.layer_states, strict=True))
+        return states | {FINAL_NORM: self.hidden_states[logit_rows:]}
 
 
 class NativeRunner(LocalRunner):
@@ -88,6 +112,8 @@ class NativeRunner(LocalRunner):
         self.long_factor_layers = packed.long_factor_layers
         self.sampler: NativeSampler = NativeSampler(library)
         self._decoder, self._library = decoder, library
+        count = len(decoder.layers)
+        self._named_layers = range(count if len(hooks.decoder_layers(packed.model)) == count else 0)
         mixers = [attention.mixer for attention, _ in decoder.layers]
         rotaries = _rotaries(decoder)
         self._rotaries = tuple(dict.fromkeys(rotaries))
@@ -113,25 +139,24 @@ class NativeRunner(LocalRunner):
         self._spans = 0
         self._tables: list[array[int]] = []
         # Logits of sampled steps, and the sampling call that reads them.
-        self._buffers = self._allocate(0, 0)
+        self._buffers = self._allocate(0)
         self._sampling = self._sampling_call(self._buffers)
 
     def supports(self, features: StepFeatures) -> str | None:
         """See ModelRunner."""
         if features.encoder or features.bidirectional:
             return "the native step attends to earlier tokens only"
-        return None
+        missing = [layer for layer in decoder_layers_of(features.hidden_layers) if layer not in self._named_layers]
+        return f"the native step has no layer {missing[0]}" if missing else None
 
     def run(self, step: StepInput) -> StepOutput:
         """See ModelRunner."""
         sampling, logit_count = step.sampling, len(step.logit_rows)
         if sampling is not None and sampling.queries is None and all(map(is_native, sampling.contexts)):
             return self._run_and_sample(step, sampling)
-        output = self._allocate(logit_count, logit_count + len(step.hidden_rows))
+        output = self._allocate(logit_count).with_states(logit_count, step.hidden)
         self._run_step(step, output)
-        return sampled_output(
-            step, self.sampler, self._scale_and_cap(output.logits), output.hidden_states[logit_count:]
-        )
+        return sampled_output(step, self.sampler, self._scale_and_cap(output.logits), output.states(logit_count))
 
     def _run_and_sample(self, step: StepInput, sampling: Sampling) -> StepOutput:
         """A step whose logits stay in memory that is kept.
@@ -142,17 +167,16 @@ class NativeRunner(LocalRunner):
         if self._buffers.rows < logit_count:
             # Kept from step to step: new memory has a page fault for each page during the step.
             rows = 1 << (logit_count - 1).bit_length()
-            self._buffers = self._allocate(rows, rows)
+            self._buffers = self._allocate(rows)
             self._sampling = self._sampling_call(self._buffers)
-        buffers = self._buffers.with_states(logit_count + len(step.hidden_rows)) if step.hidden_rows else self._buffers
+        buffers = self._buffers.with_states(logit_count, step.hidden)
         # Before the step, because caches are cold after it.
         self._sampling.prepare(sampling.contexts)
         self._run_step(step, buffers)
         if not self._decoder.output_head.is_linear:
             self._scale_and_cap(self._buffers.logits[:logit_count])
         self._library.sample(self._sampling.fields)
-        states = buffers.hidden_states[logit_count:] if step.hidden_rows else NO_STATES
-        return StepOutput(tokens=self._sampling.tokens, hidden_states=states)
+        return StepOutput(tokens=self._sampling.tokens, hidden_states=buffers.states(logit_count))
 
     def make_invariant(self, product: RowInvariantProduct) -> None:
         """The native step is row-invariant."""
@@ -184,20 +208,24 @@ class NativeRunner(LocalRunner):
             rounds_to_bfloat16=rounds_to_bfloat16,
         )
 
-    def _allocate(self, logit_rows: int, output_rows: int) -> _OutputBuffers:
-        return _OutputBuffers.allocate(logit_rows, output_rows, self._head.outputs, self._step.width)
+    def _allocate(self, rows: int) -> _OutputBuffers:
+        return _OutputBuffers.allocate(rows, self._head.outputs, self._step.width)
 
     def _sampling_call(self, output: _OutputBuffers) -> SamplingCall:
         return SamplingCall(output.rows, output.logits_address, self._head.outputs)
 
     def _run_step(self, step: StepInput, output: _OutputBuffers) -> None:
-        """Compute the logits of `logit_rows`, and the hidden states of these rows and after them of `hidden_rows`."""
+        """Compute the logits of `logit_rows`, and the hidden states of these rows and after them of `hidden`."""
         # The arrays must live until the step is over, which reads them by address.
-        tokens, output_rows = array("q", step.tokens), array("q", (*step.logit_rows, *step.hidden_rows))
+        hidden = step.hidden or HiddenRows((), ())
+        tokens, output_rows = array("q", step.tokens), array("q", (*step.logit_rows, *hidden.rows))
+        layers = array("q", decoder_layers_of(hidden.layers))
         fields = self._describe(step.forward)
         fields.tokens, fields.output_rows = address(tokens), address(output_rows)
         fields.output_count, fields.logit_count = len(output_rows), len(step.logit_rows)
         fields.hidden_states, fields.logits = output.hidden_states_address, output.logits_address
+        fields.state_layers, fields.state_layer_count = address(layers), len(layers)
+        fields.layer_states = output.layer_states.data_ptr()
         states = self._bind_states(step.forward, fields) if self._recurrent else None
         self._library.run_step(fields)
         if states is not None:
@@ -229,6 +257,7 @@ class NativeRunner(LocalRunner):
         step = self._step
         step.rotary_rows = self._write_rotary_rows(forward)
         step.rows, step.threads = forward.batch_tokens, torch.get_num_threads()
+        step.state_layer_count = 0
         return step
 
     def _allocate_tables(self, forward: Forward) -> None:

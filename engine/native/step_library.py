@@ -201,7 +201,9 @@ class StepFields(Structure):
         ("head", LinearFields),
         ("output_rows", c_void_p),
         *((name, c_int64) for name in ("output_count", "logit_count")),
-        *((name, c_void_p) for name in ("hidden_states", "logits")),
+        *((name, c_void_p) for name in ("hidden_states", "state_layers")),
+        ("state_layer_count", c_int64),
+        *((name, c_void_p) for name in ("layer_states", "logits")),
         *((name, c_int64) for name in ("rounds_to_bfloat16", "threads")),
     ]
 

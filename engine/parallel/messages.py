@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from engine.load.load import LoadedModel
-from engine.step.input import StepInput
+from engine.step.input import HiddenRows, StepInput
 from kvcache.cell_pool import CellArray
 from kvcache.forward import ForwardCells
 from kvcache.kv_buffer import CellIndex
@@ -41,7 +41,7 @@ class RepeatForward:
     spans: tuple[Span, ...]
     tokens: tuple[int, ...]
     logit_rows: tuple[int, ...]
-    hidden_rows: tuple[int, ...]
+    hidden: HiddenRows | None
     cells: tuple[ForwardCells, ...]
 
 
@@ -75,7 +75,7 @@ def forward_message(step: StepInput) -> RepeatForward:
     """The message of a step, whose sampling is rank 0's."""
     forward = step.forward
     cells = tuple(forward.group_cells(group) for group in forward.groups)
-    return RepeatForward(forward.spans, tuple(step.tokens), tuple(step.logit_rows), tuple(step.hidden_rows), cells)
+    return RepeatForward(forward.spans, tuple(step.tokens), tuple(step.logit_rows), step.hidden, cells)
 
 
 def encode(message: Message) -> list[int]:
@@ -109,7 +109,8 @@ def _encode_forward(message: RepeatForward) -> Iterator[int]:
     yield from _counted(chain(*((span.slot, span.start, span.length, span.long_factors) for span in message.spans)))
     yield from _counted(message.tokens)
     yield from _counted(message.logit_rows)
-    yield from _counted(message.hidden_rows)
+    for numbers in ((), ()) if message.hidden is None else (message.hidden.rows, message.hidden.layers):
+        yield from _counted(numbers)
     yield len(message.cells)
     for cells in message.cells:
         for index in (cells.new, *cells.attended):
@@ -120,12 +121,13 @@ def _decode_forward(reader: Iterator[int]) -> RepeatForward:
     numbers = _read_counted(reader)
     parts = (numbers[at : at + 4] for at in range(0, len(numbers), 4))
     spans = tuple(Span(slot, start, length, long_factors=bool(factors)) for slot, start, length, factors in parts)
-    tokens, logit_rows, hidden_rows = (_read_counted(reader) for _ in range(3))
+    tokens, logit_rows, rows, layers = (_read_counted(reader) for _ in range(4))
+    hidden = HiddenRows(rows, layers) if layers else None
     cells = tuple(
         ForwardCells(_cell_index(_decode_runs(reader)), tuple(_cell_index(_decode_runs(reader)) for _ in spans))
         for _ in range(next(reader))
     )
-    return RepeatForward(spans, tokens, logit_rows, hidden_rows, cells)
+    return RepeatForward(spans, tokens, logit_rows, hidden, cells)
 
 
 def _counted(numbers: Iterator[int] | Sequence[int]) -> list[int]:

@@ -113,7 +113,7 @@ def _repeat(channel: Channel, config: EngineConfig, loaded: LoadedModel) -> None
 def _run(loaded: LoadedModel, cache: Cache, message: RepeatForward) -> None:
     """One forward; its logits are those of rank 0 and are not used."""
     forward = RepeatedForward(cache, message.spans, message.cells)
-    loaded.runner.run(StepInput(forward, message.tokens, message.logit_rows, message.hidden_rows))
+    loaded.runner.run(StepInput(forward, message.tokens, message.logit_rows, message.hidden))
 
 
 if __name__ == "__main__":

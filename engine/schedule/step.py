@@ -17,7 +17,7 @@ from engine.sample.logprobs import SAMPLED, LogprobQuery
 from engine.sample.verify import VerifyTokens, contexts_of, verify
 from engine.schedule.scheduler import ScheduledSequence
 from engine.step.encoder_mask import EncoderMask
-from engine.step.input import Sampling, StepInput
+from engine.step.input import FINAL_NORM, HiddenRows, Sampling, StepInput
 from engine.step.output import StepOutput
 from engine.types.events import Logprob, TokenLogprob
 from kvcache.cache import Cache
@@ -103,15 +103,13 @@ class Stepper:
             tokens += each.batch_tokens
             logit_rows += range(len(tokens) - each.sample_count, len(tokens))
         verified = _tokens_to_verify(scheduled)
-        hidden_rows = range(len(tokens)) if returns_states else ()
+        hidden = HiddenRows(range(len(tokens))) if returns_states else None
         sampling = Sampling(contexts_of(verified))
-        output = self._runner.run(
-            StepInput(forward, tokens, logit_rows, hidden_rows, _encoder_masks(scheduled), sampling)
-        )
+        output = self._runner.run(StepInput(forward, tokens, logit_rows, hidden, _encoder_masks(scheduled), sampling))
         sampled = _verify_drafts(scheduled, verified, output.tokens)
         if not returns_states:
             return [StepResult(each, tuple(own)) for each, own in zip(scheduled, sampled, strict=True)]
-        states = torch.split(output.hidden_states, [span.length for span in forward.spans])
+        states = torch.split(output.hidden_states[FINAL_NORM], [span.length for span in forward.spans])
         return [
             StepResult(each, tuple(own), batch_states=rows)
             for each, own, rows in zip(scheduled, sampled, states, strict=True)
@@ -125,11 +123,13 @@ class Stepper:
         tokens = [token for each in scheduled for token in each.batch_tokens]
         rows = [row for one in slices for row in one.sampled_rows]
         queries = [query for one in slices for query in (*_score_queries(one), *_sampled_row_queries(one))]
+        pooled = [row for one in slices for row in one.pooled_tokens]
+        hidden_rows = range(len(tokens)) if returns_states else pooled
         step = StepInput(
             forward,
             tokens,
             [row for one in slices for row in one.logit_tokens],
-            range(len(tokens)) if returns_states else [row for one in slices for row in one.pooled_tokens],
+            HiddenRows(hidden_rows) if hidden_rows else None,
             _encoder_masks(scheduled),
             Sampling(contexts_of(verified), rows, queries),
         )
@@ -154,7 +154,8 @@ class Stepper:
         queries = [(_score_queries(one), _logprob_queries(one, own)) for one, own in zip(slices, sampled, strict=True)]
         asked = [query for pair in queries for some in pair for query in some]
         entries = output.report.token_logprobs(asked, self._logprob)
-        state_rows = {token: row for row, token in enumerate(step.hidden_rows)}
+        state_rows = {} if step.hidden is None else {token: row for row, token in enumerate(step.hidden.rows)}
+        states = output.hidden_states.get(FINAL_NORM)
         for one, own, (score_queries, logprob_queries) in zip(slices, sampled, queries, strict=True):
             scores = tuple(next(entries) for _ in score_queries)
             logprobs = tuple(next(entries) for _ in logprob_queries)
@@ -165,8 +166,10 @@ class Stepper:
                 tuple(own),
                 logprobs,
                 scores,
-                output.hidden_states[first : first + len(one.pooled_tokens)] if one.pooled_tokens else None,
-                output.hidden_states[one.batch_tokens.start : one.batch_tokens.stop] if returns_states else None,
+                states[first : first + len(one.pooled_tokens)] if states is not None and one.pooled_tokens else None,
+                states[one.batch_tokens.start : one.batch_tokens.stop]
+                if states is not None and returns_states
+                else None,
             )
 
 

@@ -26,16 +26,39 @@ class Sampling:
     queries: Sequence[LogprobQuery] | None = None
 
 
+# The place after the last layer and its norm: the input of the output layer.
+FINAL_NORM = -1
+
+
+@dataclass(frozen=True, slots=True)
+class HiddenRows:
+    """Batch tokens whose hidden states are returned, and the layers after which they are read.
+
+    rows    batch tokens, ascending
+    layers  indices of decoder layers: the hidden states that the next layer gets, `hidden_states[layer + 1]` of
+            transformers. After the last layer transformers returns them with the final norm alone: that is FINAL_NORM,
+            its `hidden_states[-1]`; the index of the last layer gives them without it
+    """
+
+    rows: Sequence[int]
+    layers: Sequence[int] = (FINAL_NORM,)
+
+
+def decoder_layers_of(layers: Sequence[int]) -> tuple[int, ...]:
+    """The layers without FINAL_NORM."""
+    return tuple(layer for layer in layers if layer != FINAL_NORM)
+
+
 @dataclass(frozen=True, slots=True)
 class StepFeatures:
     """What a step requires of its runner besides causal spans and logits.
 
-    hidden_states  before the output layer are returned
+    hidden_layers  layers after which hidden states are returned (HiddenRows)
     bidirectional  tokens of a range attend to each other
     encoder        tokens attend to the output of an encoder
     """
 
-    hidden_states: bool = False
+    hidden_layers: Sequence[int] = ()
     bidirectional: bool = False
     encoder: bool = False
 
@@ -47,7 +70,7 @@ class StepInput:
     forward        open: spans, cells, states
     tokens         of all spans, concatenated
     logit_rows     batch tokens with logits, ascending
-    hidden_rows    batch tokens whose hidden states before the output layer are returned, ascending
+    hidden         hidden states that are returned; None: there are none
     encoder_masks  the encoder output that each span attends to, None: none; empty: none for all spans
     sampling       None: the logits are returned
     """
@@ -55,7 +78,7 @@ class StepInput:
     forward: Forward
     tokens: Sequence[int]
     logit_rows: Sequence[int]
-    hidden_rows: Sequence[int] = ()
+    hidden: HiddenRows | None = None
     encoder_masks: Sequence[EncoderMask | None] = ()
     sampling: Sampling | None = None
 
@@ -63,7 +86,7 @@ class StepInput:
     def features(self) -> StepFeatures:
         """What the step requires of its runner."""
         return StepFeatures(
-            hidden_states=bool(self.hidden_rows),
+            hidden_layers=() if self.hidden is None else self.hidden.layers,
             bidirectional=any([span.bidirectional for span in self.forward.spans]),
             encoder=any(self.encoder_masks),
         )

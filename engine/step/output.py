@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from engine.sample.sampler import LogitReport, Sampler
 from engine.step.input import StepInput
-
-NO_STATES = torch.empty(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,16 +19,18 @@ class StepOutput:
     logits         [logit_rows, vocabulary] without `sampling`; else empty
     tokens         the token of each sampled row; None where its logits are not finite
     report         the log-probabilities of the queries
-    hidden_states  [hidden_rows, width]
+    hidden_states  by layer of `hidden`: [rows, width]
     """
 
     logits: Tensor = torch.empty(0)
     tokens: Sequence[int | None] = ()
     report: LogitReport | None = None
-    hidden_states: Tensor = NO_STATES
+    hidden_states: Mapping[int, Tensor] = field(default_factory=dict)
 
 
-def sampled_output(step: StepInput, sampler: Sampler, logits: Tensor, hidden_states: Tensor) -> StepOutput:
+def sampled_output(
+    step: StepInput, sampler: Sampler, logits: Tensor, hidden_states: Mapping[int, Tensor]
+) -> StepOutput:
     """The output of a step with these logits, sampled as it requires."""
     sampling = step.sampling
     if sampling is None:

@@ -347,7 +347,7 @@ class _CheckBatches:
             spans, tokens, encoder_masks = self._batch(cache, step, long_factors=long_factors)
             logit_rows = [end - 1 for end in accumulate(span.length for span in spans)]
             with cache.forward(spans) as forward:
-                logits = runner.run(StepInput(forward, tokens, logit_rows, (), encoder_masks)).logits
+                logits = runner.run(StepInput(forward, tokens, logit_rows, encoder_masks=encoder_masks)).logits
             for span, row in zip(spans, logits, strict=True):
                 logits_by_slot[span.slot].append(row)
         return [torch.stack(rows) for rows in logits_by_slot]
@@ -359,7 +359,7 @@ class _CheckBatches:
         for step in steps:
             spans, tokens, encoder_masks = self._batch(cache, step)
             with cache.forward(spans) as forward:
-                logits = runner.run(StepInput(forward, tokens, range(len(tokens)), (), encoder_masks)).logits
+                logits = runner.run(StepInput(forward, tokens, range(len(tokens)), encoder_masks=encoder_masks)).logits
             for span, rows in zip(spans, torch.split(logits, [span.length for span in spans]), strict=True):
                 logits_by_slot[span.slot].append(rows)
         return [torch.cat(rows) for rows in logits_by_slot]

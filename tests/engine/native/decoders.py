@@ -26,7 +26,7 @@ from engine.quantize.layers import QuantizedLinear, SharedInputGroup
 from engine.quantize.plan import LayerSurvey, QuantizationPlan, replace_modules
 from engine.quantize.quantize import quantize
 from engine.quantize.store import WeightStore
-from engine.step.input import StepInput
+from engine.step.input import FINAL_NORM, HiddenRows, StepInput
 from kvcache.cache import Cache
 from kvcache.spec import Span
 from tests.engine.kernels.weights import random_matrix
@@ -61,8 +61,8 @@ class TinyModel:
         tokens = [token(*place) for place in places(spans)]
         rows = list(range(len(tokens)))
         with cache.forward(spans) as forward:
-            output = runner.run(StepInput(forward, tokens, rows, rows))
-            return output.logits, output.hidden_states
+            output = runner.run(StepInput(forward, tokens, rows, HiddenRows(rows)))
+            return output.logits, output.hidden_states[FINAL_NORM]
 
     def states(self, runner: ModelRunner, steps: Steps, stored: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
         """Logits and hidden states of every row, by slot and position."""

@@ -9,11 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.parallel.messages import Geometry, MoveKeys, RepeatForward, StopWorker, decode, encode
+from engine.step.input import FINAL_NORM, HiddenRows
 from kvcache.forward import ForwardCells
 from kvcache.spec import Span
 
 
-def repeated(hidden_rows: tuple[int, ...]) -> RepeatForward:
+def repeated(hidden: HiddenRows | None) -> RepeatForward:
     """A forward with one run of cells in one group, and scattered cells in the other."""
     spans = (Span(3, 7, 2), Span(0, 0, 1, long_factors=True))
     scattered = torch.tensor([5, 4, 9, 10, 11])
@@ -21,7 +22,7 @@ def repeated(hidden_rows: tuple[int, ...]) -> RepeatForward:
         ForwardCells(slice(8, 11), (slice(1, 10), slice(10, 11))),
         ForwardCells(torch.tensor([2, 7, 0]), (scattered, slice(0, 1))),
     )
-    return RepeatForward(spans, (11, 12, 13), (1, 2), hidden_rows, cells)
+    return RepeatForward(spans, (11, 12, 13), (1, 2), hidden, cells)
 
 
 def indices(message: RepeatForward) -> list[object]:
@@ -30,16 +31,16 @@ def indices(message: RepeatForward) -> list[object]:
     return [index if isinstance(index, slice) else index.tolist() for index in parts]
 
 
-@pytest.mark.parametrize("hidden_rows", [(), (0, 2)])
-def test_forwards_are_decoded(hidden_rows: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("hidden", [None, HiddenRows((0, 2)), HiddenRows((1,), (0, 3, FINAL_NORM))])
+def test_forwards_are_decoded(hidden: HiddenRows | None) -> None:
     """A run of cells is a slice again, so that its read is a view."""
-    message = repeated(hidden_rows)
+    message = repeated(hidden)
     decoded = decode(encode(message))
 
     assert isinstance(decoded, RepeatForward)
     assert message.spans == decoded.spans
     assert (message.tokens, message.logit_rows) == (decoded.tokens, decoded.logit_rows)
-    assert hidden_rows == decoded.hidden_rows
+    assert hidden == decoded.hidden
     assert indices(message) == indices(decoded)
 
 
@@ -61,4 +62,4 @@ def test_other_messages_are_decoded(message: StopWorker | Geometry) -> None:
 
 def test_all_words_are_integers() -> None:
     """They are broadcast as a tensor of int64."""
-    assert encode(repeated((0, 2))) == torch.tensor(encode(repeated((0, 2)))).tolist()
+    assert encode(repeated(HiddenRows((0, 2)))) == torch.tensor(encode(repeated(HiddenRows((0, 2))))).tolist()

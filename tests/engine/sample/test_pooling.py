@@ -18,7 +18,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from engine.load.check.selftest import ModelTraits, find_runner
 from engine.model import hooks
 from engine.sample.pooling import PromptPooler
-from engine.step.input import StepInput
+from engine.step.input import FINAL_NORM, HiddenRows, StepInput
 from engine.types.events import Failed, Finished
 from engine.types.request import Pooling, Request
 from kvcache.spec import Span
@@ -131,8 +131,8 @@ def test_the_sequential_runner_returns_states_too(name: str) -> None:
     assert family.runner.has_hidden_states
     cache, (first, second) = family.cache(), (family.prompt[:7], family.prompt[5:9])
     with cache.forward([Span(0, 0, 7), Span(1, 0, 4)]) as forward:
-        output = family.runner.run(StepInput(forward, [*first, *second], [6, 8], [3, 6, 9]))
-    logits, states = output.logits, output.hidden_states
+        output = family.runner.run(StepInput(forward, [*first, *second], [6, 8], HiddenRows([3, 6, 9])))
+    logits, states = output.logits, output.hidden_states[FINAL_NORM]
 
     family.model.set_attn_implementation("eager")
     for tokens, rows in ((first, ((3, 0), (6, 1))), (second, ((2, 2),))):
@@ -176,11 +176,11 @@ def test_a_model_may_compute_logits_for_every_row(kept: bool) -> None:
         torch.tensor([0, 2, 3, 5]),
         hooks.OutputIndices(torch.tensor([1, 2]), torch.tensor([0, 2, 3])),
     )
-    with hooks.capture_hidden_states(model, output_rows, indices) as capture:
+    with hooks.capture_hidden_states(model, output_rows, indices) as states:
         logits = layer((rows[output_rows] if kept else rows)[None])
 
     assert torch.equal(layer(rows)[[2, 3]], logits[0])
-    assert torch.equal(rows[[0, 3, 5]], capture.hidden_states)
+    assert torch.equal(rows[[0, 3, 5]], states[FINAL_NORM])
 
 
 def test_a_model_that_bypasses_its_output_layer_is_refused() -> None:

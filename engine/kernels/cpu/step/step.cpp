@@ -70,7 +70,7 @@ class StepRunner {
         by_rows([&](int64_t row) { embedder.embed(row, states_of(row)); });
         for (int64_t at = 0; at < step.layer_count; ++at) {
             const Layer &layer = step.layers[at];
-            begin_layer(layer, at > 0 ? &step.layers[at - 1] : nullptr);
+            begin_layer(layer, at);
             if (layer.delta_rule)
                 DeltaRuleLayer(step, sequences, layer, recurrence_memory).run(projected, attended);
             else if (layer.state_space)
@@ -194,12 +194,26 @@ class StepRunner {
         if (norm.kind != NO_NORM) normalise(norm, states_of(row), to + place(row) * step.width);
     }
 
-    void begin_layer(const Layer &layer, const Layer *before) {
+    // Write the states after a layer, which no thread changes before the next barrier.
+    void write_states(int64_t layer) const {
+        const int64_t count = step.output_count - step.logit_count;
+        for (int64_t at = 0; at < step.state_layer_count; ++at) {
+            if (step.state_layers[at] != layer) continue;
+#pragma omp for schedule(static) nowait
+            for (int64_t i = 0; i < count; ++i)
+                memcpy(step.layer_states + (at * count + i) * step.width, states_of(step.output_rows[step.logit_count + i]),
+                       step.width * sizeof(float));
+        }
+    }
+
+    void begin_layer(const Layer &layer, int64_t number) {
+        const Layer *const before = number > 0 ? &step.layers[number - 1] : nullptr;
         by_rows([&](int64_t row) {
             add_outputs(before, row);
             normalise_states(layer.attention_norm, row, normed);
             if (layer.parallel) normalise_states(layer.mlp_norm, row, parallel_normed);
         });
+        if (before) write_states(number - 1);
         if (layer.queries.count) {
             // Read after the barrier of the projections.
 #pragma omp single nowait
@@ -295,6 +309,7 @@ class StepRunner {
 
     void compute_logits(const Layer &before) {
         by_rows([&](int64_t row) { add_outputs(&before, row); });
+        write_states(step.layer_count - 1);
 #pragma omp for schedule(static)
         for (int64_t at = 0; at < step.output_count; ++at)
             normalise(step.final_norm, states_of(step.output_rows[at]), step.hidden_states + at * step.width);
@@ -410,7 +425,8 @@ EXPORT_LAYOUT(
            softcap, rotary, cell_group, key_buffer, value_buffer, attention_range, attention_range_size)
     LAYOUT(Step, tokens, rows, width, embedding, layers, layer_count, rotaries, rotary_rows, cell_groups,
            cell_group_count, state_ranges, state_range_count, format, final_norm, head, output_rows, output_count,
-           logit_count, hidden_states, logits, rounds_to_bfloat16, threads)
+           logit_count, hidden_states, state_layers, state_layer_count, layer_states, logits, rounds_to_bfloat16,
+           threads)
     LAYOUT(SamplingContext, length, count, seed, position, temperature, top_k, top_p, min_p)
     LAYOUT(DraftLoop, step, contexts, sequence_count, tokens, logits_scale, softcap, vocabulary, max_count, sampled)
     LAYOUT(SamplingCall, contexts, rows, logits, outputs, sampled, threads))

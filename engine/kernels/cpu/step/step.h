@@ -174,6 +174,9 @@ struct Step {
     const int64_t *output_rows;         // rows whose hidden states after the final norm are written
     int64_t output_count, logit_count;  // the first `logit_count` of them get logits too
     float *hidden_states;               // [output_count][width]
+    const int64_t *state_layers;        // layers after which the states of the rows without logits are written too
+    int64_t state_layer_count;
+    float *layer_states;                // [state_layer_count][output_count - logit_count][width]
     float *logits;                      // [logit_count][outputs of the head]
     int64_t rounds_to_bfloat16;         // rows may be rounded to bfloat16 for products with bfloat16 weights, keys and values
     int64_t threads;
