@@ -91,6 +91,11 @@ def project_values(mixed: Tensor, projection: LatentProjection) -> Tensor:
     return (mixed @ projection.values.mT).transpose(0, 1)
 
 
+def project_latents(key: Tensor, projection: LatentProjection) -> Tensor:
+    """The values [heads, rows, value_width] of keys [1, rows, latent_width + rotary_width]."""
+    return key[..., : projection.latent_width] @ projection.values.mT
+
+
 def _absorbed(inputs: AttentionInput, segment: Segment, projection: LatentProjection) -> Tensor:
     query, cells = inputs.query[:, segment.batch_slice], inputs.keys
     cached = cells.read(segment.cells, query.dtype)

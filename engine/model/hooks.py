@@ -258,6 +258,14 @@ def install_latent(model: Any) -> None:
         module.expand_kv = _skip_expansion(expand)
 
 
+def latent_projections(model: nn.Module) -> Iterator[LatentProjection]:
+    """The projections of the layers with latent attention, after `install_latent`."""
+    for module in model.modules():
+        projection = getattr(module, "latent_projection", None)
+        if projection is not None:
+            yield projection
+
+
 def _skip_expansion(expand: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
     def expand_kv(latent: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
         return (latent, rotated) if has_backend() else expand(latent, rotated)

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from engine.kernels.latent import project_latents
 from engine.model import hooks
 from engine.model.margins import within
 from kvcache.rotary import column_pairs, rotate
@@ -62,8 +63,7 @@ class CalibrationBackend:
             return call.query.transpose(0, 1)
         self.calls[call.layer] = call
         if call.latent is not None:
-            values = call.key[..., : call.latent.latent_width] @ call.latent.values.mT
-            return values.transpose(0, 1).contiguous()
+            return project_latents(call.key, call.latent).transpose(0, 1).contiguous()
         heads = call.query.shape[0] // call.value.shape[0]
         return call.value.repeat_interleave(heads, 0).transpose(0, 1).contiguous()
 

@@ -18,7 +18,7 @@ from engine.native.trace import TracedLinear, TracedNorm
 from kvcache.rotary import column_pairs
 from kvcache.spec import Rotation
 
-_UNSUPPORTED = "its queries, keys and values are computed by other operations"
+UNSUPPORTED = "its queries, keys and values are computed by other operations"
 
 
 def find_attention(
@@ -45,11 +45,11 @@ def find_attention(
     for linear in linears:
         require_close("a projection", inputs, linear.input)
     if len(norms) != 2:
-        raise UnsupportedArchitecture(_UNSUPPORTED)
+        raise UnsupportedArchitecture(UNSUPPORTED)
     # Keys without a rotary embedding have the empty rotation.
     rotation = layer.spec.rotation or Rotation()
     for columns, rotates_before_norm in itertools.product(_layouts(call, len(linears)), (False, True)):
-        projected = [_read_heads(own, linears) for own in columns]
+        projected = [read_heads(own, linears) for own in columns]
         if not is_close(projected[2], call.value):
             continue
         rotary, query, key = _queries_and_keys(
@@ -70,7 +70,7 @@ def find_attention(
                 softcap=call.softcap or 0.0,
                 sinks=None if call.sinks is None else call.sinks.detach().float().contiguous(),
             )
-    raise UnsupportedArchitecture(_UNSUPPORTED)
+    raise UnsupportedArchitecture(UNSUPPORTED)
 
 
 def _queries_and_keys(
@@ -86,12 +86,12 @@ def _queries_and_keys(
     if rotates_before_norm:
         rotary = RotarySpec(rotation, 1.0)
         query, key = (
-            _normed(norm, _rotated(heads, rotary, positions)) for norm, heads in zip(norms, projected, strict=False)
+            _normed(norm, rotated(heads, rotary, positions)) for norm, heads in zip(norms, projected, strict=False)
         )
         return rotary, query, key
     query, key = (_normed(norm, heads) for norm, heads in zip(norms, projected, strict=False))
-    rotary = RotarySpec(rotation, _rotary_scaling(key, call.key, rotation))
-    return rotary, _rotated(query, rotary, positions), _rotated(key, rotary, positions)
+    rotary = RotarySpec(rotation, rotary_scaling(key, call.key, rotation))
+    return rotary, rotated(query, rotary, positions), rotated(key, rotary, positions)
 
 
 def _normed(norm: Norm, heads: Tensor) -> Tensor:
@@ -100,7 +100,7 @@ def _normed(norm: Norm, heads: Tensor) -> Tensor:
     if norm.kind == "none" or norm.width == width:
         return normalise(norm, heads)
     if norm.width != count * width:
-        raise UnsupportedArchitecture(_UNSUPPORTED)
+        raise UnsupportedArchitecture(UNSUPPORTED)
     all_heads = normalise(norm, heads.transpose(0, 1).flatten(1))
     return all_heads.view(-1, count, width).transpose(0, 1)
 
@@ -144,15 +144,15 @@ def find_output_gates(
         return attention, output
     linears = [event for event in events if isinstance(event, TracedLinear)]
     gates = HeadColumns(queries.matrix, queries.offset + queries.width, queries.stride, queries.count, width)
-    weights = torch.sigmoid(_read_heads(gates, linears))
+    weights = torch.sigmoid(read_heads(gates, linears))
     return replace(attention, gates=gates), output * weights.transpose(0, 1).flatten(1)
 
 
-def _read_heads(columns: HeadColumns, linears: Sequence[TracedLinear]) -> Tensor:
+def read_heads(columns: HeadColumns, linears: Sequence[TracedLinear]) -> Tensor:
     """Heads [heads, rows, width] of the output of a projection."""
     output = linears[columns.matrix].output
     if output.shape[1] < columns.offset + (columns.count - 1) * columns.stride + columns.width:
-        raise UnsupportedArchitecture(_UNSUPPORTED)
+        raise UnsupportedArchitecture(UNSUPPORTED)
     starts = range(columns.offset, columns.offset + columns.count * columns.stride, columns.stride)
     return torch.stack([output[:, start : start + columns.width] for start in starts])
 
@@ -178,16 +178,17 @@ def switched_rotary_angles(
     return cosine, sine
 
 
-def _rotated(heads: Tensor, rotary: RotarySpec, positions: Tensor) -> Tensor:
-    rotated = heads.clone()
+def rotated(heads: Tensor, rotary: RotarySpec, positions: Tensor) -> Tensor:
+    """Heads [heads, rows, width] after the rotary embedding."""
+    output = heads.clone()
     cosine, sine = rotary_angles(rotary, positions)
-    (x, y), (first, second) = column_pairs(heads, rotary.rotation), column_pairs(rotated, rotary.rotation)
+    (x, y), (first, second) = column_pairs(heads, rotary.rotation), column_pairs(output, rotary.rotation)
     first.copy_(x * cosine - y * sine)
     second.copy_(y * cosine + x * sine)
-    return rotated
+    return output
 
 
-def _rotary_scaling(heads: Tensor, rotated: Tensor, rotation: Rotation) -> float:
+def rotary_scaling(heads: Tensor, rotated: Tensor, rotation: Rotation) -> float:
     """The factor from the size of the rotary columns before rotation to their size after it."""
     if not rotation.inverse_frequency or heads.shape != rotated.shape:
         return 1.0

@@ -3,8 +3,8 @@
 states > (norm) > projections > (norm) > rotary embedding > attention > (gate) > output > (norm) > + states
 states > (norm) > inner matrices > activation (* up) > down > (norm) > + states
 
-In place of attention over KV cells, layers may have recurrences over states (DeltaRuleSpec, StateSpaceSpec,
-GatedConvolutionSpec).
+In place of attention over keys and values, layers may have attention over latents (LatentAttentionSpec) or recurrences
+over states (DeltaRuleSpec, StateSpaceSpec, GatedConvolutionSpec).
 """
 
 from __future__ import annotations
@@ -113,6 +113,37 @@ class AttentionSpec:
     gates: HeadColumns | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentAttentionSpec:
+    """Attention over latents (MLA, arXiv 2405.04434), with the projections of latents absorbed.
+
+    A cell holds [latent, rotary part]: the key of all heads, and its latent is their value. So the keys' projection is
+    applied to the queries, and the values' projection to the output.
+
+    query_expansion  of the normed output of projection `queries.matrix`; None: queries are outputs of that projection
+    queries          heads [key_width + rotary_width] in the output of the expansion or the projection
+    latents          one head; normed by `latent_norm`
+    rotary_columns   one head
+    separates_pairs  whether columns of rotary parts alternate before the rotation: the first and the second of a pair
+    rotary           of cells, and of queries with absorbed projections
+    keys, values     of each head: [latent_width, key_width] and [value_width, latent_width]
+    """
+
+    norm: Norm
+    projections: tuple[Linear, ...]
+    query_norm: Norm
+    query_expansion: Linear | None
+    queries: HeadColumns
+    latents: HeadColumns
+    latent_norm: Norm
+    rotary_columns: HeadColumns
+    separates_pairs: bool
+    rotary: RotarySpec
+    keys: tuple[Linear, ...]
+    values: tuple[Linear, ...]
+    scale: float
+
+
 @dataclass(frozen=True, slots=True)
 class ColumnRange:
     """`count` columns of the output of projection `matrix`, copied to columns from `target` on."""
@@ -207,6 +238,7 @@ class StateSpaceSpec:
     state_name: Hashable
 
 
+CachedSpec: TypeAlias = AttentionSpec | LatentAttentionSpec
 RecurrenceSpec: TypeAlias = DeltaRuleSpec | StateSpaceSpec | GatedConvolutionSpec
 
 
@@ -217,7 +249,7 @@ class AttentionBlock:
     residual_scale  multiplies its output (after post_norm) before it is added to the hidden states
     """
 
-    mixer: AttentionSpec | RecurrenceSpec
+    mixer: CachedSpec | RecurrenceSpec
     output: Linear
     post_norm: Norm
     residual_scale: float

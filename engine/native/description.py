@@ -23,6 +23,7 @@ from engine.native.decoder import (
     ExpertsSpec,
     GatedMlp,
     HeadColumns,
+    LatentAttentionSpec,
     Linear,
     MlpBlock,
     Norm,
@@ -42,6 +43,7 @@ from engine.native.step_library import (
     ExpertsFields,
     GatedConvolutionFields,
     HeadsFields,
+    LatentAttentionFields,
     LayerFields,
     LinearFields,
     NormFields,
@@ -78,6 +80,9 @@ def _describe_attention_block(block: AttentionBlock, rotaries: Sequence[RotarySp
     fields.projection_count = len(mixer.projections)
     if isinstance(mixer, AttentionSpec):
         _describe_attention(mixer, fields)
+        fields.rotary = rotaries.index(mixer.rotary)
+    elif isinstance(mixer, LatentAttentionSpec):
+        _describe_latent_attention(mixer, fields)
         fields.rotary = rotaries.index(mixer.rotary)
     else:
         _describe_recurrence(mixer, fields)
@@ -148,6 +153,26 @@ def _describe_attention(spec: AttentionSpec, fields: LayerFields) -> None:
     if spec.gates is not None:
         fields.gates = _heads(spec.gates)
     fields.scale, fields.softcap, fields.sinks = spec.scale, spec.softcap, _address(spec.sinks)
+
+
+def _describe_latent_attention(spec: LatentAttentionSpec, fields: LayerFields) -> None:
+    latent_width, key_width = spec.latents.width, spec.latents.width + spec.rotary_columns.width
+    fields.queries, fields.scale = _heads(spec.queries), spec.scale
+    # The columns of cells; latents are keys and values.
+    fields.keys, fields.values = HeadsFields(count=1, width=key_width), HeadsFields(count=1, width=latent_width)
+    keys, values = ((LinearFields * len(own))(*map(describe_linear, own)) for own in (spec.keys, spec.values))
+    described = LatentAttentionFields(
+        query_norm=describe_norm(spec.query_norm),
+        latents=_heads(spec.latents),
+        latent_norm=describe_norm(spec.latent_norm),
+        rotary_columns=_heads(spec.rotary_columns),
+        separates_pairs=spec.separates_pairs,
+        keys=keys,
+        values=values,
+    )
+    if spec.query_expansion is not None:
+        described.query_expansion = describe_linear(spec.query_expansion)
+    fields.latents = ctypes.pointer(described)
 
 
 def _describe_mlp_block(block: MlpBlock, fields: LayerFields) -> None:

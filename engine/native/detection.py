@@ -17,15 +17,17 @@ from engine.native.attention import find_attention, find_output_gates
 from engine.native.comparison import is_close, least_squares_ratio, require_close
 from engine.native.decoder import (
     AttentionBlock,
-    AttentionSpec,
+    CachedSpec,
     DecoderLayer,
     DecoderSpec,
+    LatentAttentionSpec,
     Linear,
     Norm,
     OutputHead,
     RecurrenceSpec,
     UnsupportedArchitecture,
 )
+from engine.native.latent_attention import find_latent_attention
 from engine.native.mlp_block import find_mlp_block
 from engine.native.recurrence import find_recurrence
 from engine.native.trace import embedding_table, trace
@@ -80,11 +82,13 @@ def _find_layer(
 
 def _find_mixer(
     reader: TraceReader, norm: Norm, inputs: Tensor, positions: Tensor, cached_layer: CachedLayer | None
-) -> tuple[AttentionSpec | RecurrenceSpec, Tensor]:
+) -> tuple[CachedSpec | RecurrenceSpec, Tensor]:
     """The attention or recurrence of a layer, and its output."""
     if cached_layer is None:
         return find_recurrence(norm, inputs, reader.read_until_output(inputs))
     before, traced = reader.read_until_attention()
+    if traced.call.latent is not None:
+        return find_latent_attention(norm, inputs, before, traced.call, positions, cached_layer), traced.output
     attention = find_attention(norm, inputs, before, traced.call, positions, cached_layer)
     return find_output_gates(attention, before, traced.output, reader.next_input())
 
@@ -113,7 +117,12 @@ def _config_numbers(model: Any) -> list[float]:
 def linears(decoder: DecoderSpec) -> Iterator[Linear]:
     """All linear layers, those of experts included; routers excluded."""
     for attention, mlp in decoder.layers:
-        yield from (*attention.mixer.projections, attention.output)
+        mixer = attention.mixer
+        yield from (*mixer.projections, attention.output)
+        if isinstance(mixer, LatentAttentionSpec):
+            yield from (*mixer.keys, *mixer.values)
+            if mixer.query_expansion is not None:
+                yield mixer.query_expansion
         if mlp.gated is not None:
             yield from (*mlp.gated.inner, mlp.gated.down)
         if mlp.experts is not None:

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from engine.model import hooks
+
 # Weights converted at once: the memory plan has no room for float32 copies of whole matrices.
 _WEIGHTS_AT_ONCE = 2**22
 # Functions that return a part of a weight, or none of its numbers.
@@ -25,7 +27,8 @@ class Float32Mode(TorchFunctionMode):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        tensors = itertools.chain(model.parameters(), model.buffers())
+        latents = [(own.keys, own.values) for own in hooks.latent_projections(model)]
+        tensors = itertools.chain(model.parameters(), model.buffers(), *latents)
         self._converted = {id(tensor) for tensor in tensors if tensor.dtype == torch.bfloat16}
         # One buffer for all products: page faults of new memory take longer than the product.
         self._scratch = torch.empty(_WEIGHTS_AT_ONCE, device=next(model.parameters()).device)

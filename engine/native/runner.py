@@ -14,7 +14,6 @@ from engine.kernels.cpu.attention.attention import (
     FORMATS,
     KernelBuffer,
     address,
-    kernel_buffer,
     kv_buffer_fields,
     segment_table,
     write_segments,
@@ -24,7 +23,7 @@ from engine.model import hooks
 from engine.model.model_runner import DraftLoopInput, LocalRunner
 from engine.model.runner import PackedRunner
 from engine.native.attention import rotary_angles, switched_rotary_angles
-from engine.native.decoder import AttentionSpec, DecoderSpec, RotarySpec
+from engine.native.decoder import CachedSpec, DecoderSpec, RotarySpec
 from engine.native.description import (
     describe_embedding,
     describe_layers,
@@ -122,9 +121,9 @@ class NativeRunner(LocalRunner):
         self._fields = (LayerFields * len(layers))(*layers)
         # Layers with KV cells in the order of the cache, and layers with recurrent states.
         pairs = list(zip(mixers, self._fields, strict=True))
-        self._cached = [own for mixer, own in pairs if isinstance(mixer, AttentionSpec)]
+        self._cached = [own for mixer, own in pairs if isinstance(mixer, CachedSpec)]
         self._recurrent = [
-            (mixer, recurrence_fields(mixer, own)) for mixer, own in pairs if not isinstance(mixer, AttentionSpec)
+            (mixer, recurrence_fields(mixer, own)) for mixer, own in pairs if not isinstance(mixer, CachedSpec)
         ]
         self._head = describe_linear(decoder.output_head.head)
         self._step = self._describe_step(decoder, rounds_to_bfloat16)
@@ -306,6 +305,8 @@ class NativeRunner(LocalRunner):
         """Set the KV buffers of a layer."""
         keys, values = map(_kernel_buffer, forward.layer_kv(at))
         fields, attention_range = self._cached[at], forward.attention_range(at)
+        if fields.latents:
+            values = keys.first(fields.values.width)
         fields.key_buffer, fields.value_buffer = kv_buffer_fields(keys), kv_buffer_fields(values)
         fields.attention_range = ATTENTION_RANGES[attention_range.kind]
         fields.attention_range_size = attention_range.size
@@ -315,7 +316,7 @@ class NativeRunner(LocalRunner):
 def _rotaries(decoder: DecoderSpec) -> list[RotarySpec]:
     """The rotary embeddings of the layers with KV cells, in order."""
     mixers = (attention.mixer for attention, _ in decoder.layers)
-    return [mixer.rotary for mixer in mixers if isinstance(mixer, AttentionSpec)]
+    return [mixer.rotary for mixer in mixers if isinstance(mixer, CachedSpec)]
 
 
 def _cell_group(forward: Forward, at: int) -> CellGroupFields:
@@ -324,6 +325,6 @@ def _cell_group(forward: Forward, at: int) -> CellGroupFields:
 
 
 def _kernel_buffer(layer: LayerKV) -> KernelBuffer:
-    buffer = kernel_buffer(layer)
+    buffer = KernelBuffer.of(layer)
     assert buffer is not None, "the load checks the dtype of keys and values"
     return buffer

@@ -140,6 +140,20 @@ class StateSpaceFields(Structure):
     ]
 
 
+class LatentAttentionFields(Structure):
+    """`LatentAttention` of step.h."""
+
+    _fields_ = [
+        ("query_norm", NormFields),
+        ("query_expansion", LinearFields),
+        ("latents", HeadsFields),
+        ("latent_norm", NormFields),
+        ("rotary_columns", HeadsFields),
+        ("separates_pairs", c_int64),
+        *((name, POINTER(LinearFields)) for name in ("keys", "values")),
+    ]
+
+
 class GatedConvolutionFields(Structure):
     """`GatedConvolution` of step.h."""
 
@@ -165,6 +179,7 @@ class LayerFields(Structure):
         ("down", LinearFields),
         *((name, c_int64) for name in ("projection_count", "inner_count")),
         *((name, HeadsFields) for name in ("queries", "keys", "values", "gates")),
+        ("latents", POINTER(LatentAttentionFields)),
         ("delta_rule", POINTER(DeltaRuleFields)),
         ("gated_convolution", POINTER(GatedConvolutionFields)),
         ("state_space", POINTER(StateSpaceFields)),
@@ -269,6 +284,7 @@ MIRRORS: Mirrors = {
     "DeltaRule": DeltaRuleFields,
     "StateSpace": StateSpaceFields,
     "GatedConvolution": GatedConvolutionFields,
+    "LatentAttention": LatentAttentionFields,
     "Layer": LayerFields,
     "Step": StepFields,
     "SamplingContext": SamplingContextFields,

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from engine.kernels.latent import project_latents
 from engine.kernels.packing import PackedMatrix
 from engine.model import hooks
 from engine.native.comparison import is_close
@@ -127,10 +128,11 @@ class _TraceBackend:
 
     def attend(self, call: hooks.AttentionCall) -> Tensor:
         """The value of each row: it attends to itself alone."""
-        if call.is_cross or call.latent is not None:
+        if call.is_cross:
             raise UnsupportedArchitecture("its attention is not over queries, keys and values of the tokens")
-        group = call.query.shape[0] // call.value.shape[0]
-        output = call.value.repeat_interleave(group, 0).transpose(0, 1).contiguous()
+        value = call.value if call.latent is None else project_latents(call.key, call.latent)
+        group = call.query.shape[0] // value.shape[0]
+        output = value.repeat_interleave(group, 0).transpose(0, 1).contiguous()
         self._events.append(TracedAttention(call, output.flatten(1)))
         return output
 

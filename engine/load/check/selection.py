@@ -108,6 +108,8 @@ def _require_packed(runner: LocalRunner, traits: ModelTraits) -> PackedRunner:
         raise UnsupportedArchitecture("it runs one sequence at a time")
     if not runner.layers:
         raise UnsupportedArchitecture("it stores no keys and values")
+    if runner.mla == "expand" and any(layer.spec.latent_width for layer in runner.layers):
+        raise UnsupportedArchitecture("its latents are expanded (--mla expand)")
     return runner
 
 

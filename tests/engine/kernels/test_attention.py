@@ -82,7 +82,7 @@ class Batch:
         if self.rounds:
             assert isinstance(self.keys, FloatKVBuffer)
             assert isinstance(self.values, FloatKVBuffer)
-            own = KernelBuffer(self.keys.rows[1]), KernelBuffer(self.values.rows[1])
+            own = [KernelBuffer(rows[1], None, rows.shape[-1]) for rows in (self.keys.rows, self.values.rows)]
             return native.attend_float32(inputs, self.query, *own, rounds_to_bfloat16=True)
         return native.attend(inputs)
 

@@ -46,10 +46,10 @@ def load_native(folder: Folder) -> Callable[..., LoadedModel]:
     return load
 
 
-MIXED = ("qwen3", "mistral", "gemma3", "qwen3_next", "olmo_hybrid", "lfm2", "bamba")
+MIXED = ("qwen3", "mistral", "gemma3", "deepseek_v3", "qwen3_next", "olmo_hybrid", "lfm2", "bamba")
 
 
-@pytest.mark.parametrize("family", quick(("gemma3", "qwen3_next", "bamba"), MIXED))
+@pytest.mark.parametrize("family", quick(("gemma3", "deepseek_v3", "qwen3_next", "bamba"), MIXED))
 def test_mixed_batches_equal_generate(load_native: Callable[..., LoadedModel], folder: Folder, family: str) -> None:
     """Chunks, prefix copies and single rows of many sequences: tokens differ at ties only."""
     references = cache(lambda name, dtype: Reference(folder(name), getattr(torch, dtype)))

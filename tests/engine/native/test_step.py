@@ -37,7 +37,7 @@ FAMILIES = (
 # and without a gate, transposed matrices, biases, interleaved gates and ups.
 EXPERTS = (
     *("mixtral", "qwen2_moe", "glm4_moe", "granitemoe", "minimax_m2", "flex_olmo", "cohere2_moe"),
-    *("aria_text", "gpt_oss"),
+    *("aria_text", "gpt_oss", "deepseek_v2", "deepseek_v3"),
 )
 OTHERS = ("gpt2", "jetmoe", "phimoe")
 MIXED: Steps = (((0, 9), (1, 30)), ((2, 17), (0, 1), (1, 3)), ((0, 1), (1, 1), (2, 1)), ((0, 40), (2, 1)))
@@ -126,7 +126,18 @@ def test_sizes_that_are_no_multiples_of_vectors(family: str, weights: Weights) -
     assert float(sizes.max()) < (1e-5 if weights == 32 else 0.3 if weights == 4 else 5e-2)
 
 
-BATCHED = ["llama", "gpt_neox", "mistral", "qwen2_moe", "gpt_oss", "qwen3_next", "qwen3_5_text", "lfm2", "bamba"]
+BATCHED = [
+    "llama",
+    "gpt_neox",
+    "mistral",
+    "qwen2_moe",
+    "gpt_oss",
+    "deepseek_v3",
+    "qwen3_next",
+    "qwen3_5_text",
+    "lfm2",
+    "bamba",
+]
 WEIGHTS: tuple[Weights, ...] = (32, 16, 8, 4)
 # All weights with attention and with a recurrence, all families with floats and with codes in turns.
 QUICK = {*itertools.product(("llama", "qwen3_next"), WEIGHTS), *zip(BATCHED, itertools.cycle((32, 8)), strict=False)}
@@ -202,7 +213,7 @@ def test_quantised_matrices_equal_the_modules(family: str, weights: Weights) -> 
     assert relative_error(expected, logits) < 3e-2
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "mixtral", "qwen3_next", "bamba"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "mixtral", "deepseek_v3", "qwen3_next", "bamba"])
 def test_bfloat16_weights_are_computed_in_float32(family: str) -> None:
     model = native(family, 16)
     with Float32Mode(model.model):

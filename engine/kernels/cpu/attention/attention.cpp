@@ -25,7 +25,7 @@ extern "C" __attribute__((visibility("default"))) int64_t cellar_attend(const At
 
 EXPORT_LAYOUT(
     LAYOUT(Segment, row, rows, start, first, first_cell, cells)
-    LAYOUT(KVBuffer, data, scales, width, head_stride, cell_stride, scale_stride)
+    LAYOUT(KVBuffer, data, scales, width, head_stride, cell_stride, scale_head_stride, scale_cell_stride, part_width)
     LAYOUT(AttentionCall, query, query_head_stride, query_row_stride, output, sinks, segments, segment_count, heads,
            key_heads, cells, keys, values, format, attention_range, attention_range_size, scale, softcap,
            rounds_to_bfloat16, threads))

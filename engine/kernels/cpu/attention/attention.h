@@ -22,8 +22,9 @@ struct Segment {
 // The K or V storage of one layer: [key_heads][cells][width]. Strides are in elements.
 struct KVBuffer {
     const void *data;
-    const float *scales;  // [key_heads][cells], of INT8 only: a value is its code times the scale of its cell
-    int64_t width, head_stride, cell_stride, scale_stride;
+    const float *scales;  // [key_heads][cells][parts], of INT8 only: a value is its code times the scale of its part
+    int64_t width, head_stride, cell_stride, scale_head_stride, scale_cell_stride;
+    int64_t part_width;  // columns of the first part; all others are the second one
 };
 
 struct AttentionCall {

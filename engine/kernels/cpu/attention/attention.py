@@ -12,7 +12,7 @@ import ctypes
 from array import array
 from collections.abc import Sequence
 from ctypes import POINTER, Structure, byref, c_float, c_int64, c_void_p
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -43,7 +43,8 @@ class KVBufferFields(Structure):
     """`KVBuffer` of attention.h."""
 
     _fields_ = [("data", c_void_p), ("scales", c_void_p)] + [
-        (name, c_int64) for name in ("width", "head_stride", "cell_stride", "scale_stride")
+        (name, c_int64)
+        for name in ("width", "head_stride", "cell_stride", "scale_head_stride", "scale_cell_stride", "part_width")
     ]
 
 
@@ -81,10 +82,35 @@ _MIRRORS: Mirrors = {
 
 @dataclass(frozen=True, slots=True)
 class KernelBuffer:
-    """The keys or values of a layer as stored: numbers [key_heads, cells, width], scales [key_heads, cells] of int8."""
+    """The keys or values of a layer as stored.
+
+    numbers     [key_heads, cells, width]
+    scales      [key_heads, cells, parts] of int8; None: other formats
+    part_width  columns of the first part; there are at most two
+    """
 
     numbers: Tensor
-    scales: Tensor | None = None
+    scales: Tensor | None
+    part_width: int
+
+    @classmethod
+    def of(cls, layer: LayerKV) -> KernelBuffer | None:
+        """The stored rows of a layer; None for a KV dtype or device that the kernel does not support."""
+        buffer, at = layer.buffer, layer.layer
+        if isinstance(buffer, FloatKVBuffer) and buffer.rows.dtype in FORMATS and buffer.rows.device.type == "cpu":
+            return cls(buffer.rows[at], None, buffer.width)
+        if isinstance(buffer, Int8KVBuffer) and buffer.codes.device.type == "cpu":
+            return cls(buffer.codes[at], buffer.scales[at], buffer.parts[0] if buffer.parts else 0)
+        return None
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether rows have two parts, with a scale each."""
+        return self.part_width != self.numbers.shape[2]
+
+    def first(self, width: int) -> KernelBuffer:
+        """The first columns, which are within the first part."""
+        return replace(self, numbers=self.numbers[..., :width], part_width=min(width, self.part_width))
 
 
 class NativeAttention:
@@ -102,9 +128,9 @@ class NativeAttention:
 
         Raises ValueError for shapes that do not fit, IndexError for a table that names a cell outside the pool.
         """
-        query, k, v = inputs.query, kernel_buffer(inputs.keys), kernel_buffer(inputs.values)
+        query, k, v = inputs.query, KernelBuffer.of(inputs.keys), KernelBuffer.of(inputs.values)
         is_reference = query.dtype == torch.float64 or inputs.bias is not None or _has_bidirectional(inputs.segments)
-        if k is None or v is None or is_reference:
+        if k is None or v is None or k.has_parts or v.has_parts or is_reference:
             return reference.attend(inputs)
         # A torch function mode (engine/model/invariant.py) has nothing to do here.
         with torch._C.DisableTorchFunction():
@@ -148,17 +174,6 @@ class NativeAttention:
             raise MemoryError("no memory for the attention of a batch")
         if outcome == _BAD_CELL:
             raise IndexError(f"a table names a cell outside the pool of {call.cells}")
-
-
-def kernel_buffer(layer: LayerKV) -> KernelBuffer | None:
-    """The stored keys or values of a layer; None for a KV dtype or device that the kernel does not support."""
-    buffer, at = layer.buffer, layer.layer
-    if isinstance(buffer, FloatKVBuffer) and buffer.rows.dtype in FORMATS and buffer.rows.device.type == "cpu":
-        return KernelBuffer(buffer.rows[at])
-    # Latents are stored in parts with a scale each.
-    if isinstance(buffer, Int8KVBuffer) and len(buffer.parts) == 1 and buffer.codes.device.type == "cpu":
-        return KernelBuffer(buffer.codes[at], buffer.scales[at, :, :, 0])
-    return None
 
 
 def _has_bidirectional(segments: Sequence[Segment]) -> bool:
@@ -250,5 +265,7 @@ def kv_buffer_fields(buffer: KernelBuffer) -> KVBufferFields:
         width=numbers.shape[2],
         head_stride=numbers.stride(0),
         cell_stride=numbers.stride(1),
-        scale_stride=0 if scales is None else scales.stride(0),
+        scale_head_stride=0 if scales is None else scales.stride(0),
+        scale_cell_stride=0 if scales is None else scales.stride(1),
+        part_width=buffer.part_width,
     )

@@ -104,8 +104,13 @@ class FloatTiles {
                                 float *__restrict copy) {
         if constexpr (std::is_same_v<Element, float>)
             if (width == buffer.width) return touched(row, width);
-        const float scale = buffer.scales ? buffer.scales[head * buffer.scale_stride + cell] : 1.0f;
-        for (int64_t at = 0; at < buffer.width; ++at) copy[at] = number(row[at]) * scale;
+        if constexpr (std::is_same_v<Element, int8_t>) {
+            const float *scales = buffer.scales + head * buffer.scale_head_stride + cell * buffer.scale_cell_stride;
+            for (int64_t at = 0; at < buffer.part_width; ++at) copy[at] = number(row[at]) * scales[0];
+            for (int64_t at = buffer.part_width; at < buffer.width; ++at) copy[at] = number(row[at]) * scales[1];
+        } else {
+            for (int64_t at = 0; at < buffer.width; ++at) copy[at] = number(row[at]);
+        }
         return copy;
     }
 

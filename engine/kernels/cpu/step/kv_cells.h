@@ -51,7 +51,7 @@ template <class Element>
 inline void write_cell(const KVBuffer &buffer, int64_t head, int64_t cell, const float *row, int64_t width) {
     Element *const to = (Element *)buffer.data + head * buffer.head_stride + cell * buffer.cell_stride;
     if constexpr (std::is_same_v<Element, int8_t>)
-        write_codes(to, (float *)buffer.scales + head * buffer.scale_stride + cell, row, width);
+        write_codes(to, (float *)buffer.scales + head * buffer.scale_head_stride + cell * buffer.scale_cell_stride, row, width);
     else
         write_row(to, row, width);
 }

@@ -14,6 +14,7 @@
 #include "step/embedder.h"
 #include "step/experts.h"
 #include "step/head_preparation.h"
+#include "step/latent_attention.h"
 #include "build/layout.h"
 #include "step/multiplier.h"
 #include "step/row_operations.h"
@@ -24,12 +25,13 @@ namespace {
 
 // The largest number of floats or bytes that a layer needs of each kind.
 struct Sizes {
-    int64_t projected = 0, attended = 0, inner = 0, activated = 0, columns = 0, work = 0, moe = 0, recurrence = 0;
+    int64_t projected = 0, attended = 0, inner = 0, activated = 0, columns = 0, work = 0, moe = 0, recurrence = 0, latents = 0;
 };
 
 template <class Tiles>
 class StepRunner {
     typedef typename Tiles::Element Element;
+    typedef LatentAttentionLayer<Element> Latents;
 
   public:
     explicit StepRunner(const Step &step) : step(step), rows(step.rows), sizes(measure()) {}
@@ -40,7 +42,7 @@ class StepRunner {
                                 copies() * 4 * step.width;
         return numbers * sizeof(float) + sizes.work + step.cell_group_count * rows * sizeof(int64_t) +
                Multiplier::size(most_rows(), sizes.columns) + step.threads * alone_size() + sizes.moe + Sequences::size(step) +
-               sizes.recurrence + Embedder::size(step) + 4096;
+               sizes.recurrence + sizes.latents + Embedder::size(step) + 4096;
     }
 
     void begin(char *memory) {
@@ -57,6 +59,7 @@ class StepRunner {
         moe = MixtureOfExperts(bytes(sizes.moe));
         sequences = Sequences(step, bytes(Sequences::size(step)));
         recurrence_memory = (float *)bytes(sizes.recurrence);
+        latent_memory = bytes(sizes.latents);
         work_memory = bytes(sizes.work);
         char *const own = bytes(Multiplier::size(most_rows(), sizes.columns));
         multiplier = Multiplier(own, most_rows(), sizes.columns, step.rounds_to_bfloat16);
@@ -77,6 +80,8 @@ class StepRunner {
                 StateSpaceLayer(step, sequences, layer, recurrence_memory).run(projected, attended);
             else if (layer.gated_convolution)
                 run_gated_convolution(step, sequences, layer, recurrence_memory, projected, attended);
+            else if (layer.latents)
+                attend_latents(layer);
             else
                 attend(layer);
             multiply(&layer.output, 1, attended, attention_output, rows);
@@ -95,6 +100,10 @@ class StepRunner {
             most.attended = larger(most.attended, layer.output.columns);
             most.inner = larger(most.inner, outputs(layer.inner, layer.inner_count));
             most.activated = larger(most.activated, layer.down.columns);
+            if (layer.latents) {
+                most.latents = larger(most.latents, Latents::size(step, layer));
+                most.columns = larger(most.columns, layer.latents->query_expansion.columns);
+            }
             if (layer.experts) most.moe = larger(most.moe, MixtureOfExperts::size(*layer.experts, rows));
             most.columns = larger(most.columns, larger(larger(step.width, layer.output.columns), layer.down.columns));
             if (layer.delta_rule)
@@ -151,10 +160,14 @@ class StepRunner {
     // The attention call of a layer, with queries from the outputs of its projections.
     AttentionCall describe(const Layer &layer) const {
         AttentionCall call = {};
-        call.query = output_of(projected, layer.projections, layer.queries.matrix, rows) + layer.queries.offset;
-        call.query_head_stride = layer.queries.stride;
-        call.query_row_stride = layer.projections[layer.queries.matrix].outputs;
-        call.output = attended;
+        if (layer.latents) {
+            latents(layer).describe(call);
+        } else {
+            call.query = output_of(projected, layer.projections, layer.queries.matrix, rows) + layer.queries.offset;
+            call.query_head_stride = layer.queries.stride;
+            call.query_row_stride = layer.projections[layer.queries.matrix].outputs;
+            call.output = attended;
+        }
         call.segments = step.cell_groups[layer.cell_group].segments,
         call.segment_count = step.cell_groups[layer.cell_group].count;
         call.heads = layer.queries.count, call.key_heads = layer.keys.count,
@@ -238,6 +251,18 @@ class StepRunner {
             work->run();
         }
         if (layer.gates.count) heads.gate(attended);
+    }
+
+    Latents latents(const Layer &layer) const {
+        const int64_t *own = targets + layer.cell_group * rows;
+        return Latents(step, layer, embedder, own, projected, latent_memory, multiplier.rounds_to_bfloat16);
+    }
+
+    void attend_latents(const Layer &layer) {
+        const Latents own = latents(layer);
+        own.prepare([&](const Linear &matrix, const float *from, float *to) { multiply(&matrix, 1, from, to, rows); });
+        work->run();
+        own.project(attended);
     }
 
     void run_mlp(const Layer &layer) {
@@ -335,6 +360,7 @@ class StepRunner {
     MixtureOfExperts moe;
     Sequences sequences;
     float *recurrence_memory = nullptr;
+    char *latent_memory = nullptr;
     int64_t *targets = nullptr;
 };
 
@@ -401,7 +427,7 @@ extern "C" __attribute__((visibility("default"))) int64_t cellar_sample(const Sa
 
 EXPORT_LAYOUT(
     LAYOUT(Segment, row, rows, start, first, first_cell, cells)
-    LAYOUT(KVBuffer, data, scales, width, head_stride, cell_stride, scale_stride)
+    LAYOUT(KVBuffer, data, scales, width, head_stride, cell_stride, scale_head_stride, scale_cell_stride, part_width)
     LAYOUT(Linear, weights, scales, bias, kind, outputs, columns, stride)
     LAYOUT(Norm, weight, bias, kind, width, epsilon)
     LAYOUT(Heads, matrix, offset, stride, count, width)
@@ -417,9 +443,10 @@ EXPORT_LAYOUT(
            dt_bias, max_beta, head_norm, states_before, states_after)
     LAYOUT(StateSpace, ranges, range_count, convolution, heads, groups, value_width, key_width, decay_scale, dt_bias,
            skip, min_dt, max_dt, group_norm, states_before, states_after)
+    LAYOUT(LatentAttention, query_norm, query_expansion, latents, latent_norm, rotary_columns, separates_pairs, keys, values)
     LAYOUT(GatedConvolution, ranges, range_count, convolution)
     LAYOUT(Layer, attention_norm, query_norm, key_norm, post_attention_norm, mlp_norm, post_mlp_norm, projections,
-           output, inner, down, projection_count, inner_count, queries, keys, values, gates, delta_rule,
+           output, inner, down, projection_count, inner_count, queries, keys, values, gates, latents, delta_rule,
            gated_convolution, state_space, norms_all_heads, rotates_before_norm, gate_matrix, gate_offset, up_matrix,
            up_offset, activation, experts, parallel, attention_residual_scale, mlp_residual_scale, sinks, scale,
            softcap, rotary, cell_group, key_buffer, value_buffer, attention_range, attention_range_size)

@@ -7,8 +7,8 @@
 //     states > (norm) > projections > (norm) > rotary > KV cells > attention > (gate) > output > (norm) > + states
 //     states > (norm) > inner matrices > activation (* up) > down > (norm) > + states
 //
-// A `parallel` layer computes both lines from the same states. In place of attention over KV cells a layer may have a
-// recurrence over states (delta_rule.h, state_space.h, convolution.h).
+// A `parallel` layer computes both lines from the same states. In place of attention over keys and values a layer may have
+// attention over latents (latent_attention.h) or a recurrence over states (delta_rule.h, state_space.h, convolution.h).
 #pragma once
 
 #include "attention/attention.h"
@@ -122,6 +122,18 @@ struct StateSpace {
     float *const *states_after;
 };
 
+// Attention over latents (MLA, arXiv 2405.04434), with absorbed projections (latent_attention.h): a cell holds
+// [latent, rotary part], the key of all heads, and its latent is their value.
+struct LatentAttention {
+    Norm query_norm;         // of the output of projection `queries.matrix` before the expansion
+    Linear query_expansion;  // weights null: the queries are outputs of the projection
+    Heads latents;           // one head; normed by latent_norm
+    Norm latent_norm;
+    Heads rotary_columns;         // one head
+    int64_t separates_pairs;      // columns of rotary parts alternate before the rotation: first and second of a pair
+    const Linear *keys, *values;  // of each head: [latent width][key width] and [value width][latent width]
+};
+
 // A gated short convolution (convolution.h): third * convolution(first * second).
 struct GatedConvolution {
     const ColumnRange *ranges;  // the three factors, `channels` columns each
@@ -136,7 +148,9 @@ struct Layer {
     Linear projections[MAX_PROJECTIONS], output, inner[2], down;
     int64_t projection_count, inner_count;
     Heads queries, keys, values;
-    Heads gates;                  // the attention output is multiplied by their sigmoid; count 0: no gates
+    Heads gates;                     // the attention output is multiplied by their sigmoid; count 0: no gates
+    const LatentAttention *latents;  // or null; with it `queries` is [key width | rotary width] a head, before absorption, and
+                                     // `keys` and `values` are of cells
     const DeltaRule *delta_rule;  // at most one of these three is set, and replaces attention
     const GatedConvolution *gated_convolution;
     const StateSpace *state_space;
