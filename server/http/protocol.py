@@ -11,6 +11,7 @@ import asyncio
 import functools
 import logging
 import uuid
+from collections import Counter
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
@@ -23,6 +24,7 @@ from uvicorn.server import ServerState
 from websockets.frames import CloseCode
 
 from server.configuration.settings import ClientLimits
+from server.http.auth import OWNER_KEY
 from server.http.direct_writer import CONNECTION
 from server.http.encoding import dumps
 from server.http.errors import HEADERS_TOO_LARGE, INVALID_HTTP, REQUEST_TIMEOUT, ApiError
@@ -35,6 +37,8 @@ logger = logging.getLogger("cellar.http")
 
 # Further connections for probes, as a share of all connections.
 PROBE_SHARE = 1 / 64
+# The share of all connections above which unfinished bodies of one client make room for other connections.
+BODY_SHARE = 1 / 4
 HEAD_END = b"\r\n\r\n"
 CHUNKED = b"\r\ntransfer-encoding: chunked\r\n"
 VERSIONS = (b" HTTP/1.1", b" HTTP/1.0")
@@ -78,6 +82,7 @@ class StrictProtocol(H11Protocol):
     """One connection. At most one deadline of each direction runs: for the head or the body, and for a blocked send.
 
     idle    connections without a request, shared by all connections, the longest idle first
+    bodies  connections with an unfinished body, shared by all connections, the longest first
     refuse  answers a request without the app while the queue is full; None: the app answers all requests
     """
 
@@ -85,6 +90,7 @@ class StrictProtocol(H11Protocol):
         self,
         limits: ClientLimits,
         idle: dict[StrictProtocol, None],
+        bodies: dict[StrictProtocol, None],
         direct_writes: bool,
         refuse: Refuse | None,
         config: Config,
@@ -95,7 +101,7 @@ class StrictProtocol(H11Protocol):
         state = {**app_state, CONNECTION: self} if direct_writes else app_state
         super().__init__(config, server_state, state, _loop)
         self.conn = self._connection = StrictConnection(limits)
-        self._limits, self._idle, self._refuse = limits, idle, refuse
+        self._limits, self._idle, self._bodies, self._refuse = limits, idle, bodies, refuse
         self.writable, self._upgraded = True, False
         self._read_deadline = _Deadline(self.loop, self._read_timed_out)
         self._write_deadline = _Deadline(self.loop, self._write_timed_out)
@@ -112,8 +118,8 @@ class StrictProtocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Accept the connection. Above the limit the longest idle connection is closed.
 
-        If none is idle, the connection is one of those that are reserved for probes, or closed if all of these are in
-        use.
+        If none is idle, it is the longest unfinished body of a client with more than its share of them. If there is
+        none, the connection is one of those that are reserved for probes, or closed if all of these are in use.
         """
         self._lingering = LingeringTransport(transport, self.loop, self._is_sending_body)
         super().connection_made(self._lingering)  # type: ignore[arg-type]
@@ -122,16 +128,33 @@ class StrictProtocol(H11Protocol):
         self._set_read_deadline()
 
     def _make_room(self) -> bool:
-        """Close an idle connection, or reserve this one for probes, or close it; whether it stays open."""
+        """Close another connection, or reserve this one for probes, or close it; whether it stays open."""
         reserved = max(int(self._limits.connections * PROBE_SHARE), 1)
         is_within_reserve = len(self.connections) <= self._limits.connections + reserved
-        evicted = next(iter(self._idle), None if is_within_reserve else self)
+        evicted = next(iter(self._idle), None) or self._longest_body_above_share()
+        if evicted is None and not is_within_reserve:
+            evicted = self
         if evicted is None:
             self.app_state = {**self.app_state, RESERVED: True}
             return True
         evicted.transport.abort()
         self._idle.pop(evicted, None)
+        self._bodies.pop(evicted, None)
         return evicted is not self
+
+    def _longest_body_above_share(self) -> StrictProtocol | None:
+        """The longest unfinished body of the client with the most, if these are more than its share."""
+        clients = Counter(connection._sender for connection in self._bodies)
+        client, count = max(clients.items(), key=lambda item: item[1], default=("", 0))
+        if count <= max(int(self._limits.connections * BODY_SHARE), 1):
+            return None
+        return next(connection for connection in self._bodies if connection._sender == client)
+
+    @property
+    def _sender(self) -> str:
+        """The owner of the request's key, or the address of the client."""
+        owner = "" if self.scope is None else self.scope["state"].get(OWNER_KEY, "")
+        return str(owner or (self.client[0] if self.client else ""))
 
     def _use_free_connection(self) -> None:
         """Serve every request on a reserved connection once there are fewer connections than the limit."""
@@ -141,6 +164,7 @@ class StrictProtocol(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop the deadlines."""
         self._idle.pop(self, None)
+        self._bodies.pop(self, None)
         self._read_deadline.stop()
         self._write_deadline.stop()
         super().connection_lost(exc)
@@ -192,12 +216,15 @@ class StrictProtocol(H11Protocol):
     def _set_read_deadline(self) -> None:
         state = self.conn.their_state
         self._idle.pop(self, None)
+        if self._upgraded or self.transport.is_closing() or state is not h11.SEND_BODY:
+            self._bodies.pop(self, None)
         if self._upgraded or self.transport.is_closing():
             self._read_deadline.stop()
             return
         if state is h11.IDLE:
             self._idle[self] = None
         if state is h11.SEND_BODY:
+            self._bodies[self] = None
             self._read_deadline.start("body", self._body_seconds())
         elif state is h11.IDLE and (self.scope is None or self.conn.trailing_data[0]):
             self._read_deadline.start("head", self._limits.head_seconds)
@@ -328,7 +355,7 @@ def strict_protocol(
     limits: ClientLimits, refuse: Refuse | None, *, direct_writes: bool = True
 ) -> type[asyncio.Protocol]:
     """The value of uvicorn's setting `http`; uvicorn only calls it, for each connection."""
-    return functools.partial(StrictProtocol, limits, {}, direct_writes, refuse)  # type: ignore[return-value]
+    return functools.partial(StrictProtocol, limits, {}, {}, direct_writes, refuse)  # type: ignore[return-value]
 
 
 def strict_websocket(limits: ClientLimits) -> type[asyncio.Protocol]:

@@ -7,6 +7,7 @@ import re
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import h11
 import pytest
@@ -325,6 +326,25 @@ def test_the_longest_idle_connection_is_evicted() -> None:
         assert 200 == status(read_all(first))
         gate.open()
         assert b"data: " in read_all(busy)
+
+
+def test_unfinished_bodies_of_one_client_make_room() -> None:
+    """The longest one is closed for another connection, down to a quarter of all connections; the others go on."""
+    with (
+        serve_in_thread(FakeEngine(), settings(limits={"connections": 4})) as port,
+        ExitStack() as stack,
+    ):
+        slow = [stack.enter_context(connected(port)) for _ in range(4)]
+        for client in slow:
+            client.sendall(post(CHAT, BODY, "Connection: close")[:-1])
+            time.sleep(0.05)
+
+        answers = [exchange(port, post(CHAT, BODY, "Connection: close")) for _ in range(2)]
+
+        assert [status(answer) for answer in answers] == [200, 200]
+        assert read_all(slow[0]) == b""
+        slow[-1].sendall(post(CHAT, BODY)[-1:])
+        assert status(read_all(slow[-1])) == 200
 
 
 def test_the_server_is_still_there(port: int) -> None:
