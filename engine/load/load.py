@@ -19,6 +19,7 @@ import torch
 from engine.config import BUNDLED_NAME, EngineConfig
 from engine.errors import ModelUnsupported
 from engine.grammar.compiler import GrammarCompiler
+from engine.kernels.cpu.build.libraries import compile_ahead
 from engine.load.check.checking import EarlierChecks, ModelChecks, log_margins, read_earlier_checks
 from engine.load.fusion import fuse
 from engine.load.layers import LayersToQuantize, QuantizedLayers, quantize_layers
@@ -118,7 +119,7 @@ def load(config: EngineConfig, on_phase: Callable[[str], None], *, reserved_byte
 def _load(config: EngineConfig, on_phase: Callable[[str], None], reserved_bytes: int) -> LoadedModel:
     on_phase("resolve")
     folder, name = resolve(config.model), config.model or BUNDLED_NAME
-    use_device(config.device)
+    _use_device(config.device)
     available = rank_bytes(config, reserved_bytes)
     torch.set_num_threads(max((config.threads or default_threads(folder)) // config.tensor_parallel, 1))
     checkpoint, model_config = read_config(name, folder, config)
@@ -276,6 +277,13 @@ def _identity(checkpoint: Checkpoint, loaded: LoadedModel, int4_key: str) -> str
         # Earlier versions rotated all sequences by the long factors.
         parts = (*parts, astuple(loaded.runner.switch))
     return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def _use_device(device: str) -> None:
+    """The device of the model; the kernels of the CPU are compiled while the model is read."""
+    use_device(device)
+    if device == "cpu":
+        compile_ahead()
 
 
 def _start_tokenizer(name: str, checkpoint: Checkpoint, template: str | None, vocabulary: int) -> Future[Tokenizer]:

@@ -156,7 +156,22 @@ def test_cache_that_cannot_be_created_is_the_reason(bench: Workbench) -> None:
         bench.library()
 
 
-def test_concurrent_builds_each_get_a_whole_library(bench: Workbench) -> None:
+def test_two_kernels_are_compiled_at_a_time(bench: Workbench, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A cold start: each of two builds ends only after the other has begun, and all three kernels are there."""
+    # A build counts itself, then waits until two have begun.
+    bench.install(work=f'for _ in $(seq 500); do [ $(wc -l <"{bench.log}") -ge 2 ] && break; sleep 0.01; done')
+    monkeypatch.setenv("CXX", str(bench.path / "g++"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(libraries, "PREBUILT", bench.prebuilt)
+    monkeypatch.setattr(libraries, "variants", lambda kernel: ("avx2",))
+    libraries.compile_ahead()
+    files = [libraries.library(kernel) for kernel in libraries.KERNELS]
+
+    assert 3 == bench.builds
+    assert all(file.read_bytes().startswith(b"a library") for file in files)
+
+
+def test_concurrent_callers_wait_for_one_build(bench: Workbench) -> None:
     bench.install(work="sleep 0.2")
     found: list[bytes] = []
     threads = [threading.Thread(target=lambda: found.append(bench.library().read_bytes())) for _ in range(3)]
@@ -166,6 +181,7 @@ def test_concurrent_builds_each_get_a_whole_library(bench: Workbench) -> None:
         thread.join()
 
     assert [bench.library().read_bytes()] * 3 == found
+    assert 1 == bench.builds
     assert [bench.library()] == list(bench.cache.iterdir())
 
 

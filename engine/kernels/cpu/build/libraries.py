@@ -16,6 +16,7 @@ import platform
 import shlex
 import shutil
 import subprocess
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -60,6 +61,10 @@ _LIMITED = ("sh", "-c", f'ulimit -t {_BUILD_SECONDS}; exec "$@"', "sh")
 # Builds of one variant in the cache: several versions may be in use.
 _KEPT_BUILDS = 4
 _DIGEST_BYTES = 32
+# Compiled ahead at the same time: the step takes about as long as the other two.
+_AHEAD = (("step",), ("attention", "linear"))
+# One build of a library in this process; other processes may build it too.
+_building: dict[Path, threading.Lock] = {}
 
 
 class LibraryUnavailable(Exception):
@@ -106,18 +111,39 @@ def library(
     mark_used(target)
     if not _is_sound(target):
         report_progress(f"compile the {kernel} kernel")
-        log.info("%s compiles the %s kernel for %s, once on this machine", Path(compiler[0]).name, kernel, variant)
-        started = time.monotonic()
-        try:
-            _build(compiler, kernel, flags, target)
-        except LibraryUnavailable as error:
-            log.warning("the %s kernel is not compiled: %s", kernel, error.reason)
-            raise
-        log.info("compiled the %s kernel in %.0f s", kernel, time.monotonic() - started)
-        mark_used(target)
-        _prune(target.parent, f"{kernel}-{variant}-*.so")
-        trim()
+        with _building.setdefault(target, threading.Lock()):
+            if not _is_sound(target):
+                _compile(compiler, kernel, variant, flags, target)
     return target
+
+
+def compile_ahead() -> None:
+    """Compile the fastest libraries in threads where the cache lacks them, two at a time; `library` waits for them."""
+    for kernels in _AHEAD:
+        threading.Thread(target=_compile_all, args=(kernels,), name=f"compile {kernels[0]}", daemon=True).start()
+
+
+def _compile_all(kernels: tuple[str, ...]) -> None:
+    for kernel in kernels:
+        # The caller that needs the library gets the reason.
+        with suppress(LibraryUnavailable):
+            if variants(kernel)[:1] not in ((), ("generic",)):
+                library(kernel)
+
+
+def _compile(compiler: list[str], kernel: str, variant: str, flags: tuple[str, ...], target: Path) -> None:
+    """Compile a library into the cache. Raises LibraryUnavailable."""
+    log.info("%s compiles the %s kernel for %s, once on this machine", Path(compiler[0]).name, kernel, variant)
+    started = time.monotonic()
+    try:
+        _build(compiler, kernel, flags, target)
+    except LibraryUnavailable as error:
+        log.warning("the %s kernel is not compiled: %s", kernel, error.reason)
+        raise
+    log.info("compiled the %s kernel in %.0f s", kernel, time.monotonic() - started)
+    mark_used(target)
+    _prune(target.parent, f"{kernel}-{variant}-*.so")
+    trim()
 
 
 def find_compiler() -> str | None:
