@@ -97,7 +97,7 @@ step = @echo "cellar: install $(1)"; started=$$(date +%s); { $(2); } && echo "ce
 # One stamp a set of packages, made anew when a requirement changes.
 .venv/serve: .venv/bin/python pyproject.toml constraints.txt
 	$(if $(GPU),,$(call step,torch for CPUs,$(CPU_TORCH) || echo "cellar: no CPU build of torch to be had: pip's default follows"))
-	$(call step,cellar and its packages,$(subst --quiet,,$(PIP)) -e .)
+	$(call step,cellar and its packages,$(PIP) -e .)
 	@touch $@
 .venv/test: .venv/serve
 	$(PIP) -e ".[test]"

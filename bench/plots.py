@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 COLUMNS = 3
-MISSING = "no plots: matplotlib is not installed (pip install 'kvcellar[bench]')"
+MISSING = "no plots: matplotlib is not installed (in a checkout of Cellar: pip install '.[bench]')"
 
 
 def draw(path: Path, measured: Sequence[Measured], title: str) -> None:

@@ -27,7 +27,7 @@ WATCH_SECONDS = 2.0
 def run_ray(options: RayOptions, settings: Settings) -> int:
     """Serve until SIGTERM or Ctrl-C; the exit code. A second signal ends the drain of running requests."""
     if not _has_ray():
-        return _fail("cellar ray needs Ray Serve: pip install 'kvcellar[ray]'", EXIT_USAGE)
+        return _fail("cellar ray needs Ray Serve; in a checkout of Cellar: pip install '.[ray]'", EXIT_USAGE)
     if settings.port == 0:
         return _fail("--port 0 selects a free port for one process; cellar ray needs a number", EXIT_USAGE)
     _interrupt_by_signals()

@@ -127,7 +127,9 @@ class PostgresDatabase:
         try:
             self._psycopg: Any = importlib.import_module("psycopg")
         except ImportError as error:
-            raise StoreError("a PostgreSQL URL needs psycopg: pip install 'kvcellar[postgres]'") from error
+            raise StoreError(
+                "a PostgreSQL URL needs psycopg; in a checkout of Cellar: pip install '.[postgres]'"
+            ) from error
         self._url = url
         self._current: Any = None
 

@@ -281,7 +281,7 @@ def test_without_matplotlib_there_are_tables(
     status, _ = measure(peer, tmp_path, "--streams", "1", "--requests", "1")
 
     assert (0, []) == (status, list(tmp_path.glob("*.png")))
-    assert "pip install 'kvcellar[bench]'" in capsys.readouterr().out
+    assert "pip install '.[bench]'" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -33,13 +33,26 @@ SERVICE = SERVICES["cellar"]
         ("tmpfs", ["/tmp:size=256m,mode=1777,noexec,nosuid,nodev"]),
         ("volumes", ["models:/models", "shelf:/shelf"]),
         ("stop_grace_period", "45s"),
-        ("restart", "unless-stopped"),
+        ("restart", "on-failure:3"),
         ("logging", {"driver": "json-file", "options": {"max-size": "10m", "max-file": "3"}}),
     ],
 )
 def test_the_service_is_hardened(key: str, value: object) -> None:
     """Each limit of the container has exactly the value that was decided."""
     assert value == SERVICE[key]
+
+
+def test_a_file_of_this_machine_is_mounted_read_only() -> None:
+    """The override of the documentation adds a mount, at a place that no volume has."""
+    text = (ROOT / "docs" / "docker.md").read_text().partition("## A file of this machine")[2]
+    override = yaml.safe_load(text.partition("```yaml\n")[2].partition("```")[0])["services"]["cellar"]
+    (mount,) = override["volumes"]
+    _, place, mode = mount.split(":")
+
+    assert f"# - {mount}" in (ROOT / "compose.yaml").read_text()
+    assert mode == "ro"
+    assert place not in {volume.split(":")[1] for volume in SERVICE["volumes"]}
+    assert Path(override["environment"]["CELLAR_MODEL"]).parent == Path(place)
 
 
 @pytest.mark.parametrize("key", ["privileged", "cap_add", "network_mode", "pid", "ipc", "devices", "userns_mode"])

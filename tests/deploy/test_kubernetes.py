@@ -75,6 +75,20 @@ def test_probes_need_no_key(probe: str) -> None:
     assert ("/health" if probe == "livenessProbe" else "/ready") == path
 
 
+def test_prometheus_has_a_key_for_the_metrics() -> None:
+    """Annotations cannot give it one; the job of the documentation does, for the pods of the Deployment."""
+    template = find("Deployment")["spec"]["template"]["metadata"]
+    text = (ROOT / "docs" / "monitoring.md").read_text()
+    (job,) = yaml.safe_load(text.partition("```yaml\n")[2].partition("```")[0])["scrape_configs"]
+    kept = {rule["source_labels"][0]: rule["regex"] for rule in job["relabel_configs"]}
+
+    assert "/metrics" not in OPEN_PATHS
+    assert "annotations" not in template
+    assert "credentials_file" in job["authorization"]
+    assert template["labels"]["app"] == kept["__meta_kubernetes_pod_label_app"]
+    assert container()["ports"][0]["name"] == kept["__meta_kubernetes_pod_container_port_name"]
+
+
 def test_pods_live_longer_than_their_requests() -> None:
     pod = find("Deployment")["spec"]["template"]["spec"]
     grace = next(float(each["value"]) for each in container()["env"] if each["name"] == "CELLAR_GRACE")

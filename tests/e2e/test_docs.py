@@ -36,6 +36,8 @@ ELSEWHERE = ("langchain", "llama_index")
 NOT_RUN = {
     "make ": "installs packages, runs these tests, or is `cellar serve`",
     "pip install": "installs packages",
+    "pipx install": "installs packages",
+    "uv tool install": "installs packages",
     "apt-get install": "installs packages",
     "docker ": "needs a Docker engine; tests/container builds and runs the image",
     "docker/build-without-docker.sh": "tests/container runs it",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from tests.house.source import ROOT
+from tests.house.source import PACKAGES, ROOT
 
 DOCS = ROOT / "docs"
 _link = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
@@ -33,3 +33,11 @@ def test_links_lead_to_files() -> None:
     ]
 
     assert [] == broken
+
+
+def test_no_text_installs_a_package_of_the_index() -> None:
+    """Nothing is published yet: anyone may register the name, and what it installs would be theirs."""
+    files = [*PAGES, *ROOT.glob("docker/*"), *(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))]
+    named = re.compile(r"(?:pip|pipx|uv tool) install [^`\n]*['\" ]kvcellar(?![-\w])")
+
+    assert [] == [path.relative_to(ROOT).as_posix() for path in files if named.search(path.read_text())]

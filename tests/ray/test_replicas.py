@@ -27,7 +27,7 @@ from server.replicas.environment import VARIABLES
 from tests.e2e.serving import ROOT
 
 pytestmark = pytest.mark.ray
-pytest.importorskip("ray", reason="needs Ray Serve: pip install 'kvcellar[ray]'")
+pytest.importorskip("ray", reason="needs Ray Serve: pip install '.[ray]'")
 
 START_SECONDS = 900
 REPLICAS = 2

@@ -33,7 +33,7 @@ def test_the_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, capsys: p
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
 
     assert ray.EXIT_USAGE == ray.run_ray(RayOptions(), Settings())
-    assert "pip install 'kvcellar[ray]'" in capsys.readouterr().err
+    assert "pip install '.[ray]'" in capsys.readouterr().err
 
 
 def test_a_free_port_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
