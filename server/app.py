@@ -21,6 +21,7 @@ from server.http.refusal import EarlyRefusal
 from server.http.version import version
 from server.metrics.metrics import Metrics
 from server.metrics.traces import make_traces
+from server.models.lease import LeaseMiddleware
 from server.models.registry import ModelRegistry
 from server.routes import (
     anthropic,
@@ -49,8 +50,8 @@ def create_app(engine: EngineClient, settings: Settings) -> FastAPI:
     """The application; ValueError or OSError for settings that cannot work.
 
     From the outside in: OriginsMiddleware, BoundaryMiddleware, AuthMiddleware, AdmissionMiddleware,
-    BodyLimitMiddleware, then the routes. The state `refuse` answers most requests to a full queue without them, if the
-    HTTP server calls it.
+    BodyLimitMiddleware, LeaseMiddleware, then the routes. The state `refuse` answers most requests to a full queue
+    without them, if the HTTP server calls it.
     """
     settings.check()
     closing = AsyncExitStack()
@@ -112,6 +113,7 @@ def _wrap(app: FastAPI, settings: Settings, metrics: Metrics) -> None:
     limits, keys, has_keys = settings.limits, ApiKeys(settings.all_keys), bool(settings.all_keys)
     hosts = ("*",) if has_keys else settings.hosts
     app.state.refuse = EarlyRefusal(app.state.models.check_admission, keys, hosts, limits, metrics)
+    app.add_middleware(LeaseMiddleware)
     app.add_middleware(BodyLimitMiddleware, limit=limits.body_bytes, upload_limit=limits.file_bytes)
     app.add_middleware(AdmissionMiddleware, routes=app.routes)
     app.add_middleware(AuthMiddleware, keys=keys, open_paths=page.open_paths())

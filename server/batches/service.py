@@ -215,10 +215,11 @@ class BatchService:
     async def _run(self) -> None:
         """Claim batches and renew their leases, until cancelled."""
         try:
-            await self._models.lease().engine.wait_ready()
+            with self._models.lease() as service:
+                await service.engine.wait_ready()
+                self._slots = SlotShare(max(service.engine.info.slots // 2, 1))
         except EngineError:
             return
-        self._slots = SlotShare(max(self._models.lease().engine.info.slots // 2, 1))
         while True:
             try:
                 # A default file is created by its first batch.

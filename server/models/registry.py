@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 
 from engine.types.model_name import plain_name
 from server.http.errors import MODEL_NOT_FOUND, ApiError
+from server.models.lease import LeaseCount, hold_for_request
 from server.models.presets import LATEST_TAG, Presets
 from server.service import Service
 
@@ -18,11 +20,12 @@ class ModelRegistry:
     """The served models. There is one entry: a model, its other names, and perhaps an embedding model beside it.
 
     presets  names that requests made for the model
+    leases   by which the model is in use now
     """
 
     def __init__(self, service: Service) -> None:
         self.settings, self._service = service.settings, service
-        self.presets = Presets()
+        self.presets, self.leases = Presets(), LeaseCount()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -52,11 +55,36 @@ class ModelRegistry:
         """Count a request of the owner as waiting inside the block: one that is being prepared."""
         return self._service.engine.reserve(owner)
 
-    def lease(self, name: str | None = None) -> Service:
+    @contextmanager
+    def lease(self, name: str | None = None) -> Iterator[Service]:
         """The service of a model, under the requested name or its main one; ApiError for an unknown model.
 
-        The name of a client's own model, such as Claude Code's, is served by --served-model-name '*'.
+        The model counts as used inside the block. The name of a client's own model, such as Claude Code's, is served
+        by --served-model-name '*'.
         """
+        with self.leases.hold():
+            yield self._service_of(name)
+
+    def use(self, name: str | None = None) -> Service:
+        """The service of a model as by `lease`, until the current request has ended."""
+        return hold_for_request(self.lease(name))
+
+    def use_for_embeddings(self, name: str | None) -> Service:
+        """The service for vectors: the embedding model's, if it makes some, whatever the name; else as `use`."""
+        self._service.check_ready()
+        if self._service.embedder is not None and self.settings.embedding_name is not None:
+            return replace(self.use(), name=self.settings.embedding_name)
+        return self.use(name)
+
+    def use_for_scores(self, name: str | None) -> Service:
+        """The service for scores of pairs: the embedding model's by its name, or by default for a reranker."""
+        embedding, default = self.settings.embedding_name, name is None and self._service.reranker is not None
+        named = name is not None and self.served_name(name) == embedding
+        if embedding is not None and (named or default):
+            return replace(self.use(), name=embedding)
+        return self.use(name)
+
+    def _service_of(self, name: str | None) -> Service:
         if not name:
             return self._service
         name = self.served_name(name)
@@ -71,21 +99,6 @@ class ModelRegistry:
             message = f"The model '{name[:128]}' does not exist here. This server serves {served}."
             raise ApiError(MODEL_NOT_FOUND, message, param="model")
         return replace(self._service, name=name)
-
-    def lease_for_embeddings(self, name: str | None) -> Service:
-        """The service for vectors: the embedding model's, if it makes some, whatever the name; else as `lease`."""
-        self._service.check_ready()
-        if self._service.embedder is not None and self.settings.embedding_name is not None:
-            return replace(self._service, name=self.settings.embedding_name)
-        return self.lease(name)
-
-    def lease_for_scores(self, name: str | None) -> Service:
-        """The service for scores of pairs: the embedding model's by its name, or by default for a reranker."""
-        embedding, default = self.settings.embedding_name, name is None and self._service.reranker is not None
-        named = name is not None and self.served_name(name) == embedding
-        if embedding is not None and (named or default):
-            return replace(self._service, name=embedding)
-        return self.lease(name)
 
 
 def _may_be_name(name: str) -> bool:

@@ -43,7 +43,7 @@ class EmbeddingOptions:
 
 async def embeddings(models: ModelRegistry, body: EmbeddingRequest, id: str) -> EmbeddingList:
     """The response to a body; raises ApiError or EngineError."""
-    service = models.lease_for_embeddings(body.model)
+    service = models.use_for_embeddings(body.model)
     for field, reason in unsupported_embedding_parameters(service.embedder).items():
         if getattr(body, field) is not None:
             raise unsupported_parameter(field, reason)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import copy
 import logging
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 
 import anyio.to_thread
@@ -22,6 +23,7 @@ from server.http.errors import (
     invalid_value,
     missing_parameter,
 )
+from server.http.events import ChoiceEvents
 from server.models.registry import ModelRegistry
 from server.responses.archive import (
     NOT_STORED,
@@ -83,14 +85,16 @@ class ResponseService:
         self._check(body)
         input_items = await self._input_items(body)
         items = await self._prompt_items(body, input_items, latest)
-        turn = await self._turn(body, items, new_id("resp"))
-        response = initial_response(body, turn, stored=body.stored and self._archive is not None)
-        if all_warnings := [*warnings, *client_warnings(turn.warnings)]:
-            response["warnings"] = all_warnings
-        writer = ResponseWriter(response, encrypted=body.includes("reasoning.encrypted_content"))
-        diagnose = await self._diagnose(body.compared, response, turn)
-        task = ResponseTask(turn, writer, partial(self._store_final, input_items), items, diagnose)
-        await self._start(task, turn, input_items)
+        # The generation has a lease of its own, as it may outlive the request.
+        with self._models.lease(body.model):
+            turn = await self._turn(body, items, new_id("resp"))
+            response = initial_response(body, turn, stored=body.stored and self._archive is not None)
+            if all_warnings := [*warnings, *client_warnings(turn.warnings)]:
+                response["warnings"] = all_warnings
+            writer = ResponseWriter(response, encrypted=body.includes("reasoning.encrypted_content"))
+            diagnose = await self._diagnose(body.compared, response, turn)
+            task = ResponseTask(turn, writer, partial(self._store_final, input_items), items, diagnose)
+            await self._start(task, turn, input_items)
         return task
 
     async def count(self, body: PromptFields) -> int:
@@ -103,13 +107,14 @@ class ResponseService:
         items = await self._prompt_items(body, await self._input_items(body))
         if not items:
             raise missing_parameter("input")
-        summary = summary_request(body, self._models.lease(body.model).engine.info.context)
-        turn = await self._turn(summary, [*items, SUMMARY_QUESTION], new_id("resp"))
-        try:
-            async with generate(self._models.lease(turn.model), turn.requests, "responses") as events:
-                [reply] = await collect_messages(turn, events)
-        except EngineError as error:
-            raise renamed_error(error) from error
+        with self._models.lease(body.model) as service:
+            summary = summary_request(body, service.engine.info.context)
+            turn = await self._turn(summary, [*items, SUMMARY_QUESTION], new_id("resp"))
+            try:
+                async with generate(service, turn.requests, "responses") as events:
+                    [reply] = await collect_messages(turn, events)
+            except EngineError as error:
+                raise renamed_error(error) from error
         return compaction(turn, items, reply)
 
     def running(self, id: str) -> ResponseTask | None:
@@ -216,10 +221,10 @@ class ResponseService:
 
     async def _turn(self, body: PromptFields, items: Sequence[Item], id: str) -> ChatTurn:
         try:
-            service = self._models.lease(body.model)
-            chat = await anyio.to_thread.run_sync(lambda: chat_request(body, service.name, parse_items(items)))
-            make = fitting_turn if body.truncation == "auto" else prepare_chat
-            return await make(service, chat, id)
+            with self._models.lease(body.model) as service:
+                chat = await anyio.to_thread.run_sync(lambda: chat_request(body, service.name, parse_items(items)))
+                make = fitting_turn if body.truncation == "auto" else prepare_chat
+                return await make(service, chat, id)
         except (ApiError, EngineError) as error:
             raise renamed_error(error) from error
 
@@ -244,7 +249,7 @@ class ResponseService:
             self._check_background_capacity()
         store = partial(self._store_started, task, input_items) if background else None
         try:
-            await task.start(generate(self._models.lease(turn.model), turn.requests, "responses"), store)
+            await task.start(self._generate(turn), store)
         except EngineError as error:
             raise renamed_error(error) from error
         id = task.response["id"]
@@ -253,6 +258,12 @@ class ResponseService:
             task.add_done_callback(lambda: self._running.pop((self._owner, id), None))
         if background:
             self._start_renewal(task)
+
+    @asynccontextmanager
+    async def _generate(self, turn: ChatTurn) -> AsyncGenerator[ChoiceEvents, None]:
+        with self._models.lease(turn.model) as service:
+            async with generate(service, turn.requests, "responses") as events:
+                yield events
 
     async def _store_started(self, task: ResponseTask, input_items: Sequence[Item]) -> None:
         """Store a response in the background as queued: without that it could not be read later."""

@@ -36,7 +36,7 @@ def add(app: FastAPI, models: ModelRegistry) -> None:
     async def create_message(body: MessagesRequest, request: Request) -> Response:
         """Answer a conversation."""
         turn = await _turn(models, body, request)
-        service = models.lease(turn.model)
+        service = models.use(turn.model)
         answer = AnthropicAnswer(turn, has_cache_control(body))
         opening = generate(service, turn.requests, "anthropic")
         if body.stream:
@@ -58,7 +58,7 @@ def add(app: FastAPI, models: ModelRegistry) -> None:
 async def _turn(models: ModelRegistry, body: CountRequest, http: Request) -> ChatTurn:
     try:
         chat = await run_by_size(http, chat_request, body)
-        service = models.lease(chat.model)
+        service = models.use(chat.model)
         # The field is required, and clients set it to more than the context of a small model.
         max_tokens = min(chat.max_tokens or 1, service.engine.info.context)
         return await prepare_chat(

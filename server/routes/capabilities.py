@@ -29,7 +29,7 @@ def add(app: FastAPI, models: ModelRegistry) -> None:
     @app.get("/v1/capabilities", responses={**ERROR_RESPONSES, 200: {"model": Capabilities}})
     async def capabilities() -> Response:
         """List the support of each parameter, and the abilities of the model."""
-        service = models.lease()
+        service = models.use()
         service.check_ready()
         listed = Capabilities(
             object="capabilities",

@@ -28,7 +28,7 @@ def add(app: FastAPI, models: ModelRegistry) -> None:
     @app.post("/v1/chat/completions", responses={**ERROR_RESPONSES, **streamed_responses(ChatCompletion, EVENT_STREAM)})
     async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation."""
-        service = models.lease(body.model)
+        service = models.use(body.model)
         turn = await prepare_chat(service, body, f"chatcmpl-{uuid.uuid4().hex}")
         shape = ChatAnswer(turn, (*warnings(request), *turn.warnings))
         return await answer(request, service, turn.requests, shape, "chat")
@@ -36,7 +36,7 @@ def add(app: FastAPI, models: ModelRegistry) -> None:
     @app.post("/v1/completions", responses={**ERROR_RESPONSES, **streamed_responses(Completion, EVENT_STREAM)})
     async def create_completion(body: CompletionRequest, request: Request) -> Response:
         """Continue one or more prompts."""
-        service = models.lease(body.model)
+        service = models.use(body.model)
         work = await prepare_completion(service, body, f"cmpl-{uuid.uuid4().hex}")
         shape = CompletionAnswer(work, (*warnings(request), *work.warnings))
         return await answer(request, service, work.requests, shape, "completions")

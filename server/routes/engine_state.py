@@ -33,7 +33,7 @@ def add(app: FastAPI, models: ModelRegistry) -> None:
 
         Sequences and cached prefixes are those of the API key's organisation, without `cache_salt`.
         """
-        service = models.lease()
+        service = models.use()
         service.check_ready()
         return JsonResponse(_state(await service.snapshot()), headers={"Cache-Control": "no-store"})
 

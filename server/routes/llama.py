@@ -36,26 +36,26 @@ def add(app: FastAPI, models: ModelRegistry) -> None:
     @app.post("/completion", responses=_ANSWERS)
     async def complete(body: LlamaCompletionRequest, request: Request) -> Response:
         """Continue one or more prompts, as llama.cpp's server does."""
-        service = models.lease(body.model)
+        service = models.use(body.model)
         return await _answer(request, service, await prepare_llama_completion(service, body, _id()))
 
     @app.post("/infill", responses=_ANSWERS)
     async def fill(body: InfillRequest, request: Request) -> Response:
         """Fill the gap between two texts, as llama.cpp's server does for editors."""
-        service = models.lease(body.model)
+        service = models.use(body.model)
         return await _answer(request, service, await prepare_infill(service, body, _id()))
 
     @app.get("/props", responses={**ERROR_RESPONSES, 200: {"model": LlamaProperties}})
     async def properties() -> Response:
         """The context, the chat template and the default settings, as llama.cpp's server lists them."""
-        service = models.lease()
+        service = models.use()
         service.check_ready()
         return JsonResponse(_properties(service))
 
     @app.get("/slots", responses={**ERROR_RESPONSES, 200: {"model": list[LlamaSlot]}})
     async def slots() -> Response:
         """The slots, without texts; token counts are those of the API key's own sequences."""
-        service = models.lease()
+        service = models.use()
         service.check_ready()
         snapshot = await service.snapshot()
         speculative = bool(service.engine.drafting.kinds)

@@ -19,7 +19,7 @@ def add(app: FastAPI, models: ModelRegistry) -> None:
     @app.get("/v1/models", responses={**ERROR_RESPONSES, 200: {"model": ModelList}})
     async def list_models() -> Response:
         """List the names of the models."""
-        service, names = models.lease(), models.all_names
+        service, names = models.use(), models.all_names
         return JsonResponse(ModelList(object="list", data=[_model(service, name) for name in names]))
 
     # Hub ids contain a slash.
@@ -27,7 +27,7 @@ def add(app: FastAPI, models: ModelRegistry) -> None:
     async def retrieve_model(model: str) -> Response:
         """Describe a model by one of its names."""
         model = models.served_name(model)
-        service = models.lease(None if model == models.settings.embedding_name else model)
+        service = models.use(None if model == models.settings.embedding_name else model)
         return JsonResponse(_model(service, model))
 
 

@@ -22,7 +22,7 @@ def add(app: FastAPI, models: ModelRegistry) -> None:
 
         `models` lists the names of the loaded models.
         """
-        service = models.lease()
+        service = models.use()
         service.check_alive()
         loaded = models.all_names if service.engine.ready else ()
         return JsonResponse({"status": "ok", "phase": service.engine.phase, "models": list(loaded)})
@@ -31,7 +31,7 @@ def add(app: FastAPI, models: ModelRegistry) -> None:
     @app.get("/ready", responses=ERROR_RESPONSES)
     async def ready() -> Response:
         """200 while requests are accepted, or 503 with the reason."""
-        models.lease().check_ready()
+        models.use().check_ready()
         return JsonResponse({"status": "ready"})
 
     text = {"text/plain": {"schema": {"type": "string"}}}
@@ -39,4 +39,4 @@ def add(app: FastAPI, models: ModelRegistry) -> None:
     @app.get("/metrics", responses={**ERROR_RESPONSES, 200: {"content": text}}, response_class=Response)
     async def metrics() -> Response:
         """All metrics of this server."""
-        return Response(models.lease().metrics.render(), media_type=CONTENT_TYPE_LATEST)
+        return Response(models.use().metrics.render(), media_type=CONTENT_TYPE_LATEST)

@@ -128,7 +128,7 @@ def _add_embeddings(app: FastAPI, models: ModelRegistry) -> None:
     @app.post("/api/embed", responses={**OLLAMA_ERRORS, 200: {"model": OllamaEmbeddings}})
     async def embed_all(body: OllamaEmbedRequest, request: Request) -> Response:
         """Turn texts into vectors of length 1."""
-        service, started = models.lease_for_embeddings(models.without_tag(body.model)), time.monotonic()
+        service, started = models.use_for_embeddings(models.without_tag(body.model)), time.monotonic()
         check_dimensions(service, body.dimensions)
         inputs = [body.input] if isinstance(body.input, str) else body.input
         if not inputs:
@@ -150,7 +150,7 @@ def _add_embeddings(app: FastAPI, models: ModelRegistry) -> None:
     @app.post("/api/embeddings", responses={**OLLAMA_ERRORS, 200: {"model": OllamaEmbedding}})
     async def embed_one(body: OllamaEmbeddingRequest, request: Request) -> Response:
         """Turn one text into a vector (the older endpoint)."""
-        service = models.lease_for_embeddings(models.without_tag(body.model))
+        service = models.use_for_embeddings(models.without_tag(body.model))
 
         async def work() -> Response:
             try:
@@ -166,7 +166,7 @@ def _add_embeddings(app: FastAPI, models: ModelRegistry) -> None:
 
 def _add_cards(app: FastAPI, models: ModelRegistry) -> None:
     def cards(request: Request) -> ModelCards:
-        service = models.lease()
+        service = models.use()
         service.check_ready()
         return ModelCards(service, models.presets.of(owner(request)))
 
@@ -191,11 +191,11 @@ def _add_cards(app: FastAPI, models: ModelRegistry) -> None:
         if (name := body.named) is None:
             raise missing_parameter("model")
         card, preset = cards(request), models.presets.get(owner(request), name)
-        embedding = models.lease().engine.embedding
+        embedding = models.use().engine.embedding
         if embedding is not None and models.without_tag(name) == models.settings.embedding_name:
             return JsonResponse(card.shown_embedding(embedding))
         if preset is None:
-            models.lease(models.without_tag(name))
+            models.use(models.without_tag(name))
         return JsonResponse(await anyio.to_thread.run_sync(card.shown, preset))
 
 
@@ -209,7 +209,7 @@ def _load_response(body: OllamaGenerationFields, noted: list[str]) -> OllamaLine
 
 def _leased(models: ModelRegistry, body: OllamaGenerationFields, preset: Preset | None) -> Service:
     """The service of the model; raises the errors of the model, the engine's state and the options."""
-    service = models.lease(models.without_tag(body.model) if preset is None else preset.base)
+    service = models.use(models.without_tag(body.model) if preset is None else preset.base)
     service.check_ready()
     if body.think and not service.engine.tokenizer.chat_format.supports_reasoning:
         raise unsupported_parameter("think", "it writes no reasoning")

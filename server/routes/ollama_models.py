@@ -76,7 +76,7 @@ class _Names:
             if "/" in name:
                 message = f"This server has another model than '{name[:128]}'. {OTHER_MODEL}"
                 raise ApiError(MODEL_NOT_FOUND, message, param=field)
-            self.models.lease(short)
+            self.models.use(short)
         return Preset(short, name)
 
     def check_new(self, name: str, field: str) -> None:
@@ -85,7 +85,7 @@ class _Names:
             raise invalid_value(field, "a served model has this name")
 
     def _is_folder_of_model(self, path: str) -> bool:
-        return Path(path) == Path(self.models.lease().engine.info.folder)
+        return Path(path) == Path(self.models.use().engine.info.folder)
 
 
 def _add_downloads(
@@ -111,10 +111,10 @@ def _add_downloads(
         name = _required(body.named)
         if names.presets.remove(owner(request), name):
             return Response()
-        names.models.lease().check_ready()
+        names.models.use().check_ready()
         if names.is_served(name):
             raise invalid_value("model", "this server uses it; stop the server first")
-        await anyio.to_thread.run_sync(remove_cached, names.models.lease(), name)
+        await anyio.to_thread.run_sync(remove_cached, names.models.use(), name)
         return Response()
 
 
@@ -125,13 +125,13 @@ def _add_presets(
     async def create(body: CreateRequest, request: Request) -> Response:
         """Give the served model another name, with a system prompt, parameters and first messages."""
         permission.check(request)
-        names.models.lease().check_ready()
+        names.models.use().check_ready()
         name = _required(body.named)
         _check_files(body)
         names.check_new(name, "model")
         if body.from_ is None:
             raise missing_parameter("from")
-        if body.template and body.template != names.models.lease().engine.tokenizer.template:
+        if body.template and body.template != names.models.use().engine.tokenizer.template:
             raise unsupported_parameter("template", "its own chat template is used")
         parent = names.preset_of(request, body.from_, "from")
         names.presets.set(owner(request), name, parent.derived(body))
@@ -142,7 +142,7 @@ def _add_presets(
     async def copy(body: CopyRequest, request: Request) -> Response:
         """Give a served or created model another name."""
         permission.check(request)
-        names.models.lease().check_ready()
+        names.models.use().check_ready()
         names.check_new(body.destination, "destination")
         preset = names.preset_of(request, body.source, "source")
         names.presets.set(owner(request), body.destination, preset.renewed())

@@ -46,6 +46,6 @@ def add(app: FastAPI, models: ModelRegistry) -> None:
         """Answer questions about an input."""
 
         async def work() -> Response:
-            return JsonResponse(await decide(models.lease(body.model), body, f"dec-{uuid.uuid4().hex}"))
+            return JsonResponse(await decide(models.use(body.model), body, f"dec-{uuid.uuid4().hex}"))
 
         return await cancel_on_disconnect(request, work())

@@ -22,24 +22,24 @@ def add(app: FastAPI, models: ModelRegistry) -> None:
     @app.post("/tokenize", responses={**ERROR_RESPONSES, 200: {"model": Tokens}})
     async def create_tokens(body: TokenizeRequest) -> Response:
         """Tokenize a text or a conversation."""
-        return await large_json_response(await tokenize(models.lease(body.model), body, _request_id()))
+        return await large_json_response(await tokenize(models.use(body.model), body, _request_id()))
 
     @app.post("/v1/detokenize", responses={**ERROR_RESPONSES, 200: {"model": Detokenized}})
     @app.post("/detokenize", responses={**ERROR_RESPONSES, 200: {"model": Detokenized}})
     async def create_text(body: DetokenizeRequest) -> Response:
         """Turn tokens into text."""
-        return JsonResponse(await detokenize(models.lease(body.model), body))
+        return JsonResponse(await detokenize(models.use(body.model), body))
 
     @app.post("/v1/apply-template", responses={**ERROR_RESPONSES, 200: {"model": Rendered}})
     @app.post("/apply-template", responses={**ERROR_RESPONSES, 200: {"model": Rendered}})
     async def apply_template(body: ChatRequest) -> Response:
         """Render a chat with the model's template."""
-        return await large_json_response(await render(models.lease(body.model), body, _request_id()))
+        return await large_json_response(await render(models.use(body.model), body, _request_id()))
 
     @app.post("/v1/chat/completions/input_tokens", responses={**ERROR_RESPONSES, 200: {"model": InputTokens}})
     async def count_input_tokens(body: ChatRequest) -> Response:
         """Count the tokens of a chat's prompt."""
-        tokens = await prompt_of(models.lease(body.model), body, _request_id())
+        tokens = await prompt_of(models.use(body.model), body, _request_id())
         return JsonResponse(InputTokens(object="response.input_tokens", input_tokens=len(tokens)))
 
 

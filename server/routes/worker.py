@@ -33,7 +33,7 @@ def add(app: FastAPI, models: ModelRegistry) -> None:
     @app.get("/server_info", responses={**ERROR_RESPONSES, 200: {"model": WorkerInfo}})
     async def server_info() -> Response:
         """Describe this server to a router, by the names of SGLang and vLLM."""
-        service = models.lease()
+        service = models.use()
         service.check_ready()
         return JsonResponse(_worker(service))
 
@@ -41,21 +41,21 @@ def add(app: FastAPI, models: ModelRegistry) -> None:
     @app.get("/model_info", responses={**ERROR_RESPONSES, 200: {"model": WorkerModel}})
     async def model_info() -> Response:
         """Describe the model to a router, by the names of SGLang."""
-        service = models.lease()
+        service = models.use()
         service.check_ready()
         return JsonResponse(_model(service))
 
     @app.post("/v1/chat/completions/render", responses={**ERROR_RESPONSES, 200: {"model": RenderedRequest}})
     async def render_chat(body: ChatRequest) -> Response:
         """Render a chat as prompt tokens, without generation."""
-        service, id = models.lease(body.model), _request_id()
+        service, id = models.use(body.model), _request_id()
         tokens = await prompt_of(service, body, id)
         return await large_json_response(_rendered(service, body, id, tokens))
 
     @app.post("/v1/completions/render", responses={**ERROR_RESPONSES, 200: {"model": list[RenderedRequest]}})
     async def render_completion(body: CompletionRequest) -> Response:
         """Tokenize the prompts of a completion, without generation."""
-        service, id = models.lease(body.model), _request_id()
+        service, id = models.use(body.model), _request_id()
         prompts = await prompts_of_completion(service, body, id)
         return await large_json_response([_rendered(service, body, id, tokens) for tokens in prompts])
 

@@ -33,7 +33,7 @@ _ANSWERS = ("yes", "no")
 
 async def rerank(models: ModelRegistry, body: RerankRequest, id: str) -> Ranking:
     """The documents of a body by relevance; raises ApiError or EngineError."""
-    models.lease().check_ready()
+    models.use().check_ready()
     texts = [document if isinstance(document, str) else document.text for document in body.documents]
     pairs = [(body.query, text) for text in texts]
     model, scores, usage = await _scores(models, body, pairs, id, "rerank")
@@ -47,7 +47,7 @@ async def rerank(models: ModelRegistry, body: RerankRequest, id: str) -> Ranking
 
 async def score(models: ModelRegistry, body: ScoreRequest, id: str) -> ScoreList:
     """The scores of a body's pairs; raises ApiError or EngineError."""
-    models.lease().check_ready()
+    models.use().check_ready()
     model, scores, usage = await _scores(models, body, _pairs(body), id, "score")
     return ScoreList(
         id=id,
@@ -71,7 +71,7 @@ async def _scores(
     models: ModelRegistry, body: RerankRequest | ScoreRequest, pairs: Pairs, id: str, endpoint: Endpoint
 ) -> tuple[str, list[float], ScoringUsage]:
     """Model name, scores of the pairs, and usage."""
-    service = models.lease_for_scores(body.model)
+    service = models.use_for_scores(body.model)
     if service.name != service.settings.embedding_name:
         if body.truncate_prompt_tokens is not None:
             raise unsupported_parameter("truncate_prompt_tokens", "it is not an embedding model")
