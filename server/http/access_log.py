@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Mapping
@@ -11,6 +12,8 @@ from dataclasses import dataclass, field
 from engine.types.events import Finished
 
 logger = logging.getLogger("cellar.http")
+
+REFUSAL_LINE_SECONDS = 1.0
 
 
 @dataclass(slots=True)
@@ -22,6 +25,7 @@ class AccessRecord:
     key     name of the API key; "": there are no keys
     trace   headers with the client's trace
     model   name of the model, of requests to one
+    count   of the requests that the line stands for
     """
 
     id: str
@@ -31,6 +35,7 @@ class AccessRecord:
     started: float = field(default_factory=time.monotonic)
     key: str = ""
     model: str = ""
+    count: int = 1
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
@@ -49,7 +54,12 @@ class AccessRecord:
         if not logger.isEnabledFor(level):
             return
         milliseconds = round((time.monotonic() - self.started) * 1000, 1)
-        known = {"client": self.client, "key": self.key, **self._generation()}
+        known = {
+            "client": self.client,
+            "key": self.key,
+            "count": self.count if self.count > 1 else "",
+            **self._generation(),
+        }
         details = {name: value for name, value in known.items() if value != ""}
         request = {"request_id": self.id, "method": self.method, "route": route, "status": status}
         logger.log(
@@ -72,6 +82,39 @@ class AccessRecord:
             "generated_tokens": self.generated_tokens,
             **({"tokens_per_second": round(rate, 1)} if rate else {}),
         }
+
+
+class RefusalLog:
+    """Logs the first refusal of a client and route at once, and those of the next second as one line, with their count.
+
+    Clients that retry at once would otherwise write hundreds of lines a second, half of the cost of their refusals. At
+    DEBUG each has its line.
+    """
+
+    def __init__(self) -> None:
+        # By route, client and key: the latest record since the last line, if any.
+        self._latest: dict[tuple[str, str, str], AccessRecord | None] = {}
+
+    def log(self, record: AccessRecord, route: str, status: int) -> None:
+        """Log a refusal, or count it for the next line. Belongs to the event loop's thread."""
+        kind = (route, record.client, record.key)
+        if logger.isEnabledFor(logging.DEBUG):
+            record.log(logging.INFO, route, status)
+        elif kind in self._latest:
+            earlier = self._latest[kind]
+            record.count += earlier.count if earlier is not None else 0
+            self._latest[kind] = record
+        else:
+            record.log(logging.INFO, route, status)
+            self._latest[kind] = None
+            asyncio.get_running_loop().call_later(REFUSAL_LINE_SECONDS, self._log_latest, kind, status)
+
+    def _log_latest(self, kind: tuple[str, str, str], status: int) -> None:
+        record = self._latest.pop(kind)
+        if record is not None:
+            # Not the time that it waited for its line.
+            record.started = time.monotonic()
+            record.log(logging.INFO, kind[0], status)
 
 
 # Tasks of a request inherit it, so the generation reaches it from every route.

@@ -6,7 +6,6 @@ are refused here; all others pass the middleware, whose response is the same (ad
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Callable, Iterable
 from functools import lru_cache
@@ -14,7 +13,7 @@ from http import HTTPStatus
 
 from engine.errors import Overloaded
 from server.configuration.settings import ClientLimits
-from server.http.access_log import AccessRecord
+from server.http.access_log import AccessRecord, RefusalLog
 from server.http.admission import GENERATION_PATHS
 from server.http.auth import ApiKeys
 from server.http.encoding import JsonResponse, dumps
@@ -50,7 +49,7 @@ class EarlyRefusal:
         metrics: Metrics,
     ) -> None:
         self._check_admission, self._keys, self._hosts = check_admission, keys, frozenset(hosts)
-        self._limits, self._metrics = limits, metrics
+        self._limits, self._metrics, self._log = limits, metrics, RefusalLog()
 
     def __call__(self, data: bytes, client: str, default_headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
         """The response to the request that `data` consists of; None if the app shall answer it."""
@@ -69,7 +68,7 @@ class EarlyRefusal:
         except Overloaded as error:
             record = AccessRecord(request_id(headers), "POST", client, _trace(headers), key=self._keys.label(owner))
             self._metrics.count_response(path, QUEUE_FULL.status)
-            record.log(logging.INFO, path, QUEUE_FULL.status)
+            self._log.log(record, path, QUEUE_FULL.status)
             return _response(from_engine_error(error, path), path, record.id, default_headers)
         return None
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
+import re
 from typing import Any
 
 import pytest
 
 from server.app import create_app
 from server.configuration.logs import ExportFilter, configure_logging
+from server.http.access_log import AccessRecord, RefusalLog
 from tests.server.fakes import FakeEngine, ask, settings
 
 CHAT = "/v1/chat/completions"
@@ -116,3 +119,33 @@ def test_a_collector_that_is_gone_is_logged_once() -> None:
     exporter = "opentelemetry.exporter.otlp"
     assert [True, True, False, False] == [passed(exporter, level) for level in (30, 40, 30, 40)]
     assert all(passed("cellar.http", 30) for _ in range(2))
+
+
+@pytest.mark.parametrize(
+    ("level", "expected"),
+    [
+        (logging.INFO, ["one /a client=x", "four /b client=x", "five /a client=y", "three /a client=x count=2"]),
+        (
+            logging.DEBUG,
+            ["one /a client=x", "two /a client=x", "three /a client=x", "four /b client=x", "five /a client=y"],
+        ),
+    ],
+)
+def test_refusals_of_a_client_and_route_share_a_line(
+    level: int, expected: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of the time after the first one, whose line has no count; then the next has a line again."""
+    monkeypatch.setattr("server.http.access_log.REFUSAL_LINE_SECONDS", 0.0)
+    refusals = [("one", "/a", "x"), ("two", "/a", "x"), ("three", "/a", "x"), ("four", "/b", "x"), ("five", "/a", "y")]
+
+    async def refuse() -> None:
+        log = RefusalLog()
+        for _ in range(2):
+            for id, route, client in refusals:
+                log.log(AccessRecord(id, "POST", client), route, 429)
+            await asyncio.sleep(0.01)
+
+    with caplog.at_level(level, "cellar.http"):
+        asyncio.run(refuse())
+    lines = [message for name, _, message in caplog.record_tuples if name == "cellar.http"]
+    assert [re.sub(r" POST (\S+) 429 [\d.]+ms", r" \1", line) for line in lines] == expected * 2

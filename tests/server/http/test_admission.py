@@ -189,16 +189,21 @@ def test_an_early_refusal_is_the_same_response(path: str, full: tuple[FakeEngine
     assert early == [True, False]
 
 
-def test_an_early_refusal_is_logged_and_counted(full: tuple[FakeEngine, int], caplog: pytest.LogCaptureFixture) -> None:
+def test_an_early_refusal_is_logged_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    with serve_in_thread(FakeEngine(refusal=FULL), settings(keys=("wine:one",))) as port:
+        check_log_and_count(port, caplog)
+
+
+def check_log_and_count(port: int, caplog: pytest.LogCaptureFixture) -> None:
     counted = 'http_responses_total{model_name="fake",route="/v1/completions",status="429"}'
 
     def count() -> float:
-        text = exchange(full[1], get("/metrics", KEYED, "Connection: close")).decode()
+        text = exchange(port, get("/metrics", KEYED, "Connection: close")).decode()
         return float(next((line.split()[-1] for line in text.splitlines() if counted in line), 0))
 
     before = count()
     with caplog.at_level(logging.INFO, "cellar.http"):
-        refused_twice(full[1], "/v1/completions", "X-Request-Id: mine")
+        refused_twice(port, "/v1/completions", "X-Request-Id: mine")
         # The middleware logs after the response; another response makes sure that it has.
         assert count() - before == 2
     lines = [re.sub(r"[\d.]+ms", "ms", line) for line in caplog.messages]
