@@ -36,6 +36,7 @@ class TokenizerClient(Protocol):
 
     chat_format: ChatFormat
     template_names: frozenset[str]
+    has_system_role: bool
     fill_in_middle: FillInMiddle | None
 
     @property

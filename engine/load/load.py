@@ -36,7 +36,7 @@ from engine.load.read.checkpoint import (
 )
 from engine.load.read.configuration import choose_dtype, max_context, read_config
 from engine.load.read.skeleton import install_hooks, install_rope, make_skeleton
-from engine.load.read.tokenizer_files import read_model_tokenizer
+from engine.load.read.tokenizer_files import read_model_tokenizer, read_template
 from engine.load.read.weight_bars import reported_weights
 from engine.load.read.weights import read_model
 from engine.model.device_runner import DeviceRunner
@@ -286,10 +286,13 @@ def _use_device(device: str) -> None:
         compile_ahead()
 
 
-def _start_tokenizer(name: str, checkpoint: Checkpoint, template: str | None, vocabulary: int) -> Future[Tokenizer]:
+def _start_tokenizer(name: str, checkpoint: Checkpoint, file: str | None, vocabulary: int) -> Future[Tokenizer]:
     """Read the tokenizer in another thread: large ones take seconds. The process that renders its chat template imports
     transformers meanwhile.
+
+    file  of a chat template in place of the model's own
     """
+    template = read_template(name, file)
     template_process().start()
     pool = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
     reading = pool.submit(read_model_tokenizer, name, checkpoint, template, vocabulary=vocabulary)

@@ -20,6 +20,7 @@ from engine.errors import ContextTooLong, InvalidRequest, Overloaded
 from engine.text.detokenizer import Detokenizer, IncrementalDetokenizer, TokenBytes, detokenize
 from engine.text.fill_in_middle import detect_fill_in_middle
 from engine.text.outline import TEMPLATE_ERRORS, Messages, outline
+from engine.text.system_messages import fold_system_messages, has_system_role
 from engine.text.template_process import (
     TemplateJob,
     TemplateTooCostly,
@@ -47,7 +48,8 @@ class Tokenizer:
     max_context  the longest context that the settings could allow, for that error
     chat_format  of reasoning and tool calls in the model's output
 
-    template_names  variables that the chat templates read
+    template_names   variables that the chat templates read
+    has_system_role  whether the chat template renders system messages; if not, they join the next user message
 
     Raises TemplateTooCostly, and TemplateUnavailable.
     """
@@ -67,7 +69,7 @@ class Tokenizer:
         self.eos_tokens = frozenset(() if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,))
         self.fill_in_middle = detect_fill_in_middle(self._token_id)
         self.template_names: frozenset[str] = frozenset()
-        self._call_format = ToolCallFormat()
+        self._call_format, self.has_system_role = ToolCallFormat(), True
         if self.has_chat_template:
             self._examine_templates()
         response = getattr(tokenizer, "response_template", None)
@@ -220,6 +222,12 @@ class Tokenizer:
             raise InvalidRequest("messages", "this model has no chat template; use /v1/completions")
         definitions = [_tool_definition(tool) for tool in tools]
         self._check_length(*(_checked_text(text, "messages") for text in _strings([messages, definitions])))
+        if not self.has_system_role:
+            folded = fold_system_messages(messages)
+            messages = folded.messages
+            breakpoints = [
+                (index, start + characters) for at, characters in breakpoints for index, start in [folded.places[at]]
+            ]
         converted, indices = self._call_format.convert_messages(messages)
         definitions = self._call_format.convert_tools(definitions)
         options: dict[str, Any] = {
@@ -253,6 +261,7 @@ class Tokenizer:
         with template_process().job() as job:
             self.template_names = frozenset().union(*map(job.prepare, templates))
             self._call_format = detect_tool_call_format(functools.partial(self._render_sample, job))
+            self.has_system_role = has_system_role(functools.partial(self._render_sample, job, tools=()))
 
     def _render_sample(self, job: TemplateJob, messages: Messages, tools: Sequence[Mapping[str, object]]) -> str:
         """Render messages and tools, for the detection of the tool call format."""

@@ -9,7 +9,7 @@ from datetime import datetime
 from functools import lru_cache
 from typing import Any
 
-from jinja2 import Environment, TemplateError, meta
+from jinja2 import Environment, TemplateError, TemplateSyntaxError, meta
 
 # `datetime` of the FireFunction template; without the time of day, so that prompts of a day share a prefix.
 _DATE = "%Y-%m-%d"
@@ -30,6 +30,17 @@ def undeclared_variables(template: str) -> frozenset[str]:
         return frozenset(meta.find_undeclared_variables(environment.parse(_GENERATION.sub("", template))))
     except (TemplateError, RecursionError):
         return frozenset()
+
+
+def syntax_error(template: str) -> str | None:
+    """Line and reason of a template's first syntax error; None for a template without one. Nothing is evaluated."""
+    try:
+        Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_GENERATION.sub("", template))
+    except TemplateSyntaxError as error:
+        return f"line {error.lineno}: {error.message}"
+    except RecursionError:
+        return "it nests too deep"
+    return None
 
 
 def template_variables(names: Iterable[str], tools: Sequence[Mapping[str, Any]]) -> dict[str, object]:

@@ -156,6 +156,13 @@ class Settings(EngineConfig):
             help="An unsupported parameter adds a line to the answer's warnings, in place of an error.",
         ),
     ] = False
+    strict_system_role: Annotated[
+        bool,
+        Parameter(
+            show_default="off",
+            help="A system message is an error if the chat template has none; else its text joins the user message.",
+        ),
+    ] = False
     log_level: Annotated[LogLevel, Parameter(help="Lowest level of log lines.")] = "info"
     otlp_traces_endpoint: Annotated[
         str | None,

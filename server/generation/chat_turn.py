@@ -21,12 +21,12 @@ from engine.chat_format.message import AnswerDelta, ReasoningDelta, TextDelta, T
 from engine.types.events import Delta, Event, Finished, PrefillProgress, PromptScored, Started, TokenLogprob
 from engine.types.request import ReasoningLimit, RenderedPrompt, Request
 from server.generation.grammar import answer_grammar
-from server.generation.messages import PreparedMessages, has_breakpoints, prepare_messages
+from server.generation.messages import ROLES, PreparedMessages, has_breakpoints, prepare_messages
 from server.generation.reasoning import SentField
 from server.generation.requests import check_capacity, choice_requests, engine_request, limit_warnings, truncated_prompt
 from server.generation.support import SupportedRequest, supported_request
 from server.generation.tools import ToolSet
-from server.http.errors import invalid_value, unsupported_parameter
+from server.http.errors import UNSUPPORTED_VALUE, ApiError, invalid_value, unsupported_parameter
 from server.http.events import ChoiceEvents
 from server.schemas.chat import ChatRequest
 from server.service import Service
@@ -254,9 +254,22 @@ def _rendered(
     supported = supported_request(body, tokenizer.chat_format, tokenizer.template_names)
     if supported.missing and not service.settings.lenient:
         raise supported.missing[0]
+    if service.settings.strict_system_role and not tokenizer.has_system_role:
+        _refuse_system_messages(body)
     prepared = prepare_messages(body.messages)
     render = _renderer(service, body, prepared, supported)
     return supported, prepared, render, render(prepared.messages)
+
+
+def _refuse_system_messages(body: ChatRequest) -> None:
+    for index, message in enumerate(body.messages):
+        if ROLES.get(message.role, message.role) == "system":
+            raise ApiError(
+                UNSUPPORTED_VALUE,
+                "The chat template of this model has no system messages, and this server does not add their text to "
+                "the user message (--strict-system-role).",
+                param=f"messages[{index}].role",
+            )
 
 
 def _renderer(

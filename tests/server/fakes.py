@@ -112,6 +112,7 @@ class FakeTokenizer:
     """
 
     fill_in_middle: FillInMiddle | None = None
+    has_system_role = True
 
     def __init__(self, template: str = "", opened: str = "") -> None:
         self.template, self.opened = template, opened

@@ -28,7 +28,7 @@ from engine.load.read.checkpoint import Checkpoint, is_small, weight_files
 from engine.load.read.configuration import choose_dtype, max_context, read_headers, read_max_context
 from engine.load.read.mxfp4 import has_mxfp4, mxfp4_matrices
 from engine.load.read.skeleton import Skeleton, make_skeleton
-from engine.load.read.tokenizer_files import read_model_tokenizer
+from engine.load.read.tokenizer_files import read_model_tokenizer, read_template
 from engine.load.read.weights import keeps_formats
 from engine.quantize.formats import MAX_AVERAGE_BITS
 from engine.quantize.plan import QuantizationPlan
@@ -151,7 +151,8 @@ def plan_model(
         state_bytes=skeleton.state_bytes,
     )
     # It takes memory too, which stays with the process.
-    read_model_tokenizer(name, checkpoint, config.chat_template, vocabulary=text.vocab_size)
+    template = read_template(name, config.chat_template)
+    read_model_tokenizer(name, checkpoint, template, vocabulary=text.vocab_size)
     if process_bytes is None:
         process_bytes = _process_bytes(config)
     memory, reason, context, slots = _settings(config, sizes, available - weights_bytes)

@@ -14,6 +14,7 @@ from engine.gguf.tokenizer import read_tokenizer as read_gguf_tokenizer
 from engine.load.read.checkpoint import READ_ERRORS, Checkpoint, error_line, is_gguf
 from engine.text.template_process import TemplateTooCostly, TemplateUnavailable
 from engine.text.tokenizer import Tokenizer
+from engine.text.variables import syntax_error
 
 
 def read_tokenizer(path: Path, metadata: Metadata | None = None) -> Any:
@@ -28,17 +29,31 @@ def read_tokenizer(path: Path, metadata: Metadata | None = None) -> Any:
     return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
 
 
+def read_template(name: str, file: str | None) -> str | None:
+    """The chat template of a file, in place of the model's own. Raises ModelUnsupported for one with a syntax error."""
+    if file is None:
+        return None
+    try:
+        template = Path(file).expanduser().read_text(encoding="utf-8")
+    except READ_ERRORS as error:
+        raise ModelUnsupported(name, f"the chat template {file} cannot be read: {error_line(error)}") from error
+    fault = syntax_error(template)
+    if fault is not None:
+        raise ModelUnsupported(name, f"the chat template {file} is not valid Jinja: {fault}")
+    return template
+
+
 def read_model_tokenizer(
     name: str, checkpoint: Checkpoint, template: str | None = None, *, vocabulary: int
 ) -> Tokenizer:
     """The tokenizer without a context limit. Raises ModelUnsupported.
 
-    template  file of a chat template in place of the model's own
+    template  a chat template in place of the model's own
     """
     try:
         tokenizer = read_tokenizer(checkpoint.path, checkpoint.metadata)
         if template is not None:
-            tokenizer.chat_template = Path(template).expanduser().read_text(encoding="utf-8")
+            tokenizer.chat_template = template
         return Tokenizer(tokenizer, vocabulary_size=vocabulary, context=sys.maxsize)
     except READ_ERRORS as error:
         raise ModelUnsupported(name, f"its tokenizer cannot be read: {error_line(error)}") from error

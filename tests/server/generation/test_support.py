@@ -179,3 +179,25 @@ def test_switches_that_contradict_each_other_are_named(fields: dict[str, Any], p
     answer = post(CHAT, QWEN, **fields)
 
     assert (400, param) == (answer.status, answer.json["error"]["param"])
+
+
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_system_messages_may_be_refused_where_the_template_has_none(role: str) -> None:
+    """With --strict-system-role; the template gets them otherwise, and the tokenizer folds them."""
+    tokenizer = FakeTokenizer()
+    tokenizer.has_system_role = False
+    messages = [*MESSAGES, {"role": role, "content": "Be brief."}]
+    answers = [
+        ask(
+            create_app(FakeEngine(tokenizer=tokenizer), settings(strict_system_role=strict)),  # type: ignore[arg-type]
+            "POST",
+            CHAT,
+            json_body={"messages": messages},
+        )
+        for strict in (False, True)
+    ]
+
+    assert [200, 400] == [answer.status for answer in answers]
+    error = answers[1].json["error"]
+    assert ("unsupported_value", "messages[1].role") == (error["code"], error["param"])
+    assert "--strict-system-role" in error["message"]
