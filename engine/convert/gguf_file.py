@@ -29,7 +29,13 @@ _FILE_TYPES = {
     "q4_k_m": LlamaFileType.MOSTLY_Q4_K_M,
 }
 # Small tensors that llama.cpp computes with in float32: routers, short convolutions.
-_FLOAT32_TENSORS = ("ffn_gate_inp.weight", "shortconv.conv.weight", "_norm.weight")
+_FLOAT32_TENSORS = (
+    "ffn_gate_inp.weight",
+    "ffn_gate_inp_shexp.weight",
+    "shortconv.conv.weight",
+    "ssm_conv1d.weight",
+    "_norm.weight",
+)
 _KIND, _Type = GGUFValueType, GGMLQuantizationType
 # Formats of the kernels with the weights of K types, and matrix rows that are quantised at once.
 _K_FORMATS: dict[Any, WeightFormat] = {_Type.Q4_K: "q4_k", _Type.Q6_K: "q6_k"}

@@ -17,7 +17,7 @@ from engine.gguf.architectures.layouts import INTERLEAVED_ROTATION, Rows, altern
 from engine.gguf.architectures.rotary import read_rotation, write_rotation
 from engine.gguf.architectures.settings import Derived, Entry, Fields, Fixed, Hyperparameters
 
-_EXPERT_WIDTH = Entry("expert_feed_forward_length", "moe_intermediate_size", "size")
+EXPERT_WIDTH = Entry("expert_feed_forward_length", "moe_intermediate_size", "size")
 EXPERTS_PER_TOKEN = Entry("expert_used_count", "num_experts_per_tok", "size")
 EXPERTS = (
     Rows(
@@ -62,7 +62,7 @@ MIXTURES = (
             LIMITED_CONTEXT,
             Entry("expert_count", "num_experts", "size"),
             EXPERTS_PER_TOKEN,
-            _EXPERT_WIDTH,
+            EXPERT_WIDTH,
             Fixed("norm_topk_prob", True),
             Derived(lambda file: {"norm_topk_prob": file.boolean("expert_weights_norm", True)}),
             Fixed("decoder_sparse_step", 1),

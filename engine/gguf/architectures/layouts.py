@@ -19,6 +19,8 @@ from engine.gguf.container import GgufError, GgufModel, GgufTensor
 from engine.gguf.sources import FileMatrix, LatentExpansion, Matrices, ParameterSource, RowRange, whole_rows
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
+# Norms and projection in front of a layer for drafts, and its last norm.
+_DRAFT = re.compile(r"\.layers\.(\d+)\.(enorm|hnorm|eh_proj|shared_head\.norm)\.weight$")
 _PROJECTION = re.compile(r"(.*\.)(q|k|v)_proj(\.weight|\.bias)")
 
 # (configuration, rows): the row in the file of each row of a parameter.
@@ -32,10 +34,14 @@ class TensorNames:
         """`architecture` is GGUF's name of it."""
         self.config = config
         kind = next(kind for kind, name in MODEL_ARCH_NAMES.items() if name == architecture)
-        self._map = get_tensor_name_map(kind, config.num_hidden_layers)
+        # With a layer for drafts after the model's own.
+        self._map = get_tensor_name_map(kind, config.num_hidden_layers + 1)
 
     def mapped(self, parameter: str) -> str | None:
         """The tensor of a parameter in the table of the gguf package."""
+        draft = _DRAFT.search(parameter)
+        if draft is not None:
+            return f"blk.{draft[1]}.nextn.{draft[2].replace('.', '_')}.weight"
         name: str | None = self._map.get_name(parameter, try_suffixes=(".weight", ".bias"))
         return name
 

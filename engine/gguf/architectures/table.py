@@ -6,6 +6,7 @@ from typing import Any
 
 from engine.gguf.architectures.architecture import Architecture
 from engine.gguf.architectures.attention import ATTENTION
+from engine.gguf.architectures.delta_net import DELTA_NETS
 from engine.gguf.architectures.experts import MIXTURES
 from engine.gguf.architectures.latent import LATENT
 from engine.gguf.architectures.recurrent import RECURRENT
@@ -13,7 +14,7 @@ from engine.gguf.architectures.settings import Hyperparameters, Inexpressible
 from engine.gguf.container import GgufError, GgufModel
 
 # Models with experts first, as their files may have the name of an architecture without.
-ARCHITECTURES: tuple[Architecture, ...] = (*MIXTURES, *ATTENTION, *LATENT, *RECURRENT)
+ARCHITECTURES: tuple[Architecture, ...] = (*MIXTURES, *ATTENTION, *LATENT, *RECURRENT, *DELTA_NETS)
 
 
 def unreadable_reason(name: str) -> str | None:

@@ -57,6 +57,9 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2": ("lfm2", {}),
     "smollm3": ("smollm3", {"num_hidden_layers": 5, "no_rope_layers": [1, 1, 1, 0, 1]}),
     "gpt_oss": ("gpt_oss", {}),
+    "qwen3_5": ("qwen3_5_text", {}),
+    "qwen3_5_moe": ("qwen3_5_moe_text", {}),
+    "qwen3_next": ("qwen3_next", {}),
 }
 
 

@@ -33,7 +33,7 @@ from tests.engine.gguf.files import (
     write_wide,
 )
 
-QUICK = ("llama", "gemma3", "deepseek_v3", "lfm2", "gpt_oss")
+QUICK = ("llama", "gemma3", "deepseek_v3", "lfm2", "gpt_oss", "qwen3_5")
 ROUTED = ("qwen3_moe", "deepseek_v2")
 CASES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in CHECKPOINTS]
 
