@@ -24,6 +24,7 @@ from engine.load.read.checkpoint import (
     missing_weights_reason,
     weight_files,
 )
+from engine.load.read.mtp_layer import has_mtp_layer, mtp_parameters, read_mtp_layer
 from engine.load.read.tokenizer_files import read_tokenizer
 
 # The weight type of a checkpoint's dtype.
@@ -73,6 +74,10 @@ def plan_file(
     model = _read_model(folder, config)
     weights = weight_type or _STORED_TYPES.get(model.dtype, "f32")
     parameters = model.state_dict()
+    if has_mtp_layer(folder, config):
+        parameters |= mtp_parameters(read_mtp_layer(folder, model), config)
+        name = writable(config).name
+        metadata |= {f"{name}.block_count": config.num_hidden_layers + 1, f"{name}.nextn_predict_layers": 1}
     shapes = {name: parameter.to("meta") for name, parameter in parameters.items()}
     tensors = plan_tensors(gguf_tensors(shapes, config), weights, config.num_hidden_layers)
     return PlannedFile(config, weights, _general(folder, config, weights) | metadata, tensors, parameters)

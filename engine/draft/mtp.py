@@ -9,7 +9,6 @@ Pinned to transformers 5.23, like model/hooks.py.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -17,14 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
-from transformers.modeling_layers import MtpModel
 
 from engine.draft.slots import DraftSlot, NextTokens, SlotsBySequence, draft_loop, missing_tokens
 from engine.errors import ModelUnsupported
 from engine.load.load import LoadedModel
-from engine.load.read.checkpoint import is_gguf, weight_files
+from engine.load.read.mtp_layer import has_mtp_layer, read_mtp_layer
 from engine.model import hooks
 from engine.model.layers import CachedLayer, find_cached_layers
 from engine.model.model_runner import runners_of
@@ -269,10 +266,7 @@ class MtpDrafter:
 
 def has_mtp(target: LoadedModel) -> bool:
     """Whether the model's checkpoint has MTP layers, at one of the published keys."""
-    if is_gguf(Path(target.info.folder)):
-        return False
-    pattern = re.compile(_weight_keys(target.model))
-    return any(pattern.search(key) for file in weight_files(Path(target.info.folder)) for key in _keys(file))
+    return has_mtp_layer(Path(target.info.folder), target.model.config.get_text_config())
 
 
 def load_mtp(target: LoadedModel) -> MtpHead:
@@ -286,7 +280,7 @@ def load_mtp(target: LoadedModel) -> MtpHead:
     if target.encoder is not None:
         raise ModelUnsupported(target.info.name, "its MTP layer has tokens as input, not the output of an encoder")
     try:
-        layers = _load_layers(target.model, target.dtype)
+        layers = _load_layers(target)
         layer = MtpLayer(layers)
         plans = find_cached_layers(layer, vocabulary=target.info.vocabulary)
     except Exception as error:
@@ -298,30 +292,11 @@ def load_mtp(target: LoadedModel) -> MtpHead:
     return MtpHead(MtpRunner(layer, plans, packed), weights)
 
 
-def _weight_keys(model: Any) -> str:
-    """Pattern of the first MTP layer's keys: after the model's layers (DeepSeek, GLM), or apart from them (Qwen)."""
-    return rf"^mtp\.(?!layers\.[1-9])|^model\.layers\.{model.config.get_text_config().num_hidden_layers}\."
-
-
-def _keys(file: Path) -> list[str]:
-    with safe_open(file, framework="pt") as content:
-        return list(content.keys())
-
-
-def _load_layers(model: Any, dtype: torch.dtype) -> Any:
-    """The module of transformers with one layer of full attention, which not all configurations name."""
-    text = model.config.get_text_config()
-    text.num_mtp_layers = 1
-    if getattr(text, "layer_types", None) is not None:
-        text.mtp_layer_types = ["full_attention"]
-    if getattr(text, "mlp_layer_types", None) is not None:
-        text.mtp_mlp_layer_types = text.mlp_layer_types[-1:]
-    # transformers' own pattern fits one published size of each architecture.
-    model._keys_to_ignore_on_load_unexpected = [_weight_keys(model)]
-    layers = MtpModel.from_pretrained(model)
+def _load_layers(target: LoadedModel) -> Any:
+    layers = read_mtp_layer(Path(target.info.folder), target.model)
     layers.set_attn_implementation(hooks.ATTENTION_NAME)
-    if dtype == torch.float64:
+    if target.dtype == torch.float64:
         layers.set_experts_implementation("eager")
-    layers = layers.to(device=model.device, dtype=dtype).eval().requires_grad_(False)
+    layers = layers.to(device=target.model.device, dtype=target.dtype).eval().requires_grad_(False)
     hooks.install_latent(layers)
     return layers

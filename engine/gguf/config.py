@@ -21,12 +21,16 @@ def read_config(model: GgufModel) -> Any:
     reason = _other_model_reason(model)
     if reason is not None:
         raise GgufError(reason)
-    architecture = readable(model)
+    architecture, file = readable(model), Hyperparameters(model)
     try:
-        return AutoConfig.for_model(architecture.model, **architecture.read(Hyperparameters(model)))
+        config = AutoConfig.for_model(architecture.model, **architecture.read(file))
     except (ArithmeticError, StrictDataclassError) as error:
         reason = " ".join(str(error).split())
         raise GgufError(f"its metadata has values that do not fit together: {reason}") from error
+    has_draft_layer = f"blk.{file.layers}.nextn.eh_proj.weight" in file.tensors
+    if has_draft_layer or hasattr(config, "num_mtp_layers"):
+        config.num_mtp_layers = int(has_draft_layer)
+    return config
 
 
 def is_language_model(metadata: Metadata) -> bool:

@@ -40,6 +40,16 @@ def parameter_sources(model: GgufModel, skeleton: nn.Module, config: Any) -> dic
     return sources
 
 
+def draft_layer_sources(
+    model: GgufModel, config: Any, shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, ParameterSource]:
+    """The sources of the parameters of a layer after the model's own, by name. Raises GgufError."""
+    architecture = readable(model)
+    tensors = FileTensors(model, architecture.name, config)
+    layouts = architecture.layouts
+    return {name: layout_of(name, layouts).source(name, shape, tensors) for name, shape in shapes.items()}
+
+
 def read_parameters(
     sources: Mapping[str, ParameterSource], dtype: torch.dtype, reader: BlockReader, *, threads: int
 ) -> dict[str, Tensor]:

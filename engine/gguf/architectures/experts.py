@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from gguf import ExpertGatingFuncType
+
 from engine.gguf.architectures.architecture import Architecture
 from engine.gguf.architectures.attention import (
     BIASES,
     COMMON,
+    DECODER,
     DENSE,
     EPSILON,
     HEADS,
@@ -14,11 +17,21 @@ from engine.gguf.architectures.attention import (
     windows,
 )
 from engine.gguf.architectures.layouts import INTERLEAVED_ROTATION, Rows, alternating
-from engine.gguf.architectures.rotary import read_rotation, write_rotation
+from engine.gguf.architectures.rotary import PARTIAL_ROTATION, read_rotation, write_rotation
 from engine.gguf.architectures.settings import Derived, Entry, Fields, Fixed, Hyperparameters
 
 EXPERT_WIDTH = Entry("expert_feed_forward_length", "moe_intermediate_size", "size")
 EXPERTS_PER_TOKEN = Entry("expert_used_count", "num_experts_per_tok", "size")
+# Routed experts beside shared ones, after layers without experts.
+ROUTED = (
+    Entry("leading_dense_block_count", "first_k_dense_replace", "integer", 0),
+    EXPERT_WIDTH,
+    Entry("expert_count", "n_routed_experts", "size"),
+    Entry("expert_shared_count", "n_shared_experts", "size"),
+    EXPERTS_PER_TOKEN,
+    Entry("expert_weights_scale", "routed_scaling_factor", "number", 1.0, zero=1.0),
+    Entry("expert_weights_norm", "norm_topk_prob", "boolean", default=False),
+)
 EXPERTS = (
     Rows(
         r"\.experts\.gate_up_proj$",
@@ -33,6 +46,15 @@ CORRECTION_BIAS = Rows(r"\.(e_score_correction_bias|expert_bias)$", ("exp_probs_
 
 def _has_experts(file: Hyperparameters) -> bool:
     return file.integer("expert_count", 0) > 0
+
+
+def _read_query_norms(file: Hyperparameters) -> Fields:
+    return {"use_qk_norm": file.has_tensor(".attn_q_norm."), "topk_group": 1}
+
+
+def gate(function: ExpertGatingFuncType) -> Derived:
+    """The function of the router's logits, which each model of transformers has one of."""
+    return Derived(writes=lambda config: {"expert_gating_func": int(function)})
 
 
 def _read_gpt_oss_rotation(file: Hyperparameters) -> Fields:
@@ -69,6 +91,20 @@ MIXTURES = (
             Fixed("mlp_only_layers", []),
         ),
         EXPERTS,
+    ),
+    Architecture(
+        "glm4moe",
+        "glm4_moe",
+        (
+            *DECODER,
+            SILU,
+            PARTIAL_ROTATION,
+            *ROUTED,
+            Fixed("n_group", 1),
+            Derived(_read_query_norms),
+            gate(ExpertGatingFuncType.SIGMOID),
+        ),
+        (*EXPERTS, CORRECTION_BIAS),
     ),
     Architecture(
         "gpt-oss",

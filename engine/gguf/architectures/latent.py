@@ -9,7 +9,7 @@ from gguf import ExpertGatingFuncType
 
 from engine.gguf.architectures.architecture import Architecture
 from engine.gguf.architectures.attention import COMMON, EPSILON, SILU, WIDTH
-from engine.gguf.architectures.experts import CORRECTION_BIAS, EXPERTS, EXPERTS_PER_TOKEN
+from engine.gguf.architectures.experts import CORRECTION_BIAS, EXPERTS, ROUTED, gate
 from engine.gguf.architectures.layouts import LatentKeysAndValues
 from engine.gguf.architectures.rotary import LATENT_ROTATION
 from engine.gguf.architectures.settings import Derived, Entry, Fields, Fixed, Hyperparameters, Value
@@ -43,10 +43,6 @@ def _has_sigmoid_gate(file: Hyperparameters) -> bool:
     return gate == int(ExpertGatingFuncType.SIGMOID) or file.has_tensor(".exp_probs_b")
 
 
-def _gate(function: ExpertGatingFuncType) -> Derived:
-    return Derived(writes=lambda config: {"expert_gating_func": int(function)})
-
-
 def _read_top_k(file: Hyperparameters) -> Fields:
     groups = file.integer("expert_group_count", 0) or 1
     return {"topk_method": "greedy" if groups == 1 else "group_limited_greedy"}
@@ -62,13 +58,7 @@ _SETTINGS = (
     LATENT_ROTATION,
     Entry("attention.kv_lora_rank", "kv_lora_rank", "size"),
     Entry("attention.q_lora_rank", "q_lora_rank", "integer", 0, zero=None),
-    Entry("leading_dense_block_count", "first_k_dense_replace", "integer", 0),
-    Entry("expert_feed_forward_length", "moe_intermediate_size", "size"),
-    Entry("expert_count", "n_routed_experts", "size"),
-    Entry("expert_shared_count", "n_shared_experts", "size"),
-    EXPERTS_PER_TOKEN,
-    Entry("expert_weights_scale", "routed_scaling_factor", "number", 1.0, zero=1.0),
-    Entry("expert_weights_norm", "norm_topk_prob", "boolean", default=False),
+    *ROUTED,
     Entry("expert_group_count", "n_group", "integer", 0, zero=1),
     Entry("expert_group_used_count", "topk_group", "integer", 0, zero=1),
 )
@@ -82,14 +72,14 @@ LATENT = (
     Architecture(
         "deepseek2",
         "deepseek_v3",
-        (*_SETTINGS, _gate(ExpertGatingFuncType.SIGMOID)),
+        (*_SETTINGS, gate(ExpertGatingFuncType.SIGMOID)),
         _LAYOUTS,
         applies=_has_sigmoid_gate,
     ),
     Architecture(
         "deepseek2",
         "deepseek_v2",
-        (*_SETTINGS, _gate(ExpertGatingFuncType.SOFTMAX), Derived(_read_top_k)),
+        (*_SETTINGS, gate(ExpertGatingFuncType.SOFTMAX), Derived(_read_top_k)),
         _LAYOUTS,
     ),
 )

@@ -14,10 +14,11 @@ import torch
 from transformers.cache_utils import MtpCache
 
 from engine.config import EngineConfig
+from engine.convert.convert import convert
 from engine.core import Core
 from engine.draft.depth import FixedDepth
 from engine.draft.loading import load_draft, make_speculation
-from engine.draft.mtp import MtpDrafter, MtpHead, load_mtp
+from engine.draft.mtp import MtpDrafter, MtpHead, has_mtp, load_mtp
 from engine.draft.speculation import Speculation
 from engine.errors import ModelUnsupported
 from engine.load.check import selftest
@@ -28,6 +29,7 @@ from engine.native.runner import NativeRunner
 from engine.schedule.draft import DraftRequest
 from engine.types.request import Request, SamplingParams, SpeculationParams
 from kvcache.cache import Cache
+from tests.engine.convert.checkpoints import conversion
 from tests.engine.draft.mtp_models import KINDS, agree, save_headed
 from tests.engine.kit.models import CONTEXT, core, load_model
 from tests.engine.kit.play import Answer, Job, ask, play, texts
@@ -290,6 +292,24 @@ def test_a_head_reads_states_of_recorded_steps(tmp_path: Path, monkeypatch: pyte
         assert target.runner._steps
     (counts,) = [counts for counts in drafted.stats().drafts if counts.kind == "mtp"]
     assert 0 < sum(counts.accepted)
+
+
+@pytest.mark.parametrize("kind", quick(["qwen3_5"], KINDS))
+def test_a_head_in_a_gguf_file_drafts_like_that_of_the_checkpoint(kind: str, tmp_path: Path) -> None:
+    """Its drafts are accepted as often, and the text is that of the checkpoint."""
+    folder, file = save_headed(kind, tmp_path / "model", agree), tmp_path / "model.gguf"
+    convert(replace(conversion(folder, file), pre_tokenizer="gpt-2"))
+    submitted, outcomes = requests(2), []
+    for path in (folder, file):
+        target = load_model(path)
+        assert has_mtp(target)
+        run = engine(target, drafter(load_mtp(target)))
+        answers = tokens(play(run, [Job(one, at) for at, one in enumerate(submitted)]))
+        (counts,) = run.stats().drafts
+        outcomes.append((answers, sum(counts.accepted) / sum(counts.drafted)))
+
+    assert outcomes[0] == outcomes[1]
+    assert outcomes[0][1] > 0.9
 
 
 def test_a_draft_model_replaces_a_head(headed: Headed, folder: Callable[[str], Path]) -> None:
