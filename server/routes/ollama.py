@@ -62,8 +62,8 @@ OLLAMA_ERRORS: dict[int | str, dict[str, Any]] = {
     "5XX": {"model": OllamaErrorBody, "description": "The server cannot serve it now."},
 }
 
-# The version whose documented requests are answered (docs/ollama.md). Clients refuse servers of older versions.
-OLLAMA_VERSION = "0.14.3"
+# The last version without image generation, which is refused; it has /v1/messages (0.14.0) and logprobs (0.12.11).
+OLLAMA_VERSION = "0.14.2"
 
 logger = logging.getLogger("cellar.http")
 

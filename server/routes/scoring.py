@@ -12,9 +12,9 @@ from server.http.encoding import JsonResponse
 from server.models.registry import ModelRegistry
 from server.routes.openapi import ERROR_RESPONSES
 from server.schemas.decisions import Decision, DecisionRequest
-from server.schemas.scoring import Ranking, RerankRequest, ScoreList, ScoreRequest
+from server.schemas.scoring import AnyRerankRequest, RankedText, Ranking, RerankRequest, ScoreList, ScoreRequest
 from server.scoring.decisions import decide
-from server.scoring.scoring import rerank, score
+from server.scoring.scoring import rank, rerank, score
 
 
 def add(app: FastAPI, models: ModelRegistry) -> None:
@@ -22,12 +22,20 @@ def add(app: FastAPI, models: ModelRegistry) -> None:
 
     @app.post("/v2/rerank", responses={**ERROR_RESPONSES, 200: {"model": Ranking}})
     @app.post("/v1/rerank", responses={**ERROR_RESPONSES, 200: {"model": Ranking}})
-    @app.post("/rerank", responses={**ERROR_RESPONSES, 200: {"model": Ranking}})
     async def create_ranking(body: RerankRequest, request: Request) -> Response:
         """Sort documents by relevance."""
 
         async def work() -> Response:
             return JsonResponse(await rerank(models, body, f"rerank-{uuid.uuid4().hex}"))
+
+        return await cancel_on_disconnect(request, work())
+
+    @app.post("/rerank", responses={**ERROR_RESPONSES, 200: {"model": Ranking | list[RankedText]}})
+    async def create_ranking_or_list(body: AnyRerankRequest, request: Request) -> Response:
+        """Sort documents by relevance; `texts` as TEI does."""
+
+        async def work() -> Response:
+            return JsonResponse(await rank(models, body, f"rerank-{uuid.uuid4().hex}"))
 
         return await cancel_on_disconnect(request, work())
 

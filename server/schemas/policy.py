@@ -167,7 +167,6 @@ EMBEDDINGS: NeutralValues = {
 }
 RERANK: NeutralValues = {
     "max_chunks_per_doc": (),
-    "max_tokens_per_doc": (),
     "priority": (0,),
     "return_embeddings": (False,),
     "rid": (),

@@ -36,6 +36,7 @@ class RerankRequest(Strict):
 
     instruction  task description for language models
     truncate_prompt_tokens  truncates a text or pair for the embedding model, as in vLLM
+    max_tokens_per_doc      truncates each document, as in Cohere's API, in tokens of the language model
     """
 
     documented: ClassVar[Mapping[str, tuple[object, ...]]] = policy.RERANK
@@ -47,7 +48,22 @@ class RerankRequest(Strict):
     return_documents: bool | None = None
     instruction: Instruction | None = None
     truncate_prompt_tokens: Cut | None = None
+    max_tokens_per_doc: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     user: Label | None = None
+
+
+class AnyRerankRequest(RerankRequest):
+    """A ranking, or one in the format of TEI (text-embeddings-inference): with `texts` in place of `documents`.
+
+    raw_scores  log-odds in place of probabilities
+    """
+
+    documents: Annotated[list[AnyDocument], Field(min_length=1, max_length=MAX_DOCUMENTS)] = []
+    texts: Annotated[list[str], Field(min_length=1, max_length=MAX_DOCUMENTS)] | None = None
+    raw_scores: bool | None = None
+    return_text: bool | None = None
+    truncate: bool | None = None
+    truncation_direction: Literal["right", "Right"] | None = None
 
 
 def _many(texts: object) -> str:
@@ -86,6 +102,14 @@ class RankedDocument(TypedDict):
     index: int
     relevance_score: float
     document: NotRequired[dict[str, str]]
+
+
+class RankedText(TypedDict):
+    """A text's index in the request and its score, in TEI's format."""
+
+    index: int
+    score: float
+    text: NotRequired[str]
 
 
 class Ranking(TypedDict):

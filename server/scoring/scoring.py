@@ -8,14 +8,29 @@ embedding model are scored there instead (similarity.py).
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Sequence
 
+import anyio.to_thread
+
+from engine.client import TokenizerClient
+from engine.errors import EngineError
 from server.generation.batch import PromptResult
-from server.http.errors import invalid_value, unsupported_parameter
+from server.generation.error_fields import with_client_field_names
+from server.http.errors import ApiError, invalid_value, missing_parameter, unsupported_parameter
 from server.metrics.metrics import Endpoint
 from server.models.registry import ModelRegistry
-from server.schemas.scoring import RankedDocument, Ranking, RerankRequest, ScoreList, ScoreRequest, ScoringUsage
+from server.schemas.scoring import (
+    AnyRerankRequest,
+    RankedDocument,
+    RankedText,
+    Ranking,
+    RerankRequest,
+    ScoreList,
+    ScoreRequest,
+    ScoringUsage,
+)
 from server.scoring.labels import LabelScorer, score_labels
 from server.scoring.questions import QuestionEncoder
 from server.scoring.similarity import Pairs, compare
@@ -29,12 +44,19 @@ _QUESTION = (
     "<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
 )
 _ANSWERS = ("yes", "no")
+# Longer tokens are too rare to fill a document: its other characters are cut before it is tokenised.
+_MAX_TOKEN_CHARACTERS = 64
+# Log-odds of less stay finite.
+_MIN_PROBABILITY = 1e-12
 
 
 async def rerank(models: ModelRegistry, body: RerankRequest, id: str) -> Ranking:
     """The documents of a body by relevance; raises ApiError or EngineError."""
     models.use().check_ready()
     texts = [document if isinstance(document, str) else document.text for document in body.documents]
+    if body.max_tokens_per_doc is not None:
+        tokenizer = models.use().engine.tokenizer
+        texts = await anyio.to_thread.run_sync(_truncated, tokenizer, texts, body.max_tokens_per_doc)
     pairs = [(body.query, text) for text in texts]
     model, scores, usage = await _scores(models, body, pairs, id, "rerank")
     order = sorted(range(len(texts)), key=lambda at: -scores[at])[: body.top_n]
@@ -43,6 +65,41 @@ async def rerank(models: ModelRegistry, body: RerankRequest, id: str) -> Ranking
         for ranked in results:
             ranked["document"] = {"text": texts[ranked["index"]]}
     return Ranking(id=id, model=model, results=results, usage=usage)
+
+
+async def rank(models: ModelRegistry, body: AnyRerankRequest, id: str) -> Ranking | list[RankedText]:
+    """A ranking of `documents`, or of TEI's `texts`; raises ApiError or EngineError."""
+    if body.texts is None and not body.documents:
+        raise missing_parameter("documents")
+    if body.texts is None:
+        return await rerank(models, body, id)
+    if body.documents:
+        raise invalid_value("texts", "it is TEI's name of 'documents'; give one of them")
+    return await _rank_texts(models, body, body.texts, id)
+
+
+async def _rank_texts(models: ModelRegistry, body: AnyRerankRequest, texts: list[str], id: str) -> list[RankedText]:
+    service = models.use_for_scores(body.model)
+    by_embedding = service.name == service.settings.embedding_name
+    if body.raw_scores and by_embedding:
+        raise unsupported_parameter("raw_scores", "its scores have the activation of its configuration")
+    truncation = -1 if body.truncate and by_embedding else body.truncate_prompt_tokens
+    changes = {"documents": texts, "return_documents": False, "truncate_prompt_tokens": truncation}
+    try:
+        ranking = await rerank(models, body.model_copy(update=changes), id)
+    except (ApiError, EngineError) as error:
+        raise with_client_field_names(error, "/rerank", {r"documents(.*)": r"texts\1"}) from error
+    ranked = [
+        RankedText(
+            index=each["index"],
+            score=_log_odds(each["relevance_score"]) if body.raw_scores else each["relevance_score"],
+        )
+        for each in ranking["results"]
+    ]
+    if body.return_text:
+        for each in ranked:
+            each["text"] = texts[each["index"]]
+    return ranked
 
 
 async def score(models: ModelRegistry, body: ScoreRequest, id: str) -> ScoreList:
@@ -57,6 +114,19 @@ async def score(models: ModelRegistry, body: ScoreRequest, id: str) -> ScoreList
         data=[{"index": at, "object": "score", "score": value} for at, value in enumerate(scores)],
         usage=usage,
     )
+
+
+def _truncated(tokenizer: TokenizerClient, texts: Sequence[str], max_tokens: int) -> list[str]:
+    """The texts up to `max_tokens` each; for a worker thread."""
+    return [
+        tokenizer.decode(tokens[:max_tokens]) if len(tokens) > max_tokens else text
+        for text in texts
+        for tokens in [tokenizer.encode(text[: _MAX_TOKEN_CHARACTERS * max_tokens], add_special=False)]
+    ]
+
+
+def _log_odds(probability: float) -> float:
+    return math.log(max(probability, _MIN_PROBABILITY) / max(1 - probability, _MIN_PROBABILITY))
 
 
 def _pairs(body: ScoreRequest) -> list[tuple[str, str]]:

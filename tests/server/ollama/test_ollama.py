@@ -348,7 +348,8 @@ def test_clients_accept_the_version(client: str) -> None:
     """It is the one of Ollama's API; the server's own is another field."""
     answer = ask(create_app(FakeEngine(), settings()), "GET", "/api/version").json
 
-    assert tuple(map(int, answer["version"].split("."))) >= MINIMUM_VERSIONS[client]
+    # Ollama's 0.14.3 generates images, which this server refuses.
+    assert (0, 14, 3) > tuple(map(int, answer["version"].split("."))) >= MINIMUM_VERSIONS[client]
     assert answer["cellar_version"] == version()
 
 

@@ -57,6 +57,29 @@ def test_top_n_without_documents() -> None:
     assert [{"index": 1, "relevance_score": 0.75}] == answer["results"]
 
 
+def test_texts_are_ranked_as_by_tei() -> None:
+    """A list of indices and scores; without a model's name, as its clients send it."""
+    body = {"query": "q", "texts": ["bad", "good good"], "truncate": True}
+    plain = ask(APP, "POST", "/rerank", json_body=body).json
+    raw = ask(APP, "POST", "/rerank", json_body={**body, "raw_scores": True, "return_text": True}).json
+
+    assert [{"index": 1, "score": 0.75}, {"index": 0, "score": 0.5}] == plain
+    assert [(1, "good good"), (0, "bad")] == [(each["index"], each["text"]) for each in raw]
+    assert [math.log(3), 0.0] == pytest.approx([each["score"] for each in raw])
+
+
+@pytest.mark.parametrize("path", ["/rerank", "/v2/rerank"])
+def test_documents_are_truncated_as_by_cohere(path: str) -> None:
+    """To a number of tokens each; a byte is a token here."""
+    engine = FakeEngine(judge, info_value=replace(INFO, context=65536))
+    post(path, engine, query="q", documents=["good good", "ok"], max_tokens_per_doc=4)
+
+    prompts = [bytes(request.prompt).decode() for request in engine.requests]
+    for document in ("good", "ok"):
+        assert any(f"<Document>: {document}\n" in prompt for prompt in prompts)
+    assert not any("good good" in prompt for prompt in prompts)
+
+
 def test_query_precedes_the_document() -> None:
     """Thus it is computed once for all documents; the instruction is configurable."""
     engine = FakeEngine(judge, info_value=replace(INFO, context=65536))
@@ -92,12 +115,17 @@ def test_pairs_are_scored_in_order(path: str, first: object, second: object, sco
         ("/rerank", {"documents": ["a"]}, "invalid_value", "query"),
         ("/rerank", {"query": "q", "documents": ["a"], "top_n": 0}, "invalid_value", "top_n"),
         ("/rerank", {"query": "q", "documents": ["a" * 70000]}, "context_length_exceeded", "documents"),
-        ("/rerank", {"query": "q", "documents": ["a"], "max_tokens_per_doc": 5}, "unsupported_parameter", None),
+        ("/rerank", {"query": "q"}, "invalid_value", "documents"),
+        ("/v1/rerank", {"query": "q", "texts": ["a"]}, "invalid_value", "documents"),
+        ("/rerank", {"query": "q", "texts": []}, "invalid_value", "texts"),
+        ("/rerank", {"query": "q", "texts": ["a"], "documents": ["a"]}, "invalid_value", "texts"),
+        ("/rerank", {"query": "q", "texts": ["a" * 70000]}, "context_length_exceeded", "texts"),
+        ("/rerank", {"query": "q", "documents": ["a"], "max_tokens_per_doc": 0}, "invalid_value", "max_tokens_per_doc"),
         ("/score", {"text_1": ["a", "b"], "text_2": ["c"]}, "invalid_value", "text_1"),
         ("/score", {"text_1": "a"}, "invalid_value", "text_2"),
     ],
 )
-def test_errors_name_the_field(path: str, fields: dict[str, Any], code: str, param: str | None) -> None:
+def test_errors_name_the_field(path: str, fields: dict[str, Any], code: str, param: str) -> None:
     error = post(path, **fields).json["error"]
 
-    assert (code, param or "max_tokens_per_doc") == (error["code"], error["param"])
+    assert (code, param) == (error["code"], error["param"])
