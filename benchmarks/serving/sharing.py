@@ -3,9 +3,9 @@
     python -m benchmarks.serving.sharing [MODEL] [--requests 64] [--newcomers 20] [--rounds 3] [--json FILE]
 
 `frozen` and `busy`: clients of a server stream answers of 4,000 tokens with 20 log-probabilities each and read nothing,
-or everything, while completions of one token arrive one after another. `slices`: the engine alone, in this process,
-computes the same number of answers with and without time slices, in turns; the median ratio of their tokens per second
-counts.
+or everything, while completions of one token arrive one after another. `slices`: two engines alone, in this process,
+compute the same number of answers with and without time slices, a few steps in turns; the median ratio of their tokens
+per second counts.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -34,6 +35,8 @@ from engine.types.request import Request, SamplingParams
 SLOTS, CONTEXT, WARM_SECONDS = 8, 512, 5.0
 LONG = {"max_tokens": 4000, "ignore_eos": True, "stream": True, "logprobs": 20, "overflow": "shift"}
 ANSWER_TOKENS, PROMPT_TOKENS = 192, 32
+# Steps of one engine before those of the other, and the length of a time slice that no answer reaches.
+STEPS_IN_TURN, ENDLESS_STEPS = 16, 10**9
 
 
 async def open_stream(port: int, number: int, *, reads: bool) -> tuple[asyncio.Task[None] | None, asyncio.StreamWriter]:
@@ -76,38 +79,50 @@ async def wait_for_newcomers(url: str, requests: int, newcomers: int, *, reads: 
     return {"newcomers": newcomers, "median_seconds": statistics.median(seconds), "worst_seconds": max(seconds)}
 
 
-def tokens_per_second(core: Core, requests: int, round_number: int) -> float:
-    """Generated tokens per second of equal requests with prompts that are not in the cache."""
+def submit(core: Core, requests: int, round_number: int) -> None:
+    """Submit equal requests with prompts that are not in the cache."""
     for number in range(requests):
         prompt = tuple((7 * at + 31 * number + 101 * round_number) % 250 for at in range(PROMPT_TOKENS))
         sampling = SamplingParams(temperature=0.0)
         core.submit(Request(f"{number}", prompt, sampling, max_tokens=ANSWER_TOKENS, ignore_eos=True))
-    began, tokens = time.perf_counter(), 0
-    while core.busy:
-        tokens += sum(len(event.tokens) for _, event in core.step() if isinstance(event, Delta))
-    return tokens / (time.perf_counter() - began)
+
+
+def tokens_per_second(cores: dict[int, Core]) -> dict[int, float]:
+    """Generated tokens per second of cores by their length of a time slice.
+
+    They compute a few steps in turns, so that other load of the machine slows all of them alike.
+    """
+    seconds, tokens = dict.fromkeys(cores, 0.0), Counter[int]()
+    while any(core.busy for core in cores.values()):
+        for length, core in cores.items():
+            fairness.TIME_SLICE_STEPS = length
+            began = time.perf_counter()
+            for _ in range(STEPS_IN_TURN):
+                events = core.step() if core.busy else []
+                tokens[length] += sum(len(event.tokens) for _, event in events if isinstance(event, Delta))
+            seconds[length] += time.perf_counter() - began
+    return {length: tokens[length] / seconds[length] for length in cores}
 
 
 def compare_slices(model: str | None, requests: int, rounds: int) -> dict[str, Any]:
     """One row: tokens per second with and without time slices."""
     config = EngineConfig(model=model, slots=SLOTS, context=CONTEXT, cells=requests * CONTEXT, drafter="none")
-    core = Core(load(config, lambda _: None), config)
-    steps, ratios, figures = fairness.TIME_SLICE_STEPS, [], []
+    loaded = load(config, lambda _: None)
+    steps = fairness.TIME_SLICE_STEPS
+    cores = {steps: Core(loaded, config), ENDLESS_STEPS: Core(loaded, config)}
+    figures = []
     for number in range(rounds + 1):
-        figure = {}
-        for name, limit in (("with", steps), ("without", 10**9)):
-            fairness.TIME_SLICE_STEPS = limit
-            figure[name] = tokens_per_second(core, requests, 2 * number + (name == "with"))
-        # The first round warms up.
-        if number:
-            figures.append(figure)
-            ratios.append(figure["with"] / figure["without"])
+        for core in cores.values():
+            submit(core, requests, number)
+        figures.append(tokens_per_second(cores))
     fairness.TIME_SLICE_STEPS = steps
+    # The first round warms up.
+    figures = figures[1:]
     return {
-        "with_slices": statistics.median(figure["with"] for figure in figures),
-        "without_slices": statistics.median(figure["without"] for figure in figures),
-        "ratio": statistics.median(ratios),
-        "time_slices": core.stats().time_slices_total,
+        "with_slices": statistics.median(figure[steps] for figure in figures),
+        "without_slices": statistics.median(figure[ENDLESS_STEPS] for figure in figures),
+        "ratio": statistics.median(figure[steps] / figure[ENDLESS_STEPS] for figure in figures),
+        "time_slices": cores[steps].stats().time_slices_total,
     }
 
 
