@@ -192,6 +192,18 @@ def test_bits_do_not_depend_on_threads(
 
 
 @pytest.mark.parametrize("cells", [FLOATS, ROUNDS], ids=str)
+def test_bits_of_one_sequence_do_not_depend_on_threads(native: NativeAttention, cells: Format) -> None:
+    """The queries of one token are cut into a block for each thread."""
+    work = batch(
+        ((1, 700),), AttentionRange(), cells, heads=40, key_heads=1, width=72, value_width=64, layout="permuted"
+    )
+    alone = work.attend(native, AttentionRange())
+    for threads in (2, 3, 5):
+        torch.set_num_threads(threads)
+        assert torch.equal(alone, work.attend(native, AttentionRange()))
+
+
+@pytest.mark.parametrize("cells", [FLOATS, ROUNDS], ids=str)
 def test_bits_do_not_depend_on_block_size(native: NativeAttention, cells: Format) -> None:
     """Blocks of a prompt are smaller with more threads."""
     whole = batch(

@@ -206,10 +206,13 @@ constexpr int64_t BLOCKS_PER_THREAD = 4;
 // The lower bound of a block's line limit; with more lines, the limit leaves BLOCKS_PER_THREAD blocks for each thread.
 constexpr int64_t MIN_BLOCK_LINES = 64;
 
-// The line limit of the blocks of a call; `most` is the limit of the kernel.
+// The line limit of the blocks of a call; `most` is the limit of the kernel. A lone segment with fewer key heads than threads
+// (latents have one) is cut further, into a block for each thread.
 inline int64_t lines_per_block(const AttentionCall &call, int64_t most) {
     int64_t lines = 0;
     for (int64_t at = 0; at < call.segment_count; ++at) lines += call.segments[at].rows * call.heads;
+    if (call.segment_count == 1 && call.key_heads < call.threads && lines < MIN_BLOCK_LINES * call.threads)
+        return ceil_div(lines, call.threads);
     return larger(lesser(lines / (BLOCKS_PER_THREAD * call.threads) / LANES * LANES, most), MIN_BLOCK_LINES);
 }
 
@@ -221,7 +224,7 @@ int64_t cut(const AttentionCall &call, int64_t most, Block *blocks) {
         const Segment &segment = call.segments[at];
         const int64_t all = segment.rows * group, pieces = (all + limit - 1) / limit;
         if (pieces == 0) continue;
-        const int64_t size = padded((all + pieces - 1) / pieces);
+        const int64_t equal = (all + pieces - 1) / pieces, size = limit < LANES ? equal : padded(equal);
         // The last blocks of a head have most positions, and come first for load balance.
         for (int64_t head = 0; head < call.key_heads; ++head)
             for (int64_t line = (all - 1) / size * size; line >= 0; line -= size, ++count) {
