@@ -12,9 +12,11 @@ from jinja2 import TemplateError
 from transformers import AutoTokenizer
 
 from engine.errors import InvalidRequest
+from engine.gguf.tokenizer import read_tokenizer
 from engine.text import tokenizer as tokenizer_module
 from engine.text.template_process import TemplateProcess, TemplateTooCostly, template_process
 from engine.text.tokenizer import Tokenizer
+from tests.engine.gguf.vocabularies import exported
 from tests.selection import quick
 
 BUNDLED = Path(__file__).parents[3] / "models" / "target"
@@ -67,6 +69,14 @@ def test_a_hostile_template_is_refused_at_the_start(kind: str) -> None:
     """Or by the first request, if the template fails before it exceeds a limit."""
     with pytest.raises((TemplateTooCostly, InvalidRequest), match="chat template|takes too long|characters"):
         tokenizer(HOSTILE[kind]).render_chat([MESSAGE])
+
+
+@pytest.mark.parametrize("kind", ALWAYS)
+def test_a_hostile_template_of_a_gguf_file_is_refused_at_the_start(kind: str) -> None:
+    values = exported("llama") | {"tokenizer.chat_template": HOSTILE[kind]}
+    read, size = read_tokenizer(values), len(values["tokenizer.ggml.tokens"])
+    with pytest.raises((TemplateTooCostly, InvalidRequest), match="chat template|takes too long|characters"):
+        Tokenizer(read, vocabulary_size=size, context=2000).render_chat([MESSAGE])
 
 
 @pytest.mark.parametrize("kind", LATE)
