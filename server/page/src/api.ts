@@ -1,4 +1,5 @@
 // Calls of the server's API.
+import { promptMessages } from './prompt';
 import type { Capabilities, ChatSettings, EngineState, Failure, Message, ToolCall } from './types';
 
 const KEY = 'cellar.key';
@@ -19,13 +20,21 @@ export class ApiFailure extends Error {
     readonly field: string | null = null,
     readonly code: string = '',
     readonly phase: string = '',
+    readonly fitting?: number,
   ) {
     super(message);
   }
 }
 
 interface ErrorBody {
-  error?: { message?: string; param?: string | null; code?: string; phase?: string };
+  error?: {
+    message?: string;
+    param?: string | null;
+    code?: string;
+    phase?: string;
+    n_prompt_tokens?: number;
+    n_ctx?: number;
+  };
 }
 
 async function call(path: string, init: RequestInit = {}): Promise<Response> {
@@ -40,8 +49,9 @@ async function call(path: string, init: RequestInit = {}): Promise<Response> {
   }
   if (response.ok) return response;
   const body = (await response.json().catch(() => ({}))) as ErrorBody;
-  const { message, param, code, phase } = body.error ?? {};
-  throw new ApiFailure(response.status, message ?? response.statusText, param ?? null, code, phase);
+  const { message, param, code, phase, n_prompt_tokens: tokens, n_ctx: context } = body.error ?? {};
+  const fitting = code === 'context_length_exceeded' ? (context ?? 1) / (tokens ?? 1) : undefined;
+  throw new ApiFailure(response.status, message ?? response.statusText, param ?? null, code, phase, fitting);
 }
 
 export async function readCapabilities(): Promise<{ model: Capabilities; names: string[] }> {
@@ -57,7 +67,8 @@ export async function readEngine(signal: AbortSignal): Promise<EngineState> {
 export function failureOf(error: unknown): Failure {
   if (!(error instanceof ApiFailure)) return { title: 'Error', message: String(error), field: null };
   const title = error.status ? `Error ${error.status}` : 'No connection';
-  return { title, message: error.message, field: error.field };
+  const failure = { title, message: error.message, field: error.field };
+  return error.fitting === undefined ? failure : { ...failure, fitting: error.fitting };
 }
 
 // What a delta of an answer adds.
@@ -106,7 +117,7 @@ export function requestBody(messages: Message[], settings: ChatSettings): Record
   }
   if (settings.tools.trim()) body['tools'] = parsed(settings.tools, 'The list of tools');
   const system = settings.system.trim() ? [{ role: 'system', content: settings.system }] : [];
-  body['messages'] = [...system, ...messages.map(wireMessage)];
+  body['messages'] = [...system, ...promptMessages(messages).map(wireMessage)];
   return body;
 }
 

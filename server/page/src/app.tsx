@@ -2,11 +2,12 @@
 import { useCallback, useEffect, useMemo, useRef, useState } from 'preact/hooks';
 import { apiKey, readEngine } from './api';
 import { Answering } from './chat';
-import { Composer } from './composer';
+import { Composer, NEW, setDraft } from './composer';
 import { EngineView } from './engine';
 import type { MessageActions } from './message';
 import { Messages } from './messages';
 import { usePolling } from './poll';
+import { dropOlder } from './prompt';
 import { useServer } from './server';
 import { SettingsPanel } from './settings';
 import { Sidebar } from './sidebar';
@@ -126,6 +127,20 @@ export function App() {
           callId: call.id,
         }));
         ask(latest.current, [...latest.current.messages.slice(0, at + 1), ...answers]);
+      },
+      dropOlder(id) {
+        const at = latest.current.messages.findIndex((message) => message.id === id);
+        const fitting = latest.current.messages[at]?.failure?.fitting ?? 1;
+        ask(latest.current, dropOlder(latest.current.messages.slice(0, at), fitting));
+      },
+      startAnew(id) {
+        const at = latest.current.messages.findIndex((message) => message.id === id);
+        const question = latest.current.messages
+          .slice(0, at)
+          .filter((message) => message.role === 'user')
+          .at(-1);
+        setDraft(NEW, question?.content ?? '');
+        setCurrent(newConversation(latest.current.settings));
       },
       restore:
         replaced?.id === current.id
@@ -281,7 +296,7 @@ export function App() {
         />
         <Composer
           key={current.id}
-          draft={current.messages.length ? current.id : 'new'}
+          draft={current.messages.length ? current.id : NEW}
           answering={answering?.conversation === current.id}
           disabled={busy && answering.conversation !== current.id}
           onSend={send}

@@ -3,6 +3,12 @@ import { useEffect, useRef, useState } from 'preact/hooks';
 
 // Unsent texts by conversation; new conversations share one.
 const drafts = new Map<string, string>();
+export const NEW = 'new';
+
+// What the message field of a conversation that is shown next begins with.
+export function setDraft(draft: string, text: string): void {
+  drafts.set(draft, text);
+}
 
 export function Composer({
   draft,

@@ -8,12 +8,17 @@ export interface MessageActions {
   edit(id: string, text: string): void;
   regenerate(id: string): void;
   answerCalls(id: string, results: string[]): void;
+  // Of a prompt that does not fit: again without older messages, or its text in a new conversation.
+  dropOlder(id: string): void;
+  startAnew(id: string): void;
   // Puts back the messages that the last edit or regeneration replaced.
   restore: (() => void) | null;
 }
 
 interface Props {
   message: Message;
+  // Whether turns before this message are sent with it.
+  older: boolean;
   results: Map<string, string>;
   busy: boolean;
   last: boolean;
@@ -81,7 +86,7 @@ function UserMessage({ message, busy, actions }: Props) {
   );
 }
 
-function Answer({ message, results, busy, last, actions }: Props) {
+function Answer({ message, older, results, busy, last, actions }: Props) {
   const streaming = message.state === 'streaming';
   const calls = message.calls ?? [];
   const open = calls.length > 0 && last && !streaming && !calls.every((call) => results.has(call.id));
@@ -109,6 +114,18 @@ function Answer({ message, results, busy, last, actions }: Props) {
             <p>
               Field: <code>{message.failure.field}</code>
             </p>
+          )}
+          {last && message.failure.fitting !== undefined && (
+            <div class="actions">
+              {older && (
+                <button type="button" disabled={busy} onClick={() => actions.dropOlder(message.id)}>
+                  Drop older messages and try again
+                </button>
+              )}
+              <button type="button" disabled={busy} onClick={() => actions.startAnew(message.id)}>
+                Start a new conversation
+              </button>
+            </div>
           )}
         </div>
       )}

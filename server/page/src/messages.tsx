@@ -1,6 +1,8 @@
 // The messages of a conversation, in a column that follows the end while an answer streams.
+import { Fragment } from 'preact';
 import { useEffect, useMemo, useRef, useState } from 'preact/hooks';
 import { MessageView, type MessageActions } from './message';
+import { hasOlder } from './prompt';
 import type { Server } from './server';
 import { KeyField } from './settings';
 import type { Conversation } from './types';
@@ -37,6 +39,7 @@ export function Messages({ conversation, busy, actions, server, onKey, onExample
     area.current!.scrollTop = area.current!.scrollHeight;
   }, [conversation.id, messages.length]);
   const last = messages.at(-1);
+  const firstSent = messages.find((message) => !message.dropped);
   return (
     <div class="messages" ref={area} onScroll={scroll} tabIndex={0} role="region" aria-label="Messages">
       <div class="column">
@@ -50,14 +53,19 @@ export function Messages({ conversation, busy, actions, server, onKey, onExample
         {messages
           .filter((message) => message.role !== 'tool')
           .map((message) => (
-            <MessageView
-              key={message.id}
-              message={message}
-              results={results}
-              busy={busy}
-              last={message === last}
-              actions={actions}
-            />
+            <Fragment key={message.id}>
+              {message === firstSent && message !== messages[0] && (
+                <p class="divider hint">The messages above are no longer sent.</p>
+              )}
+              <MessageView
+                message={message}
+                older={message === last && !!message.failure && hasOlder(messages.slice(0, -1))}
+                results={results}
+                busy={busy}
+                last={message === last}
+                actions={actions}
+              />
+            </Fragment>
           ))}
       </div>
       {below && (

@@ -139,9 +139,11 @@ function checkedMessage(given: Message): Message {
   else if (given.state) message.state = 'stopped';
   if (given.stats && Object.values(given.stats).every((value) => value === null || typeof value === 'number'))
     message.stats = given.stats;
+  if (given.dropped === true) message.dropped = true;
   if (given.failure) {
-    const { title, message: text, field } = given.failure;
+    const { title, message: text, field, fitting } = given.failure;
     message.failure = { title: String(title), message: String(text), field: typeof field === 'string' ? field : null };
+    if (typeof fitting === 'number') message.failure.fitting = fitting;
   }
   return message;
 }

@@ -23,6 +23,8 @@ export interface Failure {
   message: string;
   // The body's field that the server refused.
   field: string | null;
+  // Of a prompt that does not fit the context: the share that would.
+  fitting?: number;
 }
 
 export interface Message {
@@ -37,6 +39,8 @@ export interface Message {
   state?: 'streaming' | 'stopped' | 'cut';
   stats?: AnswerStats;
   failure?: Failure;
+  // Left out of prompts, for a context that was full.
+  dropped?: boolean;
 }
 
 // Numbers are texts as typed; an empty one leaves the choice to the server.
