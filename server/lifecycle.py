@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import json
 import logging
 import os
 import signal
@@ -168,7 +169,17 @@ class Lifecycle:
             await self.engine.wait_ready()
             await asyncio.to_thread(freeze_garbage_collector)
             engine = self.engine
-            self.print_line(banner(engine.info, engine.memory, engine.drafting, self.settings, url, engine.embedding))
+            self.print_line(
+                banner(
+                    engine.info,
+                    engine.memory,
+                    engine.drafting,
+                    self.settings,
+                    url,
+                    engine.embedding,
+                    chats=engine.tokenizer.has_chat_template,
+                )
+            )
             self._spawn(self.hosting.prepare_when_idle())
             await self.engine.wait_dead()
             logger.critical("the engine ended: %s", self.engine.phase)
@@ -261,14 +272,19 @@ def banner(
     settings: Settings,
     url: str,
     embedding: EmbeddingModelInfo | None = None,
+    *,
+    chats: bool = True,
 ) -> str:
-    """The start-up screen."""
+    """The start-up screen.
+
+    chats  whether the model has a chat template; without one, the example is a completion
+    """
     rows = [*_lines(info, memory, drafting, settings), *(() if embedding is None else (_embedding_line(embedding),))]
     return "\n".join(
         [
             f"Cellar {version()} serves {', '.join(settings.model_names)}",
             *(f"  {name:<10} {text}" for name, text in rows),
-            *_url_lines(settings, url),
+            *_url_lines(settings, url, chats=chats),
         ]
     )
 
@@ -353,9 +369,12 @@ def _embedding_line(embedding: EmbeddingModelInfo) -> tuple[str, str]:
     )
 
 
-def _url_lines(settings: Settings, url: str) -> Iterator[str]:
+def _url_lines(settings: Settings, url: str, *, chats: bool) -> Iterator[str]:
     key = " -H 'Authorization: Bearer YOUR_KEY'" if settings.all_keys else ""
-    body = f'{{"model": "{settings.model_names[0]}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
-    yield f"  page       {url}/    chat and a live view of the engine"
+    path, use = ("chat/completions", "chat") if chats else ("completions", "completion of texts")
+    prompt = {"messages": [{"role": "user", "content": "Hello"}]} if chats else {"prompt": "Once upon a time"}
+    limit = {} if chats else {"max_tokens": 64}
+    body = json.dumps({"model": settings.model_names[0], **prompt, **limit})
+    yield f"  page       {url}/    {use} and a live view of the engine"
     yield f"  API        {url}/v1    metrics {url}/metrics    types {url}/openapi.json"
-    yield f"  try        curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'"
+    yield f"  try        curl {url}/v1/{path}{key} -H 'Content-Type: application/json' -d '{body}'"

@@ -75,6 +75,17 @@ def test_stop_keeps_the_text_and_frees_the_slot(tab: Tab) -> None:
     assert re.search(r"\d", tab.answer())
 
 
+def test_a_click_on_stop_does_not_send_the_next_message(tab: Tab) -> None:
+    """Which is being written meanwhile."""
+    writing(tab)
+    tab.page.get_by_label("Message", exact=True).fill("Next")
+    tab.button("Stop").click()
+    tab.answer()
+
+    expect(tab.page.get_by_label("Message", exact=True)).to_have_value("Next")
+    expect(tab.questions).to_have_count(1)
+
+
 def test_an_edit_replaces_what_follows(tab: Tab) -> None:
     """And can be taken back."""
     first = tab.ask(QUESTION)

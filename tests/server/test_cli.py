@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shlex
 import stat
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Any, get_origin, get_type_hints
 
+import httpx
 import pytest
 
 from engine.config import EngineConfig
@@ -23,7 +25,7 @@ from server.configuration.options import options
 from server.configuration.settings import Settings, make_disk_cache
 from server.lifecycle import banner
 from server.terminal.load_screen import LineScreen
-from tests.server.fakes import INFO, MEMORY
+from tests.server.fakes import INFO, MEMORY, FakeEngine, serve_in_thread
 
 ROOT = Path(__file__).parents[2]
 
@@ -383,6 +385,19 @@ def test_the_start_up_screen() -> None:
     assert "/kept, 8.0 GiB at most" in banner(
         INFO, MEMORY, DraftingInfo(), Settings(disk_cache="/kept"), "http://127.0.0.1:8000"
     )
+
+
+@pytest.mark.parametrize(("chats", "path"), [(True, "/v1/chat/completions"), (False, "/v1/completions")])
+def test_the_request_of_the_start_up_screen_is_answered(chats: bool, path: str) -> None:
+    """A chat or, for a model without a chat template, a completion."""
+    with serve_in_thread(FakeEngine()) as port:
+        url = f"http://127.0.0.1:{port}"
+        text = banner(INFO, MEMORY, DraftingInfo(), Settings(served_names=("fake",)), url, chats=chats)
+        _, curl, address, *arguments = shlex.split(text.splitlines()[-1])
+        options = dict(zip(arguments[::2], arguments[1::2], strict=True))
+        answer = httpx.post(address, content=options["-d"], headers=dict([options["-H"].split(": ")]))
+
+    assert ("curl", url + path, 200) == (curl, address, answer.status_code)
 
 
 def test_the_start_up_screen_shows_batch_invariance() -> None:

@@ -93,8 +93,14 @@ export interface Chunk {
     draft_n?: number;
     draft_n_accepted?: number;
   };
-  error?: { message: string; param?: string | null; code?: string };
 }
+
+// Of a completion: what it adds to the text.
+export interface TextChunk {
+  choices: { text: string }[];
+}
+
+type Event<Kind> = Kind & { error?: { message: string; param?: string | null; code?: string } };
 
 const NUMBERS = ['temperature', 'top_p', 'top_k', 'min_p', 'repetition_penalty', 'max_tokens', 'seed'] as const;
 
@@ -106,11 +112,22 @@ function parsed(text: string, name: string): unknown {
   }
 }
 
-export function requestBody(messages: Message[], settings: ChatSettings): Record<string, unknown> {
-  const body: Record<string, unknown> = { stream: true, stream_options: { include_usage: true } };
+type Body = Record<string, unknown>;
+
+function samplingBody(settings: ChatSettings): Body {
+  const body: Body = { stream: true };
   if (settings.model) body['model'] = settings.model;
   for (const name of NUMBERS) if (settings[name].trim()) body[name] = Number(settings[name]);
   if (settings.overflow) body['overflow'] = settings.overflow;
+  return body;
+}
+
+export function completionBody(prompt: string, settings: ChatSettings): Body {
+  return { ...samplingBody(settings), prompt };
+}
+
+export function requestBody(messages: Message[], settings: ChatSettings): Body {
+  const body: Body = { ...samplingBody(settings), stream_options: { include_usage: true } };
   if (settings.schema.trim()) {
     const schema = parsed(settings.schema, 'The JSON schema');
     body['response_format'] = { type: 'json_schema', json_schema: { name: 'answer', strict: true, schema } };
@@ -131,10 +148,18 @@ function wireMessage(message: Message): Record<string, unknown> {
   return { role: message.role, content: message.content, ...(calls?.length ? { tool_calls: calls } : {}) };
 }
 
+export function streamChat(body: Body, signal: AbortSignal): AsyncGenerator<Chunk> {
+  return stream<Chunk>('/v1/chat/completions', body, signal);
+}
+
+export function streamCompletion(body: Body, signal: AbortSignal): AsyncGenerator<TextChunk> {
+  return stream<TextChunk>('/v1/completions', body, signal);
+}
+
 // The chunks of a streamed answer. Aborting the signal closes the connection, which frees the slot of the server.
-export async function* streamChat(body: Record<string, unknown>, signal: AbortSignal): AsyncGenerator<Chunk> {
+async function* stream<Kind>(path: string, body: Body, signal: AbortSignal): AsyncGenerator<Kind> {
   const headers = { 'Content-Type': 'application/json' };
-  const response = await call('/v1/chat/completions', { method: 'POST', headers, body: JSON.stringify(body), signal });
+  const response = await call(path, { method: 'POST', headers, body: JSON.stringify(body), signal });
   const reader = response.body!.pipeThrough(new TextDecoderStream()).getReader();
   let text = '';
   for (;;) {
@@ -150,9 +175,9 @@ export async function* streamChat(body: Record<string, unknown>, signal: AbortSi
       const data = event.startsWith('data: ') ? event.slice(6) : '';
       if (data === '[DONE]') return;
       if (!data) continue;
-      const chunk = JSON.parse(data) as Chunk;
+      const chunk = JSON.parse(data) as Event<Kind>;
       if (chunk.error) throw new ApiFailure(500, chunk.error.message, chunk.error.param ?? null, chunk.error.code);
-      yield chunk;
+      yield chunk as Kind;
     }
   }
 }

@@ -2,6 +2,7 @@
 import { useCallback, useEffect, useMemo, useRef, useState } from 'preact/hooks';
 import { apiKey, readEngine } from './api';
 import { Answering } from './chat';
+import { Completion } from './completion';
 import { Composer, NEW, setDraft } from './composer';
 import { EngineView } from './engine';
 import type { MessageActions } from './message';
@@ -30,6 +31,8 @@ export function App() {
   const [attempt, setAttempt] = useState(0);
   const [replaced, setReplaced] = useState<Conversation | null>(null);
   const server = useServer(attempt);
+  // Without a chat template, texts are completed; conversations stay in the storage.
+  const completing = server.model?.chat === false;
   const busy = answering !== null;
   const latest = useRef(current);
   latest.current = current;
@@ -159,8 +162,8 @@ export function App() {
     return () => removeEventListener('cellar-key', locked);
   }, []);
   useEffect(() => {
-    document.title = current.messages.length ? `${titleOf(current)} – Cellar` : 'Cellar';
-  }, [current]);
+    document.title = current.messages.length && !completing ? `${titleOf(current)} – Cellar` : 'Cellar';
+  }, [current, completing]);
   // Escape closes what lies over the chat on narrow screens; while an answer streams it stops the answer.
   useEffect(() => {
     const close = (event: KeyboardEvent) => {
@@ -240,24 +243,26 @@ export function App() {
     [drawer, conversations, current.id, answering],
   );
   return (
-    <div class={`app${panel ? ' with-panel' : ''}${drawer ? ' with-drawer' : ''}`}>
+    <div class={`app${panel ? ' with-panel' : ''}${drawer ? ' with-drawer' : ''}${completing ? ' alone' : ''}`}>
       <a class="skip" href="#composer">
         Skip to the message field
       </a>
-      {sidebar}
+      {!completing && sidebar}
       <main>
         <header class="top">
-          <button
-            type="button"
-            class="icon drawer-button"
-            aria-label="Conversations"
-            aria-expanded={drawer}
-            onClick={() => setDrawer(!drawer)}
-          >
-            <Lines />
-          </button>
+          {!completing && (
+            <button
+              type="button"
+              class="icon drawer-button"
+              aria-label="Conversations"
+              aria-expanded={drawer}
+              onClick={() => setDrawer(!drawer)}
+            >
+              <Lines />
+            </button>
+          )}
           <div class="heading">
-            <h1>{titleOf(current)}</h1>
+            <h1>{completing ? 'Completion' : titleOf(current)}</h1>
             <p class={`server ${server.state}`}>
               <i aria-hidden="true" />
               {server.text}
@@ -286,25 +291,31 @@ export function App() {
             </button>
           </p>
         )}
-        <Messages
-          conversation={current}
-          busy={busy}
-          actions={actions}
-          server={server}
-          onKey={() => setAttempt((count) => count + 1)}
-          onExample={send}
-        />
-        <Composer
-          key={current.id}
-          draft={current.messages.length ? current.id : NEW}
-          answering={answering?.conversation === current.id}
-          disabled={busy && answering.conversation !== current.id}
-          onSend={send}
-          onStop={() => answering?.stop()}
-        />
-        <p class="visually-hidden" role="status">
-          {status}
-        </p>
+        {completing ? (
+          <Completion settings={current.settings} onFailure={() => setAttempt((count) => count + 1)} />
+        ) : (
+          <>
+            <Messages
+              conversation={current}
+              busy={busy}
+              actions={actions}
+              server={server}
+              onKey={() => setAttempt((count) => count + 1)}
+              onExample={send}
+            />
+            <Composer
+              key={current.id}
+              draft={current.messages.length ? current.id : NEW}
+              answering={answering?.conversation === current.id}
+              disabled={busy && answering.conversation !== current.id}
+              onSend={send}
+              onStop={() => answering?.stop()}
+            />
+            <p class="visually-hidden" role="status">
+              {status}
+            </p>
+          </>
+        )}
       </main>
       {panel && (
         <aside class="panel" aria-label={panel === 'engine' ? 'Engine' : 'Settings'}>

@@ -75,12 +75,13 @@ export function Composer({
           onInput={(event) => write(event.currentTarget.value)}
           onKeyDown={keyDown}
         />
+        {/* Keys: one element for both would submit the form when a click on Stop ends. */}
         {answering ? (
-          <button type="button" class="stop" onClick={onStop}>
+          <button key="stop" type="button" class="stop" onClick={onStop}>
             Stop
           </button>
         ) : (
-          <button type="submit" class="primary" disabled={disabled || !text.trim()}>
+          <button key="send" type="submit" class="primary" disabled={disabled || !text.trim()}>
             Send
           </button>
         )}

@@ -84,9 +84,6 @@ function Welcome({ server, onExample }: { server: Server; onExample: (text: stri
     <div class="welcome">
       <p class="lead">{server.model ? server.model.id : 'Cellar'}</p>
       <p>Conversations stay in this browser. The engine shows what each of them shares, shifts and drafts.</p>
-      {server.model?.chat === false && (
-        <p class="hint bad">This model has no chat template: it completes texts at /v1/completions.</p>
-      )}
       {server.model?.id === 'cellar-tiny' && (
         <ul class="examples">
           {EXAMPLES.map((text) => (

@@ -46,6 +46,7 @@ export function SettingsPanel({ settings, names, model, keyNeeded, onChange, onK
     (name: keyof ChatSettings) =>
     (event: { currentTarget: HTMLInputElement | HTMLTextAreaElement | HTMLSelectElement }) =>
       onChange({ ...settings, [name]: event.currentTarget.value });
+  const chats = model?.chat !== false;
   return (
     <div class="settings">
       <p class="hint">Of this conversation, and of new ones. An empty field leaves the choice to the server.</p>
@@ -62,10 +63,14 @@ export function SettingsPanel({ settings, names, model, keyNeeded, onChange, onK
           </select>
         </>
       )}
-      <label class="field" for="system">
-        System prompt
-      </label>
-      <textarea id="system" rows={3} value={settings.system} onInput={set('system')} />
+      {chats && (
+        <>
+          <label class="field" for="system">
+            System prompt
+          </label>
+          <textarea id="system" rows={3} value={settings.system} onInput={set('system')} />
+        </>
+      )}
       <fieldset>
         <legend>Sampling</legend>
         <div class="grid">
@@ -103,15 +108,17 @@ export function SettingsPanel({ settings, names, model, keyNeeded, onChange, onK
           </div>
         </div>
       </fieldset>
-      <JsonField
-        id="schema"
-        label="JSON schema"
-        help="The answer is JSON that follows it."
-        value={settings.schema}
-        onInput={set('schema')}
-        placeholder={'{"type": "object", "properties": {"name": {"type": "string"}}}'}
-      />
-      {(!model || model.tools) && (
+      {chats && (
+        <JsonField
+          id="schema"
+          label="JSON schema"
+          help="The answer is JSON that follows it."
+          value={settings.schema}
+          onInput={set('schema')}
+          placeholder={'{"type": "object", "properties": {"name": {"type": "string"}}}'}
+        />
+      )}
+      {chats && (!model || model.tools) && (
         <JsonField
           id="tools"
           label="Tools"
