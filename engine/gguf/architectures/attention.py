@@ -8,7 +8,13 @@ from typing import Any
 
 from engine.gguf.architectures.architecture import Architecture
 from engine.gguf.architectures.layouts import INTERLEAVED_ROTATION, shifted_norms
-from engine.gguf.architectures.rotary import PARTIAL_ROTATION, ROTATION, rotation_by_layer
+from engine.gguf.architectures.rotary import (
+    FIXED_ALPHA_ROTATION,
+    PARTIAL_ROTATION,
+    ROTATION,
+    TEMPERED_ROTATION,
+    rotation_by_layer,
+)
 from engine.gguf.architectures.settings import (
     Derived,
     Entry,
@@ -179,6 +185,21 @@ def _write_attention_scale(config: Any) -> Mapping[str, Value]:
     return {"attention.scale": float(config.attention_multiplier)}
 
 
+def _read_optional_windows(file: Hyperparameters) -> Fields:
+    """Layers without a window have no rotation if others have one."""
+    window = sliding_window(file, 0)
+    return {
+        "sliding_window": window,
+        "layer_types": ["full_attention"] * file.layers if window is None else sliding_layers(file, 4),
+    }
+
+
+def _write_optional_windows(config: Any) -> Mapping[str, Value]:
+    if config.sliding_window and "sliding_attention" not in config.layer_types:
+        raise Inexpressible("a window that no layer has is not written")
+    return _write_windows(config) if config.sliding_window else {}
+
+
 def _read_rotated_layers(file: Hyperparameters) -> Fields:
     # Every fourth layer has no rotation.
     rotated = [int((layer + 1) % 4 != 0) for layer in range(file.layers)]
@@ -206,6 +227,7 @@ SCALES = (
     Entry("residual_scale", "residual_multiplier", "number", 1.0, zero=1.0),
     Entry("logit_scale", "logits_scaling", "number"),
 )
+_NO_WINDOW = Derived(lambda file: {"sliding_window": None})
 _GELU = Fixed("hidden_activation", "gelu_pytorch_tanh")
 _GEMMA_NORMS = (shifted_norms(r"norm\.weight$"),)
 
@@ -253,4 +275,21 @@ ATTENTION = (
         (*DENSE, LIMITED_CONTEXT, Derived(_read_rotated_layers, _write_rotated_layers)),
         (INTERLEAVED_ROTATION,),
     ),
+    Architecture("seed_oss", "seed_oss", (*DENSE, Fixed("attention_out_bias", False))),
+    Architecture(
+        "exaone4",
+        "exaone4",
+        (*DENSE, Derived(_read_optional_windows, _write_optional_windows)),
+    ),
+    Architecture("ernie4_5", "ernie4_5", (*DENSE, Fixed("use_bias", False))),
+    Architecture("hunyuan-dense", "hunyuan_v1_dense", (*DECODER, SILU, FIXED_ALPHA_ROTATION)),
+    Architecture(
+        "mistral3",
+        "ministral3",
+        (*DECODER, SILU, TEMPERED_ROTATION, LIMITED_CONTEXT, _NO_WINDOW, Derived(_read_no_experts)),
+        (INTERLEAVED_ROTATION,),
+        applies=lambda file: file.has("attention.temperature_scale"),
+    ),
+    # Models of this architecture without a temperature; they are written as llama.
+    Architecture("mistral3", "mistral", (*DENSE, _NO_WINDOW, Derived(_read_no_experts)), (INTERLEAVED_ROTATION,)),
 )

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from gguf import ExpertGatingFuncType
+
 from engine.gguf.architectures.architecture import Architecture
 from engine.gguf.architectures.attention import COMMON, HEADS, SILU, WIDTH
+from engine.gguf.architectures.experts import CORRECTION_BIAS, EXPERT_WIDTH, EXPERTS, EXPERTS_PER_TOKEN, gate
 from engine.gguf.architectures.layouts import Rows, squeeze_filter
 from engine.gguf.architectures.rotary import ROTATION
 from engine.gguf.architectures.settings import Derived, Entry, Fields, Fixed, Hyperparameters, Value
@@ -59,5 +62,22 @@ RECURRENT = (
         "lfm2",
         (*CONVOLUTIONS, WIDTH, Derived(lambda file: {"block_auto_adjust_ff_dim": False}, _write_width)),
         (CONVOLUTION_FILTER,),
+    ),
+    Architecture(
+        "lfm2moe",
+        "lfm2_moe",
+        (
+            *CONVOLUTIONS,
+            WIDTH,
+            EXPERT_WIDTH,
+            Entry("expert_count", "num_experts", "size"),
+            EXPERTS_PER_TOKEN,
+            Entry("leading_dense_block_count", "num_dense_layers", "integer", 0),
+            Fixed("norm_topk_prob", True),
+            Fixed("routed_scaling_factor", 1.0),
+            Derived(lambda file: {"use_expert_bias": file.has_tensor(".exp_probs_b")}),
+            gate(ExpertGatingFuncType.SIGMOID),
+        ),
+        (CONVOLUTION_FILTER, *EXPERTS, CORRECTION_BIAS),
     ),
 )

@@ -185,6 +185,41 @@ def _write_latent(config: Any) -> Mapping[str, Value]:
     return values | ({"rope.scaling.yarn_log_multiplier": _LOG_MULTIPLIER * scale} if scale else {})
 
 
+def _write_fixed_alpha(config: Any) -> Mapping[str, Value]:
+    """A fixed alpha has the effect of a larger base."""
+    rope = rotary_parameters(config)
+    if rope.get("rope_type") != "dynamic" or not rope.get("alpha"):
+        return write_rotation(config)
+    width = head_size(config)
+    base = rope["rope_theta"] * rope["alpha"] ** (width / (width - 2))
+    return {"rope.dimension_count": width, "rope.freq_base": float(base), "rope.scaling.type": "none"}
+
+
+def _read_tempered(file: Hyperparameters) -> Fields:
+    rope = read_rotation(file)
+    if rope["rope_type"] == "yarn":
+        scale = file.number("rope.scaling.yarn_log_multiplier", 0.0)
+        rope |= {"mscale": scale, "mscale_all_dim": scale} if scale else {}
+    original = file.size("rope.scaling.original_context_length", file.context)
+    beta = file.number("attention.temperature_scale")
+    return {
+        "rope_parameters": rope | {"llama_4_scaling_beta": beta, "original_max_position_embeddings": original},
+    }
+
+
+def _write_tempered(config: Any) -> Mapping[str, Value]:
+    rope = rotary_parameters(config)
+    values = write_rotation(config)
+    values["attention.temperature_scale"] = float(rope["llama_4_scaling_beta"])
+    if rope.get("original_max_position_embeddings"):
+        values["rope.scaling.original_context_length"] = int(rope["original_max_position_embeddings"])
+    if rope.get("mscale_all_dim"):
+        if rope.get("mscale") != rope["mscale_all_dim"]:
+            raise Inexpressible("mscale other than mscale_all_dim is not written")
+        values["rope.scaling.yarn_log_multiplier"] = float(rope["mscale_all_dim"])
+    return values
+
+
 def rotation_by_layer(local: float | None) -> Derived:
     """The rotation of layers with full attention and of those with a window; `local` is the base of the latter that
     files omit, None: the one of the former.
@@ -197,3 +232,7 @@ ROTATION = Derived(lambda file: {"rope_parameters": read_rotation(file)}, write_
 PARTIAL_ROTATION = Derived(_read_partial, write_rotation)
 # Separate columns of the keys, beside the latent ones.
 LATENT_ROTATION = Derived(_read_latent, _write_latent)
+# With a fixed alpha, which files hold as a larger base.
+FIXED_ALPHA_ROTATION = Derived(lambda file: {"rope_parameters": read_rotation(file)}, _write_fixed_alpha)
+# Queries are scaled by their position.
+TEMPERED_ROTATION = Derived(_read_tempered, _write_tempered)

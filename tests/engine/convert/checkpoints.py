@@ -26,6 +26,16 @@ LLAMA3 = {
     "original_max_position_embeddings": 8192,
 }
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+ALPHA = {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 1000.0, "factor": 1.0}
+TEMPERED = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 8,
+    "llama_4_scaling_beta": 0.1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
 LONG = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,
@@ -58,6 +68,17 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2": ("lfm2", {}),
     "smollm3": ("smollm3", {"num_hidden_layers": 5, "no_rope_layers": [1, 1, 1, 0, 1]}),
     "gpt_oss": ("gpt_oss", {}),
+    "seed_oss": ("seed_oss", {}),
+    "exaone4": ("exaone4", {"num_hidden_layers": 5}),
+    "exaone4 full": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
+    "ernie4_5": ("ernie4_5", {}),
+    "ernie4_5_moe": ("ernie4_5_moe", {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32}),
+    "hunyuan": ("hunyuan_v1_dense", {}),
+    "hunyuan alpha": ("hunyuan_v1_dense", {"rope_parameters": ALPHA}),
+    "hunyuan_moe": ("hunyuan_v1_moe", {"num_experts": 4, "moe_topk": 2}),
+    "minimax_m2": ("minimax_m2", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "lfm2_moe": ("lfm2_moe", {}),
+    "ministral3": ("ministral3", {"rope_parameters": TEMPERED}),
     "qwen3_5": ("qwen3_5_text", {}),
     "qwen3_5_moe": ("qwen3_5_moe_text", {}),
     "qwen3_next": ("qwen3_next", {}),

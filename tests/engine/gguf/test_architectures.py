@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -10,9 +11,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.gguf.architectures.table import ARCHITECTURES
 from engine.gguf.container import GgufModel, read_model
-from tests.engine.convert.checkpoints import save_checkpoint
+from tests.engine.convert.checkpoints import CHECKPOINTS, save_checkpoint
 from tests.engine.gguf.files import write_checkpoint
+from tests.house.source import ROOT
 
 # Of the tiny models: key heads, value heads, and columns of both.
 KEYS, VALUES, WIDTH = 2, 4, 16
@@ -75,3 +78,15 @@ def test_metadata_of_recurrent_layers(tmp_path: Path) -> None:
     assert [4, WIDTH, KEYS, VALUES, VALUES * WIDTH] == values
     assert 4 == model.metadata["qwen35.full_attention_interval"]
     assert 4 == model.metadata["qwen35.rope.dimension_count"]
+
+
+def test_documents_name_every_architecture() -> None:
+    read, written = ((ROOT / "docs" / name).read_text() for name in ("gguf.md", "files.md"))
+    words = {name: set(re.findall(r"[\w.-]*\w", text)) for name, text in (("read", read), ("written", written))}
+
+    assert set() == {row.name for row in ARCHITECTURES} - words["read"]
+    assert set() == {name for row in ARCHITECTURES for name in (row.model, *row.written)} - words["written"]
+
+
+def test_every_model_type_has_a_checkpoint_that_is_tested() -> None:
+    assert set() == {row.model for row in ARCHITECTURES} - {kind for kind, _ in CHECKPOINTS.values()}
