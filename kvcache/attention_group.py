@@ -32,10 +32,10 @@ MoveListener: TypeAlias = Callable[[CellArray, CellArray, int], None]
 class AttentionGroup:
     """CacheComponent of the layers with one geometry and one attention range.
 
-    capacity  tokens of a slot, at most
+    capacity  maximum tokens of a slot
     cells     size of the pool
     dtype     storage format (kvcache/kv_buffer.py)
-    on_move   beside forwards, the only operation of slots on stored keys and values
+    on_move   besides forwards, the only operation of slots on stored keys and values
 
     device_table  the tables on the device of the cells; None: that is the CPU
     """
@@ -103,7 +103,7 @@ class AttentionGroup:
         return tuple(slot for slot, length in lengths if position < length and self._tables[slot, position] == cell)
 
     def resume_length(self, slot: int, length: int) -> int:
-        """The largest length, at most the one asked for, whose next token attends to no hole."""
+        """The largest length up to `length` whose next token attends to no hole."""
         if self.spec.attention_range.kind == "full":
             return min(length, self._lengths[slot])
         return resume_position(self.table(slot)[:length], 0, self.spec.attention_range)
@@ -157,7 +157,7 @@ class AttentionGroup:
             raise OutOfCells(needed, free)
 
     def shift(self, slot: int, keep: int, drop: int) -> None:
-        """Release [keep, keep + drop) and rotate the keys behind it, in private copies of shared cells.
+        """Release [keep, keep + drop) and rotate the keys after it, in private copies of shared cells.
 
         Cells out of reach from the end of the slot are released as well, without rotation.
         """
@@ -178,7 +178,7 @@ class AttentionGroup:
 
         Each move rounds the keys to the storage format once more. Measured error relative to the key when written and
         after 1, 4 and 16 moves: int8 0.6, 0.9, 1.4 and 2.7 %; bfloat16 0.17, 0.23, 0.41 and 1.0 %; float16 0.02, 0.03,
-        0.05 and 0.1 %; float32 1e-7 at most. With shifts that drop half of the context a token moves once or twice.
+        0.05 and 0.1 %; float32 up to 1e-7. With shifts that drop half of the context a token moves once or twice.
         """
         arrays = (old, new, np.flatnonzero(new != old))
         index = self.pool.index_tensor(np.concatenate(arrays))
@@ -201,13 +201,13 @@ class AttentionGroup:
         self.pool.release(self._without_holes(references))
 
     def trim(self, references: CellArray, start: int) -> CellArray:
-        """Release the cells that a token behind the range does not attend to."""
+        """Release the cells that a token after the range does not attend to."""
         unseen = self._visible_from(references, start)
         self.pool.release(self._without_holes(references[:unseen]))
         return np.concatenate((np.full(unseen, HOLE, dtype=np.int64), references[unseen:]))
 
     def can_trim(self, references: CellArray, start: int) -> bool:
-        """Whether the range has cells that a token behind it does not attend to."""
+        """Whether the range has cells that a token after it does not attend to."""
         return bool(np.any(references[: self._visible_from(references, start)] != HOLE))
 
     def slice(self, references: CellArray, start: int, stop: int) -> CellArray:
@@ -292,7 +292,7 @@ class AttentionGroup:
         self._first_held[slot] = oldest
 
     def _visible_from(self, references: CellArray, start: int) -> int:
-        """Index in a range of the first cell that a token behind the range attends to."""
+        """Index in a range of the first cell that a token after the range attends to."""
         oldest = self.spec.attention_range.oldest_visible(start + len(references))
         return min(max(oldest - start, 0), len(references))
 
@@ -301,9 +301,9 @@ class AttentionGroup:
         different, dropped = np.unique(cells, return_counts=True)
         return int(np.count_nonzero(self.pool.reference_counts[different] == dropped))
 
-    def _first_moved(self, slot: int, behind: int) -> int:
-        """The first position that a shift moves: behind the dropped range and visible from the end of the slot."""
-        return max(behind, self.spec.attention_range.oldest_visible(self._lengths[slot]))
+    def _first_moved(self, slot: int, dropped_stop: int) -> int:
+        """The first position that a shift moves: after the dropped range and visible from the end of the slot."""
+        return max(dropped_stop, self.spec.attention_range.oldest_visible(self._lengths[slot]))
 
     def _cells_released_by_shift(self, slot: int, keep: int, drop: int) -> CellArray:
         """The dropped cells, and the cells out of reach from the end of the slot."""
@@ -331,7 +331,7 @@ class AttentionGroup:
                 self.device_table.mark(slot, start, start + 1)
 
     def _set_cells(self, slot: int, start: int, cells: CellArray) -> None:
-        """Set a slot's table from `start` on to `cells`; the slot ends behind them."""
+        """Set a slot's table from `start` on to `cells`; the slot ends after them."""
         stop = self._lengths[slot] = start + len(cells)
         self._tables[slot, start:stop] = cells
         if self.device_table is not None and stop > start:

@@ -32,7 +32,7 @@ from kvcache.recurrent import RecurrentStates
 from kvcache.snapshot import PrefixNode
 from kvcache.spec import LayerSpec, Span, group_layers
 
-# Tokens evicted at once from a long leaf: a 64th of all cells, 256 at most. Eviction then runs every 32nd step of 8
+# Tokens evicted at once from a long leaf: a 64th of all cells, up to 256. Eviction then runs every 32nd step of 8
 # decoding sequences instead of every step, and at most 256 cached tokens are lost early.
 _EVICTION_SHARE, _MAX_EVICTION_TOKENS = 64, 256
 
@@ -45,7 +45,7 @@ class Cache:
                       window need fewer (GroupSpec.pool_cells). slots x capacity is always enough
     max_batch_tokens  tokens of one forward; None: capacity
     state_bytes       of recurrent states in the prefix tree; None: the model has no recurrent layers
-    state_spacing     tokens between two of its recurrent states at least, beside the ends of prompts and answers
+    state_spacing     minimum tokens between two of its recurrent states, besides the ends of prompts and answers
     offload           host memory and disk for evicted prefixes; None: neither
     dtype             storage of keys and values: any floating type, or int8 (kvcache/kv_buffer.py)
     on_move           called with (group, old cells, new cells, distance) before a shift moves keys
@@ -70,8 +70,8 @@ class Cache:
     ) -> None:
         self.slots, self.capacity, self.cells = slots, capacity, cells
         specs = group_layers([layer.limited_to(capacity) for layer in layers])
-        target, most = torch.device(device), capacity if max_batch_tokens is None else max_batch_tokens
-        sizes = [spec.pool_cells(cells, slots=slots, max_batch_tokens=most) for spec in specs]
+        target, max_tokens = torch.device(device), capacity if max_batch_tokens is None else max_batch_tokens
+        sizes = [spec.pool_cells(cells, slots=slots, max_batch_tokens=max_tokens) for spec in specs]
         self._groups = tuple(
             AttentionGroup(
                 spec,
@@ -80,9 +80,9 @@ class Cache:
                 cells=size,
                 dtype=dtype,
                 device=target,
-                on_move=None if on_move is None else partial(on_move, at),
+                on_move=None if on_move is None else partial(on_move, index),
             )
-            for at, (spec, size) in enumerate(zip(specs, sizes, strict=True))
+            for index, (spec, size) in enumerate(zip(specs, sizes, strict=True))
         )
         self._full_groups = [group for group in self._groups if group.spec.attention_range.kind == "full"]
         self.recurrent_states = (
@@ -92,7 +92,7 @@ class Cache:
             self._groups if self.recurrent_states is None else (*self._groups, self.recurrent_states)
         )
         self._layer_groups = {
-            layer: (group, own) for group in self._groups for own, layer in enumerate(group.spec.layers)
+            layer: (group, group_layer) for group in self._groups for group_layer, layer in enumerate(group.spec.layers)
         }
         token_bytes = sum(spec.cell_bytes(dtype) for spec in specs)
         min_eviction = max(min(cells // _EVICTION_SHARE, _MAX_EVICTION_TOKENS), 1)
@@ -153,7 +153,7 @@ class Cache:
         self.rewind(slot, 0)
 
     def shift(self, slot: int, keep: int, drop: int, *, states: Literal["rebuild", "carry"] = "rebuild") -> int:
-        """Remove the tokens [keep, keep + drop) and move the tokens behind them. Returns the slot's new length.
+        """Remove the tokens [keep, keep + drop) and move the tokens after them. Returns the slot's new length.
 
         The new length is `length - drop`. It is `keep` or less, and the rest must be recomputed, if the model cannot be
         shifted, if a window at the new end would include released cells, or with `states="rebuild"` if the model has
@@ -306,7 +306,7 @@ class Cache:
         return [shortfall(partial(check, component)) for component in self._components]
 
     def _resume_length(self, slot: int, length: int) -> int:
-        """The largest length, at most the one asked for, at which the slot can resume."""
+        """The largest length up to `length` at which the slot can resume."""
         self._check_slot(slot)
         if length < 0:
             raise ValueError(f"a slot cannot be cut to {length} tokens")

@@ -29,7 +29,7 @@ class CellPool:
     dtype             storage format: any floating type, or int8 (kvcache/kv_buffer.py)
     reference_counts  int32 [cells]: references from slots and from nodes of the prefix tree; 0: the cell is free
     free_cells        cells without a reference
-    spare_cell        behind all others, for rows of no sequence; on devices only
+    spare_cell        after all others, for padding rows; on devices only
     """
 
     def __init__(self, spec: GroupSpec, cells: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -42,7 +42,7 @@ class CellPool:
     def allocate(self, count: int, *, after: int = -1) -> CellArray:
         """Allocate `count` cells with a reference count of 1. Raises OutOfCells and then allocates none.
 
-        Free cells directly behind the cell `after` come first: a sequence then tends to be one run of cells, which
+        Free cells directly after the cell `after` come first: a sequence then tends to be one run of cells, which
         attention reads without a gather.
         """
         if count > self.free_cells:
@@ -58,7 +58,7 @@ class CellPool:
         return cells
 
     def allocate_next(self, after: int) -> int | None:
-        """Allocate the cell behind `after`; None if it is in use. Fast path of `allocate` for one decoded token."""
+        """The cell after `after`; None if it is in use. Fast path of `allocate` for one decoded token."""
         cell = after + 1
         if cell == self.cells or self.reference_counts.item(cell):
             return None
@@ -106,18 +106,18 @@ class CellPool:
                 yield f"{kind}.{name}", tensor
 
     def _free_run_after(self, after: int, count: int) -> int:
-        """Length of the run of free cells behind `after`, at most `count`."""
-        behind = self.reference_counts[after + 1 : after + 1 + count]
-        in_use = behind.nonzero()[0]
-        return int(in_use[0]) if len(in_use) else len(behind)
+        """Length of the run of free cells that follows `after`, up to `count`."""
+        following = self.reference_counts[after + 1 : after + 1 + count]
+        in_use = following.nonzero()[0]
+        return int(in_use[0]) if len(in_use) else len(following)
 
     def _from_largest_runs(self, count: int) -> CellArray:
         """`count` free cells from the largest free runs, found in one pass over the pool (1 ms for a million cells)."""
         bounds = np.flatnonzero(np.diff(self.reference_counts == 0, prepend=False, append=False))
         starts, lengths = bounds[::2], bounds[1::2] - bounds[::2]
         # `count` cells need at most `count` runs: a partial sort is enough.
-        most = min(count, len(lengths))
-        largest = np.argpartition(-lengths, most - 1)[:most]
+        max_runs = min(count, len(lengths))
+        largest = np.argpartition(-lengths, max_runs - 1)[:max_runs]
         runs = []
         for run in largest[np.argsort(-lengths[largest], kind="stable")]:
             start, length = int(starts[run]), int(lengths[run])

@@ -32,7 +32,7 @@ class CacheComponent(Protocol[References]):
         ...
 
     def resume_length(self, slot: int, length: int) -> int:
-        """The largest length, at most the one asked for, at which the slot can resume.
+        """The largest length up to `length` at which the slot can resume.
 
         A slot keeps what it needs to resume at its own length; content needed only at smaller lengths may be released.
         """
@@ -59,7 +59,7 @@ class CacheComponent(Protocol[References]):
         ...
 
     def can_shift(self, slot: int, keep: int, drop: int) -> bool:
-        """Whether the content behind [keep, keep + drop) can move by -drop and resume there."""
+        """Whether the content after [keep, keep + drop) can move by -drop and resume there."""
         ...
 
     def check_shift(self, slot: int, keep: int, drop: int) -> None:
@@ -67,7 +67,7 @@ class CacheComponent(Protocol[References]):
         ...
 
     def shift(self, slot: int, keep: int, drop: int) -> None:
-        """Release [keep, keep + drop) and move the content behind it by -drop."""
+        """Release [keep, keep + drop) and move the content after it by -drop."""
         ...
 
     def acquire(self, slot: int, start: int, stop: int) -> References:
@@ -146,7 +146,7 @@ class CacheComponents(tuple[CacheComponent[Any], ...]):
     __slots__ = ()
 
     def resume_length(self, slot: int, length: int) -> int:
-        """The largest length, at most the one asked for, at which every component can resume."""
+        """The largest length up to `length` at which every component can resume."""
         before = -1
         while length != before:
             before = length
@@ -175,7 +175,7 @@ class CacheComponents(tuple[CacheComponent[Any], ...]):
     def concat(self, first: ComponentReferences, second: ComponentReferences) -> ComponentReferences:
         """Join the references of two adjacent ranges."""
         parts = zip(self, first, second, strict=True)
-        return [component.concat(one, other) for component, one, other in parts]
+        return [component.concat(before, after) for component, before, after in parts]
 
     def attach(self, slot: int, references: ComponentReferences) -> None:
         """Append the content of a range to a slot."""
@@ -190,8 +190,8 @@ class CacheComponents(tuple[CacheComponent[Any], ...]):
         depth, before = max(cached_length, length), -1
         while depth != before:
             before = depth
-            for at, component in enumerate(self):
-                parts = [(start, references[at]) for start, references in ranges]
+            for index, component in enumerate(self):
+                parts = [(start, references[index]) for start, references in ranges]
                 depth = component.resume_depth(parts, cached_length, depth)
         return depth
 

@@ -11,7 +11,7 @@ from torch import Tensor
 class DeviceTable:
     """A copy of a group's tables.
 
-    cells  int64 [slots, capacity]: the cell of each position. Entries of holes, and those behind the end of a slot, are
+    cells  int64 [slots, capacity]: the cell of each position. Entries of holes, and those past the end of a slot, are
            stale
     """
 

@@ -2,7 +2,7 @@
 
 A file is named by the SHA-256 of all its bytes and is written under a temporary name first: a torn or changed file is
 rejected, and processes that share a folder never write different content to one name. Each identity (model, dtypes,
-cache layout) has a folder of its own. Files are safetensors; header and tokens are read at the start, the tensors on
+cache layout) has its own folder. Files are safetensors; header and tokens are read at the start, the tensors on
 demand.
 """
 
@@ -87,12 +87,12 @@ class DiskFolder:
 
     def scan(self) -> list[FoundFile]:
         """All files with a valid header; others are deleted. Never raises."""
-        found: list[FoundFile] = []
+        files: list[FoundFile] = []
         with suppress(OSError):
             for entry in sorted(os.scandir(self._folder), key=lambda entry: entry.name):
                 with suppress(OSError):
-                    found += self._inspect(entry)
-        return found
+                    files += self._inspect(entry)
+        return files
 
     def limit_other_identities(self, budget_bytes: int) -> None:
         """Delete files of other identities beyond a budget, least recently used first."""
@@ -106,7 +106,7 @@ class DiskFolder:
 
     def encode(self, header: FileHeader, content: Sequence[SavedTensors]) -> bytes:
         """The bytes of a file with the saved tensors of each component."""
-        tensors = {f"{at}/{name}": tensor for at, part in enumerate(content) for name, tensor in part.items()}
+        tensors = {f"{index}/{name}": tensor for index, part in enumerate(content) for name, tensor in part.items()}
         narrow = header.tokens.astype(np.int32)
         # Keys of bidirectional ranges need 64 bits, tokens 32.
         tensors["tokens"] = torch.from_numpy(narrow if (narrow == header.tokens).all() else header.tokens)
@@ -201,9 +201,9 @@ def _decode(data: bytes) -> list[SavedTensors]:
     content: list[SavedTensors] = [{} for _ in range(metadata["components"])]
     tensors: Mapping[str, Tensor] = load(data)
     for key, tensor in tensors.items():
-        at, _, name = key.partition("/")
+        index, _, name = key.partition("/")
         if name:
-            content[int(at)][name] = tensor
+            content[int(index)][name] = tensor
     return content
 
 
@@ -221,9 +221,9 @@ def _read_header(file: BinaryIO, size: int, identity: str) -> FileHeader:
         dtype = _TOKEN_DTYPES[header["tokens"]["dtype"]]
         tokens = np.frombuffer(file.read(min(end - begin, size)), dtype=dtype).astype(np.int64)
         salt, start = bytes.fromhex(metadata["salt"]), int(metadata["start"])
-        found = FileHeader(salt, start, tokens, bool(metadata["ends"]))
+        parsed = FileHeader(salt, start, tokens, bool(metadata["ends"]))
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise InvalidFile("its header is damaged") from error
-    if not 0 <= found.start < len(tokens):
+    if not 0 <= parsed.start < len(tokens):
         raise InvalidFile("it holds no tokens")
-    return found
+    return parsed

@@ -1,6 +1,6 @@
 """Files of encoder cache entries, so that the next process does not encode the same media again.
 
-They have a folder beside those of the prefix tree, with the same safety: names are digests of all bytes, writes are
+They have a folder next to those of the prefix tree, with the same safety: names are digests of all bytes, writes are
 atomic, damaged files are rejected (kvcache/disk.py).
 """
 
@@ -34,8 +34,8 @@ class EncoderFiles:
         self._files: OrderedDict[bytes, tuple[str, int]] = OrderedDict()
         self._bytes = 0
         self._unwritten: OrderedDict[bytes, EncoderEntry] = OrderedDict()
-        for found in sorted(self._disk.scan() if self._disk else (), key=lambda found: found.last_used):
-            self._add(found.header.salt, found.name, found.bytes)
+        for file in sorted(self._disk.scan() if self._disk else (), key=lambda file: file.last_used):
+            self._add(file.header.salt, file.name, file.bytes)
         self._enforce_budget()
 
     def read(self, digest: bytes) -> EncoderEntry | None:

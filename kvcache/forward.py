@@ -96,7 +96,7 @@ class Forward:
 
     @property
     def capacity(self) -> int:
-        """Tokens of a slot, at most."""
+        """Maximum tokens of a slot."""
         return self.cache.capacity
 
     def keep(self, slot: int, length: int) -> None:
@@ -117,8 +117,8 @@ class Forward:
 
     def layer_kv(self, layer: int) -> tuple[LayerKV, LayerKV]:
         """One layer's keys and values of the whole pool, to be read through the cells of `segments`."""
-        group, own = self.cache.layer_group(layer)
-        return LayerKV(group.pool.keys, own), LayerKV(group.pool.values, own)
+        group, group_layer = self.cache.layer_group(layer)
+        return LayerKV(group.pool.keys, group_layer), LayerKV(group.pool.values, group_layer)
 
     def attention_range(self, layer: int) -> AttentionRange:
         """The positions that a query of the layer attends to."""
@@ -153,7 +153,7 @@ class Forward:
 
     def group_cells(self, group: AttentionGroup) -> ForwardCells:
         """The cells of the batch in a group, from which a RepeatedForward can be made."""
-        attended = tuple(self._attended_cells(group, at) for at in range(len(self.spans)))
+        attended = tuple(self._attended_cells(group, index) for index in range(len(self.spans)))
         return ForwardCells(self._new_cells(group), attended)
 
     def recurrent_state(self, slot: int, position: int, name: Hashable) -> Tensor | None:
@@ -178,17 +178,17 @@ class Forward:
     def _make_segments(self, group: AttentionGroup) -> list[Segment]:
         assert self._open, "tokens have no cells before the forward is open"
         segments, begin = [], 0
-        for at, span in enumerate(self.spans):
+        for index, span in enumerate(self.spans):
             oldest = group.spec.attention_range.oldest_visible(span.start)
             batch_slice = slice(begin, begin + span.length)
-            cells = self._attended_cells(group, at)
+            cells = self._attended_cells(group, index)
             segments.append(Segment(batch_slice, span.start, cells, oldest, span.bidirectional))
             begin += span.length
         return segments
 
-    def _attended_cells(self, group: AttentionGroup, at: int) -> CellIndex:
+    def _attended_cells(self, group: AttentionGroup, span_index: int) -> CellIndex:
         """The cells that the tokens of the span with index `at` attend to."""
-        span = self.spans[at]
+        span = self.spans[span_index]
         oldest = group.spec.attention_range.oldest_visible(span.start)
         return group.cells_from(span.slot, oldest, by_device_table=self._by_device_table)
 
@@ -217,8 +217,8 @@ class RepeatedForward(Forward):
     def set_device_arrays(self, arrays: Sequence[Tensor]) -> None:
         """Nothing."""
 
-    def _attended_cells(self, group: AttentionGroup, at: int) -> CellIndex:
-        return self._cells[group].attended[at]
+    def _attended_cells(self, group: AttentionGroup, span_index: int) -> CellIndex:
+        return self._cells[group].attended[span_index]
 
     def _new_cells(self, group: AttentionGroup) -> CellIndex:
         return self._cells[group].new

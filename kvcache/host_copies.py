@@ -1,4 +1,4 @@
-"""Copies of tensors of a device in host memory, made beside the steps: nothing waits for them but `wait`."""
+"""Copies device tensors to host memory concurrently with steps; only `wait` blocks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvcache.component import SavedTensors
 
 
 class HostCopies:
-    """Copies from one device: page-locked and on a stream of their own for CUDA. Tensors of the CPU are not copied."""
+    """Copies from one device: page-locked and on their own stream for CUDA. Tensors of the CPU are not copied."""
 
     def __init__(self) -> None:
         self._stream: torch.cuda.Stream | None = None
@@ -30,13 +30,13 @@ class HostCopies:
         if tensor.device.type == "cpu":
             return tensor
         copied = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-        with self._beside(tensor):
+        with self._concurrently(tensor):
             copied.copy_(tensor, non_blocking=True)
         return copied
 
     @contextmanager
-    def _beside(self, tensor: Tensor) -> Iterator[None]:
-        """Operations that read the tensor, once it is computed, beside those of later steps."""
+    def _concurrently(self, tensor: Tensor) -> Iterator[None]:
+        """Operations that read the tensor, once it is computed, concurrently with later steps."""
         if not tensor.is_cuda:
             yield
             return

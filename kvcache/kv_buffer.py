@@ -2,7 +2,7 @@
 
 float          rows in any floating type; reading a run of cells in that type is a view
 int8           one byte a column and one float32 scale for each part of a row
-Hadamard int8  int8 behind a Hadamard transform, for keys: a few large columns would set the scale of all others
+Hadamard int8  int8 after a Hadamard transform, for keys: a few large columns would set the scale of all others
 
 Each row is quantised alone: stored content depends neither on the batch nor on the chunk size.
 """
@@ -42,7 +42,7 @@ class KVBuffer(Protocol):
         ...
 
     def read(self, layer: int, cells: CellIndex, dtype: torch.dtype) -> Tensor:
-        """One layer's rows [heads, len(cells), width], still behind `transform`; read only."""
+        """One layer's rows [heads, len(cells), width], with `transform` applied; read only."""
         ...
 
     def round(self, rows: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ class LayerKV:
         return self.buffer.width
 
     def read(self, cells: CellIndex, dtype: torch.dtype) -> Tensor:
-        """Rows [heads, len(cells), width] behind `transform`; a view where format and cells allow one."""
+        """Rows [heads, len(cells), width] with `transform` applied; a view where format and cells allow one."""
         return self.buffer.read(self.layer, cells, dtype)
 
     def transform(self, rows: Tensor) -> Tensor:
@@ -105,7 +105,6 @@ class FloatKVBuffer:
         return _gather(self.rows[layer], cells).to(dtype)
 
     def round(self, rows: Tensor) -> Tensor:
-        """See KVBuffer."""
         return rows.to(self.rows.dtype).to(rows.dtype)
 
     def transform(self, rows: Tensor) -> Tensor:
@@ -146,7 +145,6 @@ class Int8KVBuffer:
         return self._dequantise(_gather(self.codes[layer], cells), _gather(self.scales[layer], cells), dtype)
 
     def round(self, rows: Tensor) -> Tensor:
-        """See KVBuffer."""
         if not self.parts:
             return rows
         return self.transform(self._dequantise(*self._quantise(rows), rows.dtype)).to(rows.dtype)
@@ -173,7 +171,7 @@ class Int8KVBuffer:
 
 
 class HadamardInt8KVBuffer(Int8KVBuffer):
-    """Int8 rows with each part behind a Hadamard transform."""
+    """Int8 rows; each part is Hadamard-transformed."""
 
     def transform(self, rows: Tensor) -> Tensor:
         """Transform every part of the rows, or the first part alone if `rows` has no more columns."""

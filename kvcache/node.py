@@ -39,7 +39,7 @@ class OffloadEntry:
 
     @property
     def stop(self) -> int:
-        """The position behind the last token."""
+        """The position after the last token."""
         return self.start + len(self.tokens)
 
     @property
@@ -93,7 +93,7 @@ class Node:
 
     @property
     def stop(self) -> int:
-        """The position behind the edge."""
+        """The position after the edge."""
         return self.start + len(self.tokens)
 
     @property
@@ -109,7 +109,7 @@ class Node:
     @property
     def written_slices(self) -> list[EntrySlice]:
         """The leading slices with a file."""
-        missing = (at for at, part in enumerate(self.entry_slices) if part.entry.file is None)
+        missing = (index for index, part in enumerate(self.entry_slices) if part.entry.file is None)
         return self.entry_slices[: next(missing, len(self.entry_slices))]
 
     def path(self) -> list[Node]:
@@ -130,11 +130,11 @@ class Node:
             part.entry.nodes.add(self)
 
 
-def split_slices(slices: Sequence[EntrySlice], at: int) -> tuple[list[EntrySlice], list[EntrySlice]]:
+def split_slices(slices: Sequence[EntrySlice], length: int) -> tuple[list[EntrySlice], list[EntrySlice]]:
     """The slices of an edge's first `at` tokens, and of the rest."""
     upper, lower, begin = [], [], 0
     for part in slices:
-        middle = min(max(at - begin, 0), part.stop - part.start)
+        middle = min(max(length - begin, 0), part.stop - part.start)
         if middle:
             upper.append(EntrySlice(part.entry, part.start, part.start + middle))
         if part.start + middle < part.stop:

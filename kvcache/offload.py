@@ -1,6 +1,6 @@
 """The offload tier of the prefix tree: evicted content in host memory and in files.
 
-Evicted content is saved in host memory, from a device by copies beside the steps (host_copies.py). Recently used
+Evicted content is saved in host memory, from a device by copies concurrent with steps (host_copies.py). Recently used
 content is written to files when the engine is idle, and found again by the next process. Memory and files have a budget
 each; least recently used entries go first. `on_lost` reports entries without content to the tree. A node's file is
 written before the files of its children: the prefix of every file is in files too.
@@ -24,7 +24,7 @@ from kvcache.node import EntrySlice, Node, OffloadEntry
 # Size of an entry, so that writing or loading one never blocks the engine for long: 80 ms to write and 85 ms to load,
 # digest included, on one core.
 MAX_ENTRY_BYTES = 16 * 2**20
-# Host memory for evicted content that is not written to a file yet, beside any memory budget.
+# Host memory for evicted content that is not written to a file yet, besides any memory budget.
 WRITE_BUFFER_BYTES = 64 * 2**20
 
 
@@ -39,7 +39,7 @@ class OffloadConfig:
     memory_bytes  budget in host memory; 0: with a folder, content stays there until it is written; else none is kept
     folder        of the files; None: nothing survives the process
     disk_bytes    budget of all files; files of other identities count when the process starts
-    identity      what the content depends on beside the tokens: weights, model configuration, dtypes, cache layout
+    identity      what the content depends on besides the tokens: weights, model configuration, dtypes, cache layout
     report        called with a sentence about each failed read or write; no request fails for it
     """
 
@@ -97,14 +97,14 @@ class OffloadTier:
         """The files of earlier processes, prefixes first; the caller gives each entry nodes or removes it."""
         if self._disk is None:
             return
-        every = self._disk.scan()
-        self._disk.limit_other_identities(self._config.disk_bytes - sum(found.bytes for found in every))
+        files = self._disk.scan()
+        self._disk.limit_other_identities(self._config.disk_bytes - sum(file.bytes for file in files))
         # Of two files with one start the shorter is newer: an edge was split and its upper part computed again.
-        for found in sorted(every, key=lambda found: (found.header.start, len(found.header.tokens))):
-            entry = OffloadEntry(found.header.start, found.header.tokens[found.header.start :])
-            entry.file, entry.file_bytes = found.name, found.bytes
+        for file in sorted(files, key=lambda file: (file.header.start, len(file.header.tokens))):
+            entry = OffloadEntry(file.header.start, file.header.tokens[file.header.start :])
+            entry.file, entry.file_bytes = file.name, file.bytes
             self._files.add(entry)
-            yield found, entry
+            yield file, entry
 
     def enforce_budgets(self) -> None:
         """Drop least recently used entries beyond the budgets."""
@@ -190,8 +190,8 @@ class OffloadTier:
         """Write entries to files, most recently used first, at most `budget_bytes` or one entry; the bytes written."""
         written = 0
         while (node := self._next_unwritten()) is not None:
-            most = min(len(node.tokens), self.max_entry_tokens) * self._token_bytes
-            if written and written + most > budget_bytes:
+            max_bytes = min(len(node.tokens), self.max_entry_tokens) * self._token_bytes
+            if written and written + max_bytes > budget_bytes:
                 break
             size = self._write_entry(node)
             if not size:
@@ -213,8 +213,8 @@ class OffloadTier:
         fresh = len(slices) == len(node.entry_slices)
         entry = self._save(node, begin) if fresh else node.entry_slices[len(slices)].entry
         assert entry.content is not None, "an entry without a file is in memory"
-        path = np.concatenate([each.tokens for each in node.path()])
-        ends_edge = any(entry.stop == each.stop for each in (node, *entry.nodes))
+        path = np.concatenate([other.tokens for other in node.path()])
+        ends_edge = any(entry.stop == other.stop for other in (node, *entry.nodes))
         header = FileHeader(node.salt, entry.start, np.concatenate((path[: entry.start], entry.tokens)), ends_edge)
         self._copies.wait()
         data = self._disk.encode(header, entry.content)
@@ -234,8 +234,8 @@ class OffloadTier:
             node.set_entry_slices([*node.entry_slices, EntrySlice(entry, 0, len(entry.tokens))])
         elif self.memory_bytes > self._config.memory_bytes:
             self._drop_from_memory(entry)
-        for each in tuple(entry.nodes):
-            self.track_unwritten(each)
+        for other in tuple(entry.nodes):
+            self.track_unwritten(other)
         return entry.file_bytes
 
     def _free_disk(self, size: int, last_used: int) -> bool:
@@ -259,7 +259,7 @@ class OffloadTier:
             self._delete_file(self._files.oldest)
 
     def _save(self, node: Node, start: int) -> OffloadEntry:
-        """A new entry with a resident node's content from `start` on, at most `max_entry_tokens`."""
+        """A new entry with a resident node's content from `start` on, up to `max_entry_tokens`."""
         stop = min(start + self.max_entry_tokens, len(node.tokens))
         entry = OffloadEntry(node.start + start, node.tokens[start:stop].copy())
         saved = self._components.save(self._components.slice(node.references, start, stop))

@@ -42,7 +42,7 @@ class PrefixCounts:
 class PrefixMatch:
     """The longest match of a token sequence.
 
-    diverged  the tree continues behind the match, with other tokens
+    diverged  the tree continues after the match, with other tokens
     """
 
     length: int
@@ -150,7 +150,7 @@ class PrefixTree:
         self.offload.enforce_budgets()
 
     def _insert_tail(self, slot: int, path: list[Node], tokens: TokenArray, salt: bytes) -> None:
-        """Insert the slot's content behind the end of a matched path."""
+        """Insert the slot's content after the end of a matched path."""
         above = self._radix.node_at_end(path, path[-1].stop if path else 0, salt)
         start = above.stop
         references = self._components.acquire(slot, start, len(tokens))
@@ -168,11 +168,19 @@ class PrefixTree:
         if self._components.resume_length(slot, depth) < depth:
             return
         for node in reversed(path):
-            if self._components.resume_depth([each.start_and_references for each in path], 0, depth) == depth:
+            if self._components.resume_depth([path_node.start_and_references for path_node in path], 0, depth) == depth:
                 return
-            for at, component in enumerate(self._components):
-                if component.resume_depth([(each.start, each.references[at]) for each in path], 0, depth) < depth:
-                    gapped, node.references[at] = node.references[at], component.acquire(slot, node.start, node.stop)
+            for index, component in enumerate(self._components):
+                if (
+                    component.resume_depth(
+                        [(path_node.start, path_node.references[index]) for path_node in path], 0, depth
+                    )
+                    < depth
+                ):
+                    gapped, node.references[index] = (
+                        node.references[index],
+                        component.acquire(slot, node.start, node.stop),
+                    )
                     component.release(gapped)
             self.offload.set_entry_slices(node, [])
             self._radix.add_to_lru(node)
@@ -211,12 +219,12 @@ class PrefixTree:
 
     def _trim(self, needed: list[int]) -> None:
         """Trim nodes, least recently used first, until each component has what it needs."""
-        for at, (component, trimmable) in enumerate(zip(self._components, self._radix.trimmable, strict=True)):
-            while needed[at] > 0 and trimmable:
+        for index, (component, trimmable) in enumerate(zip(self._components, self._radix.trimmable, strict=True)):
+            while needed[index] > 0 and trimmable:
                 node, _ = trimmable.popitem(last=False)
-                before = component.freeable(node.references[at])
-                node.references[at] = component.trim(node.references[at], node.start)
-                needed[at] -= before - component.freeable(node.references[at])
+                before = component.freeable(node.references[index])
+                node.references[index] = component.trim(node.references[index], node.start)
+                needed[index] -= before - component.freeable(node.references[index])
                 self._counts.trimmed += len(node.tokens)
 
     def _evict_tail(self, leaf: Node, needed: list[int]) -> None:
@@ -230,8 +238,8 @@ class PrefixTree:
             tail = self._components.slice(leaf.references, keep, len(leaf.tokens))
             if self._components.frees_needed(tail, needed):
                 self._radix.lru.move_to_end(self._radix.split(leaf, keep), last=False)
-        for at, count in enumerate(self._components.freeable(leaf.references)):
-            needed[at] -= count
+        for index, count in enumerate(self._components.freeable(leaf.references)):
+            needed[index] -= count
         self._offload_node(leaf)
 
     def _offload_node(self, node: Node) -> None:
@@ -252,7 +260,7 @@ class PrefixTree:
 
         The nodes of the path are taken out of the LRU order meanwhile, so that loading does not evict them.
         """
-        first = next(at for at, node in enumerate(path) if not node.resident)
+        first = next(index for index, node in enumerate(path) if not node.resident)
         depth = self._loadable_depth(path, cached_length, depth)
         if depth - max(cached_length, path[first].start) < MIN_LOAD_TOKENS:
             return path[:first], min(depth, path[first].start)
@@ -322,8 +330,8 @@ class PrefixTree:
 
     def _insert_files(self) -> None:
         """Insert the files of earlier processes; files without their prefix, and duplicates, are deleted."""
-        found = list(self.offload.scan())
-        for file, entry in found:
+        files = list(self.offload.scan())
+        for file, entry in files:
             tokens, start = file.header.tokens, file.header.start
             path, depth = self._radix.match(tokens, file.header.salt)
             if not start <= depth < len(tokens):
@@ -333,7 +341,7 @@ class PrefixTree:
             node.fixed_end = file.header.ends_edge
             slices = [*node.entry_slices, EntrySlice(entry, depth - start, len(tokens) - start)]
             self.offload.set_entry_slices(node, slices)
-        for _, entry in sorted(found, key=lambda pair: pair[0].last_used):
+        for _, entry in sorted(files, key=lambda pair: pair[0].last_used):
             if entry.nodes:
                 self._radix.touch(max(entry.nodes, key=lambda node: node.stop).path())
         self.offload.enforce_budgets()

@@ -68,7 +68,7 @@ class RadixTree:
         return upper
 
     def add_tokens(self, above: Node, tokens: TokenArray) -> Node:
-        """Add tokens behind `above`: to its own edge if it is a leaf without a fixed end, else as a new child.
+        """Add tokens after `above`: to its own edge if it is a leaf without a fixed end, else as a new child.
 
         Returns the node that ends at the last token.
         """
@@ -80,19 +80,19 @@ class RadixTree:
         self.node_count += 1
         return child
 
-    def split(self, node: Node, at: int) -> Node:
+    def split(self, node: Node, length: int) -> Node:
         """Split a node's edge; the returned upper part takes the node's place in the tree."""
         assert node.parent is not None, "a root has no edge"
-        upper = self._make_node(node.tokens[:at], node.parent, node.start, node.salt)
+        upper = self._make_node(node.tokens[:length], node.parent, node.start, node.salt)
         upper.last_used, upper.resident, upper.resident_children = node.last_used, node.resident, int(node.resident)
         node.parent.children[int(node.tokens[0])] = upper
-        upper.children[int(node.tokens[at])] = node
+        upper.children[int(node.tokens[length])] = node
         if node.resident:
-            upper.references = self._components.slice(node.references, 0, at)
-            node.references = self._components.slice(node.references, at, len(node.tokens))
-        node.tokens, node.parent, node.start = node.tokens[at:], upper, node.start + at
+            upper.references = self._components.slice(node.references, 0, length)
+            node.references = self._components.slice(node.references, length, len(node.tokens))
+        node.tokens, node.parent, node.start = node.tokens[length:], upper, node.start + length
         self.node_count += 1
-        upper_slices, lower_slices = split_slices(node.entry_slices, at)
+        upper_slices, lower_slices = split_slices(node.entry_slices, length)
         upper.set_entry_slices(upper_slices)
         self.offload.set_entry_slices(node, lower_slices)
         self.offload.track_unwritten(upper)
@@ -148,11 +148,11 @@ class RadixTree:
         else:
             self._detach(node)
             removed.append(node)
-        for each in removed:
-            removed.extend(each.children.values())
-            each.parent = None
+        for descendant in removed:
+            removed.extend(descendant.children.values())
+            descendant.parent = None
             self.node_count -= 1
-            self.offload.set_entry_slices(each, [])
+            self.offload.set_entry_slices(descendant, [])
 
     def remove_salt(self, salt: bytes) -> None:
         """Remove all nodes of a salt, with their content in cells, memory and files."""

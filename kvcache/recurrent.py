@@ -2,7 +2,7 @@
 
 A state is a set of tensors that are never written in place: a forward stores new ones. A checkpoint is therefore a
 reference, sharing needs no copy, and a rollback returns to the old tensors. Unlike cells, states exist only at some
-positions: `resume_length` and `resume_depth` return one of them, and the caller recomputes the tokens behind it.
+positions: `resume_length` and `resume_depth` return one of them, and the caller recomputes the tokens after it.
 
 On a device the last states of decoding slots are in a pool (kvcache/state_pool.py), which later steps overwrite; they
 are copied out of it when they are acquired.
@@ -54,7 +54,7 @@ class RecurrentStates:
 
     budget_bytes  of states in the prefix tree
     device        of loaded states
-    spacing       tokens between two states of a slot or of a node of the prefix tree, at least, beside the last one
+    spacing       minimum tokens between two states of a slot or of a node of the prefix tree, except the last one
 
     pool  of the slots whose tokens are computed by `token_rows`
     """
@@ -90,40 +90,42 @@ class RecurrentStates:
         The spans have been appended, and have one token each that is not the first of its slot.
         """
         rows = np.empty((2, len(spans)), np.int64)
-        for at, span in enumerate(spans):
+        for index, span in enumerate(spans):
             states = self._slots[span.slot].states
             before = self.pool.insert(span.slot, states[span.start])
             states[span.stop] = after = self.pool.other(before)
-            rows[:, at] = before.row, after.row
+            rows[:, index] = before.row, after.row
         return rows
 
     def truncate(self, slot: int, length: int) -> None:
-        """Release the states behind `length`, which must have a state."""
-        own = self._slots[slot]
-        own.length = length
-        own.checkpoints = [position for position in own.checkpoints if position <= length][-_MAX_SLOT_CHECKPOINTS:]
-        kept = {0, length, *own.checkpoints}
-        own.states = {position: state for position, state in own.states.items() if position in kept}
+        """Release the states after `length`, which must have a state."""
+        slot_states = self._slots[slot]
+        slot_states.length = length
+        slot_states.checkpoints = [position for position in slot_states.checkpoints if position <= length][
+            -_MAX_SLOT_CHECKPOINTS:
+        ]
+        kept = {0, length, *slot_states.checkpoints}
+        slot_states.states = {position: state for position, state in slot_states.states.items() if position in kept}
 
     def check_append(self, spans: Sequence[Span]) -> None:
         """Never raises: states are not allocated in advance."""
 
     def append(self, spans: Sequence[Span]) -> None:
-        """Create an empty state behind each span and before each of its draft tokens.
+        """Create an empty state after each span and before each of its draft tokens.
 
         The state before the span is kept until the forward ends.
         """
         for span in spans:
-            own = self._slots[span.slot]
-            own.length = span.stop
-            own.states |= {stop: {} for _, stop in span.state_ranges}
+            slot_states = self._slots[span.slot]
+            slot_states.length = span.stop
+            slot_states.states |= {stop: {} for _, stop in span.state_ranges}
             if span.length > 1 and not span.draft_tokens:
-                if self._is_too_close(own.checkpoints):
-                    own.checkpoints.pop()
-                own.checkpoints.append(span.stop)
+                if self._is_too_close(slot_states.checkpoints):
+                    slot_states.checkpoints.pop()
+                slot_states.checkpoints.append(span.stop)
 
     def release_out_of_reach(self) -> None:
-        """Nothing to release: beside its last state a slot has checkpoints only."""
+        """Nothing to release: besides its last state a slot has checkpoints only."""
 
     def can_shift(self, slot: int, keep: int, drop: int) -> bool:
         """True: the last state is carried over unchanged; it still contains the dropped tokens."""
@@ -137,19 +139,23 @@ class RecurrentStates:
 
         A slot without remaining tokens starts from zeros.
         """
-        own = self._slots[slot]
-        length = own.length - drop
-        states = {position: state for position, state in own.states.items() if position <= keep}
-        checkpoints = [position for position in own.checkpoints if position <= keep and position < length]
-        self._slots[slot] = _SlotStates(length, states | {length: own.states[own.length]} | {0: {}}, checkpoints)
+        slot_states = self._slots[slot]
+        length = slot_states.length - drop
+        states = {position: state for position, state in slot_states.states.items() if position <= keep}
+        checkpoints = [position for position in slot_states.checkpoints if position <= keep and position < length]
+        self._slots[slot] = _SlotStates(
+            length, states | {length: slot_states.states[slot_states.length]} | {0: {}}, checkpoints
+        )
 
     def acquire(self, slot: int, start: int, stop: int) -> Checkpoints:
         """The slot's states in (start, stop]."""
         states = self._slots[slot].states
-        for at, state in states.items():
-            if start < at <= stop and isinstance(state, PooledState):
-                states[at] = state.copy()
-        acquired = Checkpoints(stop - start, {at - start: state for at, state in states.items() if start < at <= stop})
+        for position, state in states.items():
+            if start < position <= stop and isinstance(state, PooledState):
+                states[position] = state.copy()
+        acquired = Checkpoints(
+            stop - start, {position - start: state for position, state in states.items() if start < position <= stop}
+        )
         self._held_bytes += acquired.bytes
         return acquired
 
@@ -160,7 +166,9 @@ class RecurrentStates:
     def slice(self, references: Checkpoints, start: int, stop: int) -> Checkpoints:
         """The states in (start, stop] of a range."""
         states = references.states.items()
-        return Checkpoints(stop - start, {at - start: state for at, state in states if start < at <= stop})
+        return Checkpoints(
+            stop - start, {position - start: state for position, state in states if start < position <= stop}
+        )
 
     def concat(self, first: Checkpoints, second: Checkpoints) -> Checkpoints:
         """The states of two adjacent ranges.
@@ -171,21 +179,23 @@ class RecurrentStates:
         earlier = dict(first.states)
         if first.length in earlier and second.length in second.states and self._is_too_close(sorted(earlier)):
             self._held_bytes -= Checkpoints(first.length, {first.length: earlier.pop(first.length)}).bytes
-        later = {first.length + at: state for at, state in second.states.items()}
+        later = {first.length + position: state for position, state in second.states.items()}
         return Checkpoints(first.length + second.length, earlier | later)
 
     def resume_depth(self, ranges: Sequence[tuple[int, Checkpoints]], cached_length: int, length: int) -> int:
         """The last position up to `length` that has a state in the ranges; else `cached_length`."""
-        found = (begin + at for begin, part in ranges for at in part.states if begin + at <= length)
-        return max(cached_length, *found, 0)
+        positions = (
+            begin + position for begin, part in ranges for position in part.states if begin + position <= length
+        )
+        return max(cached_length, *positions, 0)
 
     def attach(self, slot: int, references: Checkpoints) -> None:
         """Append a range to the slot; the last range of a path must end at a state."""
-        own = self._slots[slot]
-        for at, state in references.states.items():
-            own.states[own.length + at] = state
-            own.checkpoints.append(own.length + at)
-        own.length += references.length
+        slot_states = self._slots[slot]
+        for position, state in references.states.items():
+            slot_states.states[slot_states.length + position] = state
+            slot_states.checkpoints.append(slot_states.length + position)
+        slot_states.length += references.length
 
     def freeable(self, references: Checkpoints) -> int:
         """Bytes of the states."""
@@ -201,12 +211,12 @@ class RecurrentStates:
 
     def can_trim(self, references: Checkpoints, start: int) -> bool:
         """Whether there are states before the end of the range."""
-        return any(at < references.length for at in references.states)
+        return any(position < references.length for position in references.states)
 
     def trim(self, references: Checkpoints, start: int) -> Checkpoints:
         """Release all states but the one at the end of the range."""
         self._held_bytes -= references.bytes
-        last = {at: state for at, state in references.states.items() if at == references.length}
+        last = {position: state for position, state in references.states.items() if position == references.length}
         trimmed = Checkpoints(references.length, last)
         self._held_bytes += trimmed.bytes
         return trimmed
@@ -214,8 +224,8 @@ class RecurrentStates:
     def save(self, references: Checkpoints) -> SavedTensors:
         """The tensors of all states, by "tokens before it:name" with the name as JSON."""
         return {
-            f"{at}:{json.dumps(name)}": tensor.clone(memory_format=torch.contiguous_format)
-            for at, state in references.states.items()
+            f"{position}:{json.dumps(name)}": tensor.clone(memory_format=torch.contiguous_format)
+            for position, state in references.states.items()
             for name, tensor in state.items()
         }
 
@@ -224,22 +234,22 @@ class RecurrentStates:
 
     def placeholder(self, content: SavedTensors, length: int) -> Checkpoints:
         """Empty states at the positions of the saved ones."""
-        return Checkpoints(length, {at: {} for at in {int(key.partition(":")[0]) for key in content}})
+        return Checkpoints(length, {position: {} for position in {int(key.partition(":")[0]) for key in content}})
 
     def load(self, content: SavedTensors, start: int, stop: int) -> Checkpoints:
         """The states in (start, stop] of a saved range."""
         states: dict[int, dict[Hashable, Tensor]] = {}
         for key, tensor in content.items():
-            at, _, name = key.partition(":")
-            if start < int(at) <= stop:
-                state = states.setdefault(int(at) - start, {})
+            position, _, name = key.partition(":")
+            if start < int(position) <= stop:
+                state = states.setdefault(int(position) - start, {})
                 state[_hashable(json.loads(name))] = tensor.to(self._device, copy=True)
         loaded = Checkpoints(stop - start, {**states})
         self._held_bytes += loaded.bytes
         return loaded
 
     def _is_too_close(self, positions: Sequence[int]) -> bool:
-        """Whether the last of ascending positions is less than the spacing behind the one before it, or 0."""
+        """Whether the last of ascending positions is closer than the spacing to its predecessor, or to 0."""
         return bool(positions) and positions[-1] - (positions[-2] if len(positions) > 1 else 0) < self._spacing
 
 

@@ -1,6 +1,6 @@
 """Batches of few tokens, as numbers on a device: a recorded step reads them anew at each replay.
 
-Each token is a row with a range of its own, so decoded tokens and draft tokens are alike.
+Each token is a row with its own range, so decoded tokens and draft tokens are alike.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _COMMON, _OF_GROUP, _OF_STATES = 2, 2, 2
 class RowCells:
     """The cells of one group, int64 on its device.
 
-    table   of all slots, one after the other
-    begins  [rows]: index in `table` of position 0 of the row's slot
-    oldest  [rows]: the first position that the row attends to
-    latest  [rows]: its own position, the last one
-    new     [rows]: the cell of its token
-    most    positions that a row attends to, at most
+    table         of all slots, one after the other
+    begins        [rows]: index in `table` of position 0 of the row's slot
+    oldest        [rows]: the first position that the row attends to
+    latest        [rows]: the position of its token, the last one
+    new           [rows]: the cell of its token
+    max_attended  maximum positions that a row attends to
     """
 
     table: Tensor
@@ -42,7 +42,7 @@ class RowCells:
     oldest: Tensor
     latest: Tensor
     new: Tensor
-    most: int
+    max_attended: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +76,8 @@ def row_numbers(cache: Cache, spans: Sequence[Span], rows: int) -> NDArray[np.in
     slots, lengths = [span.slot for span in spans], [span.length for span in spans]
     numbers[0, :count] = np.repeat(np.asarray(slots, np.int64) * cache.capacity, lengths)
     numbers[1, :count] = positions
-    for at, group in enumerate(cache.groups):
-        oldest, new = numbers[_COMMON + _OF_GROUP * at :][:_OF_GROUP]
+    for index, group in enumerate(cache.groups):
+        oldest, new = numbers[_COMMON + _OF_GROUP * index :][:_OF_GROUP]
         oldest[:count] = group.spec.attention_range.oldest_visible(positions)
         new[:] = group.pool.spare_cell
         new[:count] = group.new_cells(spans) if spans else ()
@@ -96,40 +96,37 @@ def pooled_states(cache: Cache, name: Hashable) -> Tensor:
 class RowForward:
     """Stores and attends to the cells of `numbers`; the transaction is that of an open Forward.
 
-    numbers  of `row_numbers`, on the device of the cells
-    most     positions that a row attends to, at most
+    numbers       of `row_numbers`, on the device of the cells
+    max_attended  maximum positions that a row attends to
 
     state_rows  of all rows; None: a cache without recurrent states
     """
 
-    def __init__(self, cache: Cache, numbers: Tensor, most: int) -> None:
-        self._cache, self._numbers, self._most = cache, numbers, most
+    def __init__(self, cache: Cache, numbers: Tensor, max_attended: int) -> None:
+        self._cache, self._numbers, self._max_attended = cache, numbers, max_attended
         self.positions = numbers[1]
         rows = torch.arange(numbers.shape[1], device=numbers.device)
         self.state_rows = None if cache.recurrent_states is None else StateRows(rows, *numbers[-_OF_STATES:])
         self._cells = {}
-        for at, group in enumerate(cache.groups):
+        for index, group in enumerate(cache.groups):
             assert group.device_table is not None, "cells in CPU memory"
-            oldest, new = numbers[_COMMON + _OF_GROUP * at :][:_OF_GROUP]
+            oldest, new = numbers[_COMMON + _OF_GROUP * index :][:_OF_GROUP]
             table = group.device_table.cells.view(-1)
-            own = min(most, group.spec.attention_range.size or most)
-            self._cells[group] = RowCells(table, numbers[0], oldest, self.positions, new, own)
+            range_limit = min(max_attended, group.spec.attention_range.size or max_attended)
+            self._cells[group] = RowCells(table, numbers[0], oldest, self.positions, new, range_limit)
 
     def copy(self) -> RowForward:
-        """The same numbers with RowCells of its own, for one recording: kernels keep the tables of a RowCells."""
-        return RowForward(self._cache, self._numbers, self._most)
+        """The same numbers with new RowCells, for one recording: kernels keep the tables of a RowCells."""
+        return RowForward(self._cache, self._numbers, self._max_attended)
 
     def store_kv(self, layer: int, keys: Tensor, values: Tensor, store: StoreFunction) -> None:
-        """See Forward.store_kv."""
         store(*self.layer_kv(layer), self.row_cells(layer).new, keys, values)
 
     def layer_kv(self, layer: int) -> tuple[LayerKV, LayerKV]:
-        """See Forward.layer_kv."""
-        group, own = self._cache.layer_group(layer)
-        return LayerKV(group.pool.keys, own), LayerKV(group.pool.values, own)
+        group, group_layer = self._cache.layer_group(layer)
+        return LayerKV(group.pool.keys, group_layer), LayerKV(group.pool.values, group_layer)
 
     def pooled_states(self, name: Hashable) -> Tensor:
-        """See Forward.pooled_states."""
         return pooled_states(self._cache, name)
 
     def row_cells(self, layer: int) -> RowCells:

@@ -146,7 +146,7 @@ class Span:
 
     @property
     def stop(self) -> int:
-        """The position behind the last token."""
+        """The position after the last token."""
         return self.start + self.length
 
     @property
@@ -158,19 +158,19 @@ class Span:
 
 def group_layers(layers: Sequence[LayerSpec]) -> tuple[GroupSpec, ...]:
     """Group the layers that can share a cell table, in the order of each group's first layer."""
-    members: dict[LayerSpec, list[int]] = {}
+    by_geometry: dict[LayerSpec, list[int]] = {}
     for index, layer in enumerate(layers):
-        members.setdefault(replace(layer, rotation=None), []).append(index)
+        by_geometry.setdefault(replace(layer, rotation=None), []).append(index)
     return tuple(
         GroupSpec(
             heads=geometry.heads,
             key_width=geometry.key_width,
             value_width=geometry.value_width,
             attention_range=geometry.attention_range,
-            layers=tuple(own),
-            rotations=tuple(layers[at].rotation for at in own),
+            layers=tuple(members),
+            rotations=tuple(layers[index].rotation for index in members),
             latent_width=geometry.latent_width,
             index_width=geometry.index_width,
         )
-        for geometry, own in members.items()
+        for geometry, members in by_geometry.items()
     )

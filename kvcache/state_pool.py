@@ -32,7 +32,7 @@ class PooledState(Mapping[Hashable, Tensor]):
         return len(self._tensors)
 
     def copy(self) -> RecurrentState:
-        """The state in memory of its own."""
+        """A copy of the state in separate memory."""
         return dict(zip(self, torch._foreach_clone([*self.values()]), strict=True))
 
 

@@ -50,11 +50,9 @@ class DraftSlot:
     cacheable: bool = True
 
     def prefix_keys(self, length: int) -> list[int]:
-        """See CachedContext."""
         return self.tokens[:length] if self.reusable is None else self.tokens[: min(length, self.reusable)]
 
     def align_down(self, length: int) -> int:
-        """See CachedContext."""
         return length
 
 

@@ -24,7 +24,6 @@ class TensorParallelRunner(ModelRunner):
         self.switch, self.sampler = runner.switch, runner.sampler
 
     def supports(self, features: StepFeatures) -> str | None:
-        """See ModelRunner."""
         if features.bidirectional or features.encoder:
             return "media are not supported with --tensor-parallel"
         return self._runner.supports(features)

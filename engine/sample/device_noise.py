@@ -47,7 +47,6 @@ def _without_triton(device: torch.device, reason: str) -> NoisyArgmax:
 
 
 def noisy_argmax(scaled: Tensor, floor: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-    """See NoisyArgmax."""
     vocabulary = scaled.shape[-1]
     tokens = torch.arange(vocabulary, device=scaled.device).expand_as(scaled)
     rows = max(_NOISE_ELEMENTS // vocabulary, 1)

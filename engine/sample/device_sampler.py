@@ -35,12 +35,10 @@ class DeviceSampler:
         best_noisy_argmax(staging.device)
 
     def sample(self, logits: Tensor, contexts: Sequence[SamplingContext]) -> list[int | None]:
-        """See Sampler."""
         batch = SamplingBatch(contexts, logits.shape[-1])
         return sample_batch(logits, batch, self._staging.upload(list(batch.arrays.values())))
 
     def report(self, logits: Tensor, rows: Sequence[int], queries: Sequence[LogprobQuery]) -> LogitReport:
-        """See Sampler."""
         return DeviceReport(
             self._staging, lambda arrays: (logits, self._staging.upload(arrays)), logits.shape[-1], rows, queries
         )
@@ -70,7 +68,6 @@ class DeviceReport:
         self._answers: dict[int, list[float]] = {}
 
     def sample(self, contexts: Sequence[SamplingContext]) -> list[int | None]:
-        """See LogitReport."""
         batch, own = SamplingBatch(contexts, self._vocabulary), np.asarray(self._rows, np.int64)
         if batch.host_rows:
             logits, (rows, *arrays) = self._compute([own, *batch.arrays.values()])
@@ -90,7 +87,6 @@ class DeviceReport:
     def token_logprobs(
         self, queries: Sequence[LogprobQuery], describe: Callable[[int, float], Logprob]
     ) -> Iterator[TokenLogprob | None]:
-        """See LogitReport."""
         for query in queries:
             chosen, *others = self._answers[query.row]
             labels, top = others[: len(query.labels)], others[self._labels :]

@@ -165,9 +165,7 @@ class LogitReport(Protocol):
 
     def token_logprobs(
         self, queries: Sequence[LogprobQuery], describe: Callable[[int, float], Logprob]
-    ) -> Iterator[TokenLogprob | None]:
-        """See `token_logprobs` (logprobs.py)."""
-        ...
+    ) -> Iterator[TokenLogprob | None]: ...
 
 
 class HostReport:
@@ -177,14 +175,12 @@ class HostReport:
         self._sampler, self._logits, self._rows = sampler, logits, rows
 
     def sample(self, contexts: Sequence[SamplingContext]) -> list[int | None]:
-        """See LogitReport."""
         is_all = len(self._rows) == len(self._logits)
         return self._sampler.sample(self._logits if is_all else self._logits[self._rows], contexts)
 
     def token_logprobs(
         self, queries: Sequence[LogprobQuery], describe: Callable[[int, float], Logprob]
     ) -> Iterator[TokenLogprob | None]:
-        """See LogitReport."""
         return token_logprobs(self._logits, queries, describe)
 
 
@@ -192,9 +188,7 @@ class TorchSampler:
     """Samples by `sample_tokens`; implements Sampler."""
 
     def sample(self, logits: Tensor, contexts: Sequence[SamplingContext]) -> list[int | None]:
-        """See Sampler."""
         return sample_tokens(logits, contexts)
 
     def report(self, logits: Tensor, rows: Sequence[int], queries: Sequence[LogprobQuery]) -> LogitReport:
-        """See Sampler."""
         return HostReport(self, logits, rows)

@@ -175,7 +175,7 @@ def row_tables(cells: RowCells, *, group: int, tiling: Tiling) -> BatchTables:
     at, one = torch.arange(count, device=cells.latest.device), torch.ones_like(cells.latest)
     columns = (at, one, at, cells.begins, one - 1, cells.oldest, cells.latest + 1)
     table, bounds = (torch.stack(each, dim).int() for each, dim in ((columns, 1), ((cells.oldest, cells.latest), 0)))
-    splits = -(-cells.most // tiling.split) + 1
+    splits = -(-cells.max_attended // tiling.split) + 1
     return BatchTables(cells.table, bounds, (TileSet(table, tiling.decode, splits, count),))
 
 
