@@ -11,6 +11,7 @@ from fastapi import FastAPI
 
 from server.configuration.settings import Settings
 from server.http import errors, validation
+from server.http.access_log import RefusalLog
 from server.http.admission import AdmissionMiddleware
 from server.http.auth import ApiKeys, AuthMiddleware
 from server.http.lenient import LenientRoute, WarningRoute
@@ -112,7 +113,8 @@ def _wrap(app: FastAPI, settings: Settings, metrics: Metrics) -> None:
     """Add the middleware, the outermost last."""
     limits, keys, has_keys = settings.limits, ApiKeys(settings.all_keys), bool(settings.all_keys)
     hosts = ("*",) if has_keys else settings.hosts
-    app.state.refuse = EarlyRefusal(app.state.models.check_admission, keys, hosts, limits, metrics)
+    refusals = RefusalLog()
+    app.state.refuse = EarlyRefusal(app.state.models.check_admission, keys, hosts, limits, metrics, refusals)
     app.add_middleware(LeaseMiddleware)
     app.add_middleware(BodyLimitMiddleware, limit=limits.body_bytes, upload_limit=limits.file_bytes)
     app.add_middleware(AdmissionMiddleware, routes=app.routes)
@@ -123,6 +125,7 @@ def _wrap(app: FastAPI, settings: Settings, metrics: Metrics) -> None:
         origins=settings.origins,
         has_keys=has_keys,
         metrics=metrics,
+        refusals=refusals,
         paths=ServedPaths(app.routes),
     )
     app.add_middleware(OriginsMiddleware, origins=settings.origins)

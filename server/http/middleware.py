@@ -17,11 +17,12 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from server.http.access_log import AccessRecord, begin
+from server.http.access_log import AccessRecord, RefusalLog, begin
 from server.http.errors import (
     BODY_TOO_LARGE,
     HOST_NOT_ALLOWED,
     ORIGIN_NOT_ALLOWED,
+    QUEUE_FULL,
     SWITCHING_PROTOCOLS,
     TOO_MANY_CONNECTIONS,
     UNSUPPORTED_MEDIA_TYPE,
@@ -113,10 +114,11 @@ class BoundaryMiddleware:
         origins: Collection[str],
         has_keys: bool,
         metrics: Metrics,
+        refusals: RefusalLog,
         paths: ServedPaths,
     ) -> None:
         self.app, self.hosts, self.origins, self.has_keys = app, frozenset(hosts), frozenset(origins), has_keys
-        self.metrics, self.paths = metrics, paths
+        self.metrics, self.refusals, self.paths = metrics, refusals, paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve an HTTP request or a WebSocket; pass on any other scope."""
@@ -141,7 +143,7 @@ class BoundaryMiddleware:
                 raise
             await error_response(internal_error(), scope["path"])(scope, receive, answer.send)
         finally:
-            answer.log(self.metrics)
+            answer.log(self.metrics, self.refusals)
 
     def _check_host(self, scope: Scope) -> None:
         # Probes of Kubernetes and scrapes of Prometheus have the pod's address as Host, which is not known in advance.
@@ -222,11 +224,14 @@ class _ResponseLog:
             message = {**message, "headers": headers}
         await self._send(message)
 
-    def log(self, metrics: Metrics) -> None:
+    def log(self, metrics: Metrics, refusals: RefusalLog) -> None:
         # The route's template, never the path: clients choose paths, which go into log lines and label values.
         route = getattr(self._scope.get("route"), "path", "none")
         status = self.status if self.status is not None else 0
         metrics.count_response(route, status)
+        if status == QUEUE_FULL.status:
+            refusals.log(self._record, route, status)
+            return
         level = logging.DEBUG if route in _paths_logged_at_debug else logging.INFO
         self._record.log(level, route, status)
 

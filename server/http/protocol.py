@@ -31,7 +31,7 @@ from server.http.errors import HEADERS_TOO_LARGE, INVALID_HTTP, REQUEST_TIMEOUT,
 from server.http.lingering import LingeringTransport
 from server.http.middleware import RESERVED
 from server.http.paths import WEBSOCKET_PATHS
-from server.http.refusal import Refuse
+from server.http.refusal import Refusal, Refuse
 
 logger = logging.getLogger("cellar.http")
 
@@ -103,6 +103,8 @@ class StrictProtocol(H11Protocol):
         self.conn = self._connection = StrictConnection(limits)
         self._limits, self._idle, self._bodies, self._refuse = limits, idle, bodies, refuse
         self.writable, self._upgraded = True, False
+        # Bytes of the body of a refused request that are still to come; they are discarded.
+        self._unread_bytes = 0
         self._read_deadline = _Deadline(self.loop, self._read_timed_out)
         self._write_deadline = _Deadline(self.loop, self._write_timed_out)
 
@@ -173,6 +175,8 @@ class StrictProtocol(H11Protocol):
         """Handle received bytes; after the last response they are discarded."""
         if self._lingering.is_closing():
             return
+        if self._unread_bytes and not (data := self._discard_body(data)):
+            return
         if self._refuse is not None and self in self._idle and not self.conn.trailing_data[0]:
             client = self.client[0] if self.client else ""
             refusal = self._refuse(data, client, self.server_state.default_headers)
@@ -234,7 +238,7 @@ class StrictProtocol(H11Protocol):
 
     def _is_sending_body(self) -> bool:
         """Whether the client may be in the middle of a request."""
-        return self.conn.their_state in (h11.SEND_BODY, h11.ERROR)
+        return self._unread_bytes > 0 or self.conn.their_state in (h11.SEND_BODY, h11.ERROR)
 
     def _body_seconds(self) -> float:
         """The time for the body: a file of 200 MB takes longer than a request."""
@@ -243,7 +247,8 @@ class StrictProtocol(H11Protocol):
         return self._limits.body_seconds + large / self._limits.upload_rate
 
     def _read_timed_out(self) -> None:
-        if self.scope is None and not self.conn.trailing_data[0]:
+        # A refused request has its response already.
+        if self._unread_bytes or (self.scope is None and not self.conn.trailing_data[0]):
             self.transport.close()
         else:
             self._reject(ApiError(REQUEST_TIMEOUT, "The request took too long to arrive."))
@@ -262,13 +267,31 @@ class StrictProtocol(H11Protocol):
             self._send_error(error)
         self.transport.close()
 
-    def _send_refusal(self, response: bytes) -> None:
-        self.transport.write(response)
-        self.on_response_complete()
-        self._read_deadline.stop()
+    def _send_refusal(self, refusal: Refusal) -> None:
+        """Answer a request; the connection stays idle, so it can be evicted, while the rest of the body arrives."""
+        self.transport.write(refusal.response)
+        self._unread_bytes = refusal.unread_bytes
         # To the end: it is the one that was idle for the shortest time.
         del self._idle[self]
         self._idle[self] = None
+        if self._unread_bytes:
+            self._unset_keepalive_if_required()
+            self._read_deadline.start("body", self._limits.body_seconds)
+        else:
+            self._end_refusal()
+
+    def _discard_body(self, data: bytes) -> bytes:
+        """Discard received bytes of a refused body; the bytes after it."""
+        discarded = min(self._unread_bytes, len(data))
+        self._unread_bytes -= discarded
+        if not self._unread_bytes:
+            self._end_refusal()
+        return data[discarded:]
+
+    def _end_refusal(self) -> None:
+        """Wait for the next request."""
+        self.on_response_complete()
+        self._read_deadline.stop()
 
     def _send_error(self, error: ApiError) -> None:
         body = dumps(error.body)

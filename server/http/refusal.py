@@ -1,7 +1,8 @@
 """Refusals of a full queue from the bytes of a connection: no HTTP parser, task or middleware runs for them.
 
 An overloaded server spends most of its refusals' time there (benchmarks/serving/overload.py). Only usual requests
-are refused here; all others pass the middleware, whose response is the same (admission.py).
+are refused here, by their head: many clients send the body in a segment of its own. All others pass the middleware,
+whose response is the same (admission.py).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import re
 from collections.abc import Callable, Iterable
 from functools import lru_cache
 from http import HTTPStatus
+from typing import NamedTuple
 
 from engine.errors import Overloaded
 from server.configuration.settings import ClientLimits
@@ -33,8 +35,16 @@ _unusual_headers = frozenset(
 )
 _STATUS_LINE = f"HTTP/1.1 {QUEUE_FULL.status} {HTTPStatus(QUEUE_FULL.status).phrase}".encode()
 
-# (received bytes, address of the client, headers that every response has) -> the response; None: not refused here.
-Refuse = Callable[[bytes, str, Iterable[tuple[bytes, bytes]]], bytes | None]
+
+class Refusal(NamedTuple):
+    """The response to a refused request, and how many bytes of its body are still to come."""
+
+    response: bytes
+    unread_bytes: int
+
+
+# (received bytes, address of the client, headers that every response has) -> the refusal; None: not refused here.
+Refuse = Callable[[bytes, str, Iterable[tuple[bytes, bytes]]], Refusal | None]
 
 
 class EarlyRefusal:
@@ -47,18 +57,22 @@ class EarlyRefusal:
         hosts: Iterable[str],
         limits: ClientLimits,
         metrics: Metrics,
+        log: RefusalLog,
     ) -> None:
         self._check_admission, self._keys, self._hosts = check_admission, keys, frozenset(hosts)
-        self._limits, self._metrics, self._log = limits, metrics, RefusalLog()
+        self._limits, self._metrics, self._log = limits, metrics, log
 
-    def __call__(self, data: bytes, client: str, default_headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
-        """The response to the request that `data` consists of; None if the app shall answer it."""
+    def __call__(self, data: bytes, client: str, default_headers: Iterable[tuple[bytes, bytes]]) -> Refusal | None:
+        """The refusal of the request that `data` starts, if nothing follows it; None if the app shall answer it."""
         match = _head.match(data)
         if match is None or match.end() > self._limits.head_bytes:
             return None
         path = match[1].decode()
         headers = self._usual_headers(match[2]) if path in GENERATION_PATHS else None
-        if headers is None or len(data) - match.end() != int(headers["content-length"]):
+        if headers is None:
+            return None
+        unread_bytes = int(headers["content-length"]) - (len(data) - match.end())
+        if unread_bytes < 0:
             return None
         owner = self._keys.owner([(name.encode(), value.encode()) for name, value in headers.items()])
         if owner is None:
@@ -69,7 +83,8 @@ class EarlyRefusal:
             record = AccessRecord(request_id(headers), "POST", client, _trace(headers), key=self._keys.label(owner))
             self._metrics.count_response(path, QUEUE_FULL.status)
             self._log.log(record, path, QUEUE_FULL.status)
-            return _response(from_engine_error(error, path), path, record.id, default_headers)
+            response = _response(from_engine_error(error, path), path, record.id, default_headers)
+            return Refusal(response, unread_bytes)
         return None
 
     def _usual_headers(self, text: bytes) -> dict[str, str] | None:

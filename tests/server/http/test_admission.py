@@ -14,9 +14,9 @@ from engine.errors import Overloaded
 from engine.types.request import Request
 from server.app import create_app
 from server.http.admission import GENERATION_PATHS
-from server.http.refusal import EarlyRefusal
+from server.http.refusal import EarlyRefusal, Refusal
 from tests.server.fakes import FakeEngine, PlayedStream, ask, serve_in_thread, settings
-from tests.server.wire import connected, exchange, get, post, read_until, status
+from tests.server.wire import connected, exchange, get, post, read_all, read_until, status
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 BODIES = {
@@ -157,7 +157,7 @@ def early(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Whether each request was refused before the app."""
     refused, refuse = [], EarlyRefusal.__call__
 
-    def watched(self: EarlyRefusal, *arguments: Any) -> bytes | None:
+    def watched(self: EarlyRefusal, *arguments: Any) -> Refusal | None:
         answer = refuse(self, *arguments)
         refused.append(answer is not None)
         return answer
@@ -207,7 +207,8 @@ def check_log_and_count(port: int, caplog: pytest.LogCaptureFixture) -> None:
         # The middleware logs after the response; another response makes sure that it has.
         assert count() - before == 2
     lines = [re.sub(r"[\d.]+ms", "ms", line) for line in caplog.messages]
-    assert lines == ["mine POST /v1/completions 429 ms client=127.0.0.1 key=wine"] * 2
+    # The next line has the count of those that follow.
+    assert lines == ["mine POST /v1/completions 429 ms client=127.0.0.1 key=wine"]
 
 
 @pytest.mark.parametrize(
@@ -226,6 +227,8 @@ def check_log_and_count(port: int, caplog: pytest.LogCaptureFixture) -> None:
         (post("/v1/completions", CHAT, KEYED).replace(b"POST", b"GET"), 405),
         (post("/completions", CHAT, KEYED), 429),
         (post("/v1/completions?a=b", CHAT, KEYED), 429),
+        (post("/v1/completions", CHAT, KEYED).replace(b"HTTP/1.1", b"HTTP/1.0"), 429),
+        (post("/v1/completions", CHAT, KEYED, "Expect: 100-continue").partition(b"{")[0], 429),
         (post("/v1/nothing", CHAT, KEYED), 404),
     ],
     ids=lambda value: repr(value[-160:]) if isinstance(value, bytes) else "",
@@ -241,15 +244,65 @@ def test_unusual_requests_get_their_own_error(
     assert early == [False]
 
 
-def test_a_refusal_does_not_wait_for_the_body(full: tuple[FakeEngine, int]) -> None:
-    """The connection is used again after the body."""
+@pytest.mark.parametrize("cut", [0, 1, 40])
+def test_a_refusal_does_not_wait_for_the_body(cut: int, full: tuple[FakeEngine, int], early: list[bool]) -> None:
+    """Exactly the body is discarded: the next request may come with its end."""
+    request = post("/v1/completions", CHAT, KEYED)
+    start = request.index(b"{") + cut
+    with connected(full[1]) as client:
+        client.sendall(request[:start])
+        assert status(read_until(client, b"}}")) == 429
+        client.sendall(request[start : start + 1])
+        client.sendall(request[start + 1 :] + request[:start])
+        assert status(read_until(client, b"}}")) == 429
+        client.sendall(request[start:] + get("/health", "Connection: close"))
+        assert status(read_all(client)) == 200
+    assert early == [True, True, False]
+
+
+def test_bytes_after_a_refused_body_are_a_request(full: tuple[FakeEngine, int], early: list[bool]) -> None:
+    """Of a client that announced too few bytes."""
+    head, _, body = post("/v1/completions", CHAT, KEYED).partition(b"{")
+    with connected(full[1]) as client:
+        client.sendall(head)
+        assert status(read_until(client, b"}}")) == 429
+        client.sendall(b"{" + body + b"more\r\n\r\n")
+        assert status(read_all(client)) == 400
+    assert early == [True, False]
+
+
+def test_a_request_with_another_one_behind_it_passes_the_middleware(
+    full: tuple[FakeEngine, int], early: list[bool]
+) -> None:
     request = post("/v1/completions", CHAT, KEYED)
     with connected(full[1]) as client:
-        client.sendall(request[:-5])
-        assert status(read_until(client, b"}}")) == 429
-        client.sendall(request[-5:])
-        client.sendall(request)
-        assert status(read_until(client, b"}}")) == 429
+        client.sendall(request + get("/health", "Connection: close"))
+        assert re.findall(rb"HTTP/1.1 (\d+)", read_all(client)) == [b"429", b"200"]
+    assert early == [False]
+
+
+def test_a_refused_body_that_never_comes_ends_the_connection() -> None:
+    """At the deadline of bodies, without a second response."""
+    request = post("/v1/chat/completions", CHAT)
+    with serve_in_thread(FakeEngine(refusal=FULL), settings(limits={"body_seconds": 0.3})) as port:
+        for sent in (request[:-1], request[: request.index(b"{")]):
+            with connected(port) as client:
+                client.sendall(sent)
+                assert status(read_until(client, b"}}")) == 429
+                assert client.recv(1) == b""
+
+
+def test_a_connection_with_a_refused_body_makes_room_for_others() -> None:
+    engine = FakeEngine(refusal=FULL)
+    with (
+        serve_in_thread(engine, settings(limits={"connections": 1})) as port,
+        connected(port) as silent,
+    ):
+        silent.sendall(post("/v1/chat/completions", CHAT)[:-1])
+        read_until(silent, b"}}")
+
+        assert status(exchange(port, get("/health", "Connection: close"))) == 200
+        assert read_all(silent) == b""
 
 
 def test_a_connection_with_refusals_is_kept_open() -> None:
