@@ -58,7 +58,7 @@ class Core:
         self._cost = speculation.cost if speculation else StepCost()
         self._speculation = speculation or self._no_speculation()
         self._stepper = Stepper(loaded, self.cache)
-        budget = Budget(self._cost, most=config.chunk, target_seconds=config.itl_target_seconds)
+        budget = Budget(self._cost, max_tokens=config.chunk, target_seconds=config.itl_target_seconds)
         scored = max(_SCORED_LOGITS_BYTES // (4 * loaded.info.vocabulary), _MIN_SCORED_TOKENS)
         self._scheduler = Scheduler(self.cache, budget, max_scored=scored, on_start=self._on_slot_assigned)
         self._inspection = Inspection(self.cache, self._scheduler, clock)

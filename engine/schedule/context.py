@@ -135,7 +135,7 @@ class ContextHistory:
     def bidirectional(self, start: int, stop: int) -> tuple[Range, ...]:
         """The bidirectional ranges that begin in [start, stop)."""
         ranges = self._stage.bidirectional
-        return tuple(each for each in ranges if start <= each[0] < stop) if ranges else ()
+        return tuple(span for span in ranges if start <= span[0] < stop) if ranges else ()
 
     def align_down(self, length: int) -> int:
         """The largest length up to `length` that splits no bidirectional range."""
@@ -148,14 +148,14 @@ class ContextHistory:
         may be dropped.
         """
         target = max((self._capacity - self._keep_tokens) // 2, 1)
-        ranges = [one for one in self._droppable_ranges(target) if one.length > 0]
-        sufficient = (one for one in ranges if 2 * one.length >= target)
-        return next(sufficient, max(ranges, key=lambda one: one.length, default=None))
+        ranges = [droppable for droppable in self._droppable_ranges(target) if droppable.length > 0]
+        sufficient = (droppable for droppable in ranges if 2 * droppable.length >= target)
+        return next(sufficient, max(ranges, key=lambda droppable: droppable.length, default=None))
 
     def shift(self, dropped: DroppedRange, cached_length: int) -> None:
         """Drop a range that the slot dropped.
 
-        cached_length  of the slot after the shift: all remaining tokens if their keys were rotated; otherwise at most
+        cached_length  of the slot after the shift: all remaining tokens if their keys were rotated; otherwise up to
                        `dropped.start`, and tokens after that are recomputed
         """
         if self._stage_index == self.total_shifts:
@@ -176,18 +176,18 @@ class ContextHistory:
 
     def _droppable_ranges(self, target: int) -> list[DroppedRange]:
         """Ranges of up to `target` tokens before, between and after the protected ranges, oldest first."""
-        ranges, at = [], self._keep_tokens
-        for start, stop in self._stage.protected:
-            ranges.append(DroppedRange(at, min(start - at, target)))
-            at = max(at, stop)
+        ranges, start = [], self._keep_tokens
+        for protected_start, protected_stop in self._stage.protected:
+            ranges.append(DroppedRange(start, min(protected_start - start, target)))
+            start = max(start, protected_stop)
         # Half of the tokens after the last protected range stay: the text continues from them.
-        return [*ranges, DroppedRange(at, min((self._capacity - at) // 2, target))]
+        return [*ranges, DroppedRange(start, min((self._capacity - start) // 2, target))]
 
     def _next_stage(self, drop: DroppedRange, cached_length: int) -> _Stage:
         stage = self._stage
         dropped = tuple(self.tokens[drop.start : drop.stop])
-        protected = tuple(_shift_range(each, drop) for each in stage.protected)
-        bidirectional = tuple(_shift_range(each, drop) for each in stage.bidirectional)
+        protected = tuple(_shift_range(span, drop) for span in stage.protected)
+        bidirectional = tuple(_shift_range(span, drop) for span in stage.bidirectional)
         recomputable = min(stage.recomputable_length, drop.start)
         if cached_length <= recomputable:
             # No moved key is left: all further tokens are computed from the remaining ones, as in a new sequence.

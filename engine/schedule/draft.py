@@ -20,7 +20,7 @@ class DraftRequest:
 
     sequence_id  names the sequence as long as it runs
     tokens       the context, valid during the call only; the last one is not computed yet
-    limit        tokens to propose at most
+    limit        maximum tokens to propose
     draw         how the next token will be sampled; drafts sampled with the same noise are accepted more often
     salt         nothing that was kept under one salt is proposed under another
     prediction   the output that the client expects

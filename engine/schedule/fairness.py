@@ -129,10 +129,10 @@ class Fairness:
     def next_admission(self, waiting: Iterable[Sequence], running: Iterable[Sequence]) -> Sequence | None:
         """The ready waiting sequence of the first rank that gets the next free slot, if any."""
         ready, shares = _admissible(waiting), _Shares(running)
-        ready = [one for one in ready if not one.is_unread] or ready
+        ready = [sequence for sequence in ready if not sequence.is_unread] or ready
         if not ready:
             return None
-        owner = self._owners.choose(_with_fewest_slots({one.owner for one in ready}, shares.owners))
+        owner = self._owners.choose(_with_fewest_slots({sequence.owner for sequence in ready}, shares.owners))
         return self._first_of_owner(owner, ready, shares)
 
     def find_preemption(self, waiting: Iterable[Sequence], running: Rows[Sequence], cells: int) -> Preemption | None:
@@ -144,11 +144,11 @@ class Fairness:
         more than `cells`. A better rank is never preempted.
         """
         waiting = tuple(waiting)
-        started_tokens = sum(len(one.tokens) for one in (*running, *waiting) if one.has_started)
+        started_tokens = sum(len(sequence.tokens) for sequence in (*running, *waiting) if sequence.has_started)
         free_tokens = cells - started_tokens
-        ready, shares = [one for one in _admissible(waiting) if not one.is_unread], _Shares(running)
+        ready, shares = [sequence for sequence in _admissible(waiting) if not sequence.is_unread], _Shares(running)
         # An older sequence whose return would evict many cells does not delay the first token of a new one.
-        new = [one for one in ready if not one.has_started]
+        new = [sequence for sequence in ready if not sequence.has_started]
         first = self._find_preemption(ready, running, shares, free_tokens)
         return first or (self._find_preemption(new, running, shares, free_tokens) if len(new) < len(ready) else None)
 
@@ -156,23 +156,27 @@ class Fairness:
         self, ready: Rows[Sequence], running: Rows[Sequence], shares: _Shares, free_tokens: int
     ) -> Preemption | None:
         """For the first of these ready sequences that gets a slot."""
-        owners = {one.owner for one in ready}
+        owners = {sequence.owner for sequence in ready}
         while owners:
             owner = self._owners.choose(_with_fewest_slots(owners, shares.owners))
             owners.remove(owner)
-            sequence = self._first_of_owner(owner, ready, shares)
-            served = [one for one in running if one.rank >= sequence.rank]
-            excess = {one: shares.excess(one, sequence) for one in served}
-            others = [one for one in served if one.owner != owner and excess[one] > 1]
-            same = [one for one in served if one.owner == owner and excess[one] > 1]
+            next_admitted = self._first_of_owner(owner, ready, shares)
+            served = [sequence for sequence in running if sequence.rank >= next_admitted.rank]
+            excess = {sequence: shares.excess(sequence, next_admitted) for sequence in served}
+            others = [sequence for sequence in served if sequence.owner != owner and excess[sequence] > 1]
+            same = [sequence for sequence in served if sequence.owner == owner and excess[sequence] > 1]
             if others or same:
-                return Preemption(sequence, shares.latest_of_largest(others or same))
-            added = 0 if sequence.has_started else len(sequence.tokens)
-            evicted = len(sequence.tokens) if added > free_tokens else 0
-            equal = [one for one in served if excess[one] == 1 and (one.is_unread or self._slice_ended(one, evicted))]
+                return Preemption(next_admitted, shares.latest_of_largest(others or same))
+            added = 0 if next_admitted.has_started else len(next_admitted.tokens)
+            evicted = len(next_admitted.tokens) if added > free_tokens else 0
+            equal = [
+                sequence
+                for sequence in served
+                if excess[sequence] == 1 and (sequence.is_unread or self._slice_ended(sequence, evicted))
+            ]
             if equal:
-                victim = max(equal, key=lambda one: (one.rank, one.is_unread, self._steps[one]))
-                return Preemption(sequence, victim, is_time_slice=True)
+                victim = max(equal, key=lambda sequence: (sequence.rank, sequence.is_unread, self._steps[sequence]))
+                return Preemption(next_admitted, victim, is_time_slice=True)
         return None
 
     def _slice_ended(self, sequence: Sequence, evicted: int) -> bool:
@@ -182,9 +186,9 @@ class Fairness:
 
     def _first_of_owner(self, owner: str, ready: Rows[Sequence], shares: _Shares) -> Sequence:
         """The first waiting sequence of an owner."""
-        groups = {one.group for one in ready if one.owner == owner}
+        groups = {sequence.group for sequence in ready if sequence.owner == owner}
         group = self._requests.choose(_with_fewest_slots(groups, shares.requests))
-        return next(one for one in ready if one.group == group)
+        return next(sequence for sequence in ready if sequence.group == group)
 
     def preemption_victim(self, running: Rows[Sequence]) -> Sequence:
         """The running sequence to preempt when cells run out."""
@@ -218,7 +222,10 @@ class _Shares:
 
     def latest_of_largest(self, running: Rows[Sequence]) -> Sequence:
         """The youngest sequence of the last rank, of the owner and the request with the most slots."""
-        return max(reversed(running), key=lambda one: (one.rank, self.owners[one.owner], self.requests[one.group]))
+        return max(
+            reversed(running),
+            key=lambda sequence: (sequence.rank, self.owners[sequence.owner], self.requests[sequence.group]),
+        )
 
 
 def _admissible(waiting: Iterable[Sequence]) -> list[Sequence]:

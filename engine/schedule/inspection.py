@@ -50,7 +50,7 @@ class Inspection:
             context=self._cache.capacity,
             groups=tuple(_group(group) for group in self._cache.groups),
             slots=tuple(self._slots(owner)),
-            finished=tuple(finished for one, finished in self._finished if one == owner),
+            finished=tuple(finished for finished_owner, finished in self._finished if finished_owner == owner),
             prefixes=tuple(
                 PrefixNodeSnapshot(**asdict(node)) for node in self._cache.prefix_nodes(salt, limit=_MAX_NODES)
             ),

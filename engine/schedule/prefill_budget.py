@@ -23,7 +23,7 @@ _TARGET_SECONDS = 0.06
 _TARGET_STEPS = 3.0
 # Seconds of a step without sequences in decode.
 _ALONE_SECONDS = 0.5
-# Prefill tokens allowed at any cost, beside sequences in decode and without. On the native step of SmolLM2-135M a
+# Prefill tokens allowed at any cost, with sequences in decode and without. On the native step of SmolLM2-135M a
 # prompt of 512 tokens takes 1.20 times as long in chunks of 16 as at once, and 1.07, 1.04, 1.01 and 1.02 times in
 # chunks of 32, 48, 64 and 96.
 MIN_TOKENS, MIN_TOKENS_ALONE = 16, 64
@@ -32,23 +32,25 @@ MIN_TOKENS, MIN_TOKENS_ALONE = 16, 64
 class Allowance:
     """Prefill tokens that one step may still get.
 
-    work     of the step so far
-    seconds  of the step at most; called only for steps with prefill
-    least    prefill tokens at any cost
-    most     prefill tokens at most
+    work        of the step so far
+    seconds     maximum duration of the step; called only for steps with prefill
+    least       prefill tokens at any cost
+    max_tokens  maximum prefill tokens
     """
 
-    def __init__(self, cost: StepCost, work: Work, *, seconds: Callable[[], float], least: int, most: int) -> None:
+    def __init__(
+        self, cost: StepCost, work: Work, *, seconds: Callable[[], float], least: int, max_tokens: int
+    ) -> None:
         self._cost, self._work, self._seconds = cost, work, seconds
-        self._left, self._least = most, min(least, most)
+        self._left, self._least = max_tokens, min(least, max_tokens)
 
     def tokens(self, start: int) -> int:
         """Tokens for a prefill that continues at position `start`."""
         if self._left == 0 or math.isinf(seconds := self._seconds()):
             return self._left
         # Larger steps than measured ones are tried by doubling.
-        most = min(self._left, max(self._cost.frontier - self._work.batch_tokens, 0))
-        fits = np.flatnonzero(self._cost.grown(self._work, start, most) <= seconds)
+        max_tokens = min(self._left, max(self._cost.frontier - self._work.batch_tokens, 0))
+        fits = np.flatnonzero(self._cost.grown(self._work, start, max_tokens) <= seconds)
         return max(int(fits[-1]) + 1 if len(fits) else 0, self._least)
 
     def take(self, work: Work) -> None:
@@ -61,18 +63,18 @@ class Allowance:
 class Budget:
     """Makes the allowance of each step.
 
-    most            prefill tokens a step at most, of all sequences
+    max_tokens      maximum prefill tokens per step, of all sequences
     target_seconds  between tokens; 0: prefill first, with as many tokens as possible; None: from step costs
     """
 
-    def __init__(self, cost: StepCost, *, most: int, target_seconds: float | None) -> None:
-        self._cost, self._most, self._target = cost, most, target_seconds
+    def __init__(self, cost: StepCost, *, max_tokens: int, target_seconds: float | None) -> None:
+        self._cost, self._max_tokens, self._target = cost, max_tokens, target_seconds
 
     def allow(self, decode: Work) -> Allowance:
         """The allowance of a step with this work of sequences in decode; no work: there are none."""
         least = MIN_TOKENS if decode.batch_tokens else MIN_TOKENS_ALONE
         seconds = partial(self._limit, decode)
-        return Allowance(self._cost, decode, seconds=seconds, least=least, most=self._most)
+        return Allowance(self._cost, decode, seconds=seconds, least=least, max_tokens=self._max_tokens)
 
     def _limit(self, decode: Work) -> float:
         if self._target == 0:

@@ -183,12 +183,12 @@ class Scheduler:
         sequence.is_unread = is_unread
         self._shares_are_fair = False
 
-    def record_step(self, scheduled: Iterable[ScheduledSequence]) -> None:
+    def record_step(self, batch: Iterable[ScheduledSequence]) -> None:
         """Charge a computed step to the owners of its sequences, and insert its prompt tokens into the prefix cache."""
-        for each in scheduled:
-            sequence, span = each.sequence, each.span
+        for scheduled in batch:
+            sequence, span = scheduled.sequence, scheduled.span
             self._prefilled_tokens += span.length if span.length > 1 else 0
-            if self._fairness.charge(sequence, each.charged_tokens):
+            if self._fairness.charge(sequence, scheduled.charged_tokens):
                 self._shares_are_fair = False
             if sequence.slot is not None and span.start < len(sequence.request.prompt):
                 self._insert_span(sequence, span)
@@ -210,7 +210,7 @@ class Scheduler:
             preemption = self._fairness.find_preemption(self.waiting, self.running, self._cache.cells)
             if preemption is None:
                 # A sequence that becomes ready may change that.
-                self._shares_are_fair = all(one.is_ready for one in self.waiting)
+                self._shares_are_fair = all(waiting.is_ready for waiting in self.waiting)
                 return
             self._requeue(preemption.victim)
             if preemption.is_time_slice:
@@ -270,11 +270,11 @@ class Scheduler:
         """Whether it has a slot and the slot is full."""
         return sequence.slot is not None and self._cache.cached_length(sequence.slot) == self._cache.capacity
 
-    def _lacks_cells(self, scheduled: Collection[ScheduledSequence]) -> bool:
+    def _lacks_cells(self, batch: Collection[ScheduledSequence]) -> bool:
         """Evict cached prefixes for the scheduled tokens; whether cells are missing all the same."""
-        if sum([each.span.length for each in scheduled]) <= self._cache.appendable_tokens:
+        if sum([scheduled.span.length for scheduled in batch]) <= self._cache.appendable_tokens:
             return False
-        return self._cache.evict_for([each.span for each in scheduled]) > 0
+        return self._cache.evict_for([scheduled.span for scheduled in batch]) > 0
 
     def _reuse_prefix(self, sequence: Sequence) -> int:
         """Extend the slot by cells of the prefix cache that hold the next tokens of the sequence; its new length.
@@ -356,8 +356,8 @@ class Scheduler:
     def _schedule_prefill(self, decoding: Iterable[ScheduledSequence]) -> list[ScheduledSequence]:
         """Chunks of prompts, in a step with `decoding` sequences."""
         chunks: list[ScheduledSequence] = []
-        allowance = self._budget.allow(Work.of(each.span for each in decoding))
-        scored = max(self._max_scored - sum(len(each.scored_positions) for each in decoding), 0)
+        allowance = self._budget.allow(Work.of(scheduled.span for scheduled in decoding))
+        scored = max(self._max_scored - sum(len(scheduled.scored_positions) for scheduled in decoding), 0)
         for sequence in self._prefill_order():
             start = len(sequence.tokens) - self._uncomputed_tokens(sequence)
             # A bidirectional range is computed as a whole, whatever it costs.
@@ -377,19 +377,24 @@ class Scheduler:
     def _prefill_order(self) -> list[Sequence]:
         """Sequences in prefill that wait for no leader, by deadline; a leader inherits its followers' deadlines."""
         deadlines = {
-            one: (one.rank, self._admitted_at[one] + _DEADLINE_FACTOR * self._uncomputed_tokens(one))
-            for one in self.running
+            sequence: (
+                sequence.rank,
+                self._admitted_at[sequence] + _DEADLINE_FACTOR * self._uncomputed_tokens(sequence),
+            )
+            for sequence in self.running
         }
-        followers = {one for one in self.running if self.waits_for_leader(one)}
+        followers = {sequence for sequence in self.running if self.waits_for_leader(sequence)}
         for follower in reversed(self.running):
             if follower in followers:
                 leader = self._leaders[follower].sequence
                 deadlines[leader] = min(deadlines[leader], deadlines[follower])
-        prompts = [one for one in self.running if one not in followers and self._uncomputed_tokens(one) > 1]
-        return sorted(prompts, key=lambda one: deadlines[one])
+        prompts = [
+            sequence for sequence in self.running if sequence not in followers and self._uncomputed_tokens(sequence) > 1
+        ]
+        return sorted(prompts, key=lambda sequence: deadlines[sequence])
 
     def _chunk_length(self, sequence: Sequence, start: int, max_tokens: int, max_scored: int) -> int:
-        """Tokens of the next chunk, up to `max_tokens` and the capacity, with `max_scored` scored ones at most.
+        """Tokens of the next chunk, up to `max_tokens` and the capacity, of which at most `max_scored` are scored.
 
         It ends at the next checkpoint of recurrent states, and splits no bidirectional range.
         """

@@ -269,7 +269,9 @@ class Sequence:
 
     def checkpoints(self, start: int, stop: int) -> list[int]:
         """The checkpoints in (start, stop], ascending; none after a context shift."""
-        return [] if self.context.shifts else sorted(at for at in self._checkpoints if start < at <= stop)
+        if self.context.shifts:
+            return []
+        return sorted(position for position in self._checkpoints if start < position <= stop)
 
     def record_prefix_match(self, length: int, *, diverged: bool) -> None:
         """The prefix cache holds the first `length` tokens: they become a checkpoint."""
@@ -319,6 +321,6 @@ class Sequence:
         keep = self.request.keep
         if keep is None:
             prompt = self.request.prompt
-            first = next((at for at, token in enumerate(prompt) if token not in special_tokens), len(prompt))
+            first = next((index for index, token in enumerate(prompt) if token not in special_tokens), len(prompt))
             keep = first + _ATTENTION_SINKS
         return min(keep, self._capacity // 2)

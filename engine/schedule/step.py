@@ -78,14 +78,14 @@ class Stepper:
         # To decode a token takes 30 microseconds, and top tokens repeat.
         self._describe_token = lru_cache(maxsize=8192)(lambda token: describe(token, 0.0))
 
-    def run(self, scheduled: Sequence[ScheduledSequence], *, returns_states: bool = False) -> list[StepResult]:
+    def run(self, batch: Sequence[ScheduledSequence], *, returns_states: bool = False) -> list[StepResult]:
         """Compute the step; a result for each scheduled sequence, in order. An exception leaves the cache unchanged.
 
         returns_states  whether results have the hidden states of all batch tokens
         """
-        compute = self._sample_only if all([each.samples_only for each in scheduled]) else self._sample_and_report
-        with self._cache.forward([each.batch_span for each in scheduled]) as forward:
-            results = compute(forward, scheduled, returns_states)
+        compute = self._sample_only if all([scheduled.samples_only for scheduled in batch]) else self._sample_and_report
+        with self._cache.forward([scheduled.batch_span for scheduled in batch]) as forward:
+            results = compute(forward, batch, returns_states)
             for result in results:
                 if result.scheduled.draft is not None:
                     # Accepted draft tokens stay; the last sampled token is not computed yet.
@@ -94,47 +94,51 @@ class Stepper:
         return results
 
     def _sample_only(
-        self, forward: Forward, scheduled: Sequence[ScheduledSequence], returns_states: bool
+        self, forward: Forward, batch: Sequence[ScheduledSequence], returns_states: bool
     ) -> list[StepResult]:
         """A step without logprobs, prompt scores and pooled states: logits stay inside the runner."""
         tokens: list[int] = []
         logit_rows: list[int] = []
-        for each in scheduled:
-            tokens += each.batch_tokens
-            logit_rows += range(len(tokens) - each.sample_count, len(tokens))
-        verified = _tokens_to_verify(scheduled)
+        for scheduled in batch:
+            tokens += scheduled.batch_tokens
+            logit_rows += range(len(tokens) - scheduled.sample_count, len(tokens))
+        verified = _tokens_to_verify(batch)
         hidden = HiddenRows(range(len(tokens))) if returns_states else None
         sampling = Sampling(contexts_of(verified))
-        output = self._runner.run(StepInput(forward, tokens, logit_rows, hidden, _encoder_masks(scheduled), sampling))
-        sampled = _verify_drafts(scheduled, verified, output.tokens)
+        output = self._runner.run(StepInput(forward, tokens, logit_rows, hidden, _encoder_masks(batch), sampling))
+        sampled = _verify_drafts(batch, verified, output.tokens)
         if not returns_states:
-            return [StepResult(each, tuple(own)) for each, own in zip(scheduled, sampled, strict=True)]
+            return [StepResult(scheduled, tuple(emitted)) for scheduled, emitted in zip(batch, sampled, strict=True)]
         states = torch.split(output.hidden_states[FINAL_NORM], [span.length for span in forward.spans])
         return [
-            StepResult(each, tuple(own), batch_states=rows)
-            for each, own, rows in zip(scheduled, sampled, states, strict=True)
+            StepResult(scheduled, tuple(emitted), batch_states=rows)
+            for scheduled, emitted, rows in zip(batch, sampled, states, strict=True)
         ]
 
     def _sample_and_report(
-        self, forward: Forward, scheduled: Sequence[ScheduledSequence], returns_states: bool
+        self, forward: Forward, batch: Sequence[ScheduledSequence], returns_states: bool
     ) -> list[StepResult]:
         """A step with logprobs, prompt scores or pooled states."""
-        slices, verified = _batch_slices(scheduled, forward.spans), _tokens_to_verify(scheduled)
-        tokens = [token for each in scheduled for token in each.batch_tokens]
-        rows = [row for one in slices for row in one.sampled_rows]
-        queries = [query for one in slices for query in (*_score_queries(one), *_sampled_row_queries(one))]
-        pooled = [row for one in slices for row in one.pooled_tokens]
+        slices, verified = _batch_slices(batch, forward.spans), _tokens_to_verify(batch)
+        tokens = [token for scheduled in batch for token in scheduled.batch_tokens]
+        rows = [row for batch_slice in slices for row in batch_slice.sampled_rows]
+        queries = [
+            query
+            for batch_slice in slices
+            for query in (*_score_queries(batch_slice), *_sampled_row_queries(batch_slice))
+        ]
+        pooled = [row for batch_slice in slices for row in batch_slice.pooled_tokens]
         hidden_rows = range(len(tokens)) if returns_states else pooled
         step = StepInput(
             forward,
             tokens,
-            [row for one in slices for row in one.logit_tokens],
+            [row for batch_slice in slices for row in batch_slice.logit_tokens],
             HiddenRows(hidden_rows) if hidden_rows else None,
-            _encoder_masks(scheduled),
+            _encoder_masks(batch),
             Sampling(contexts_of(verified), rows, queries),
         )
         output = self._runner.run(step)
-        sampled = _verify_drafts(scheduled, verified, output.tokens)
+        sampled = _verify_drafts(batch, verified, output.tokens)
         return list(self._step_results(slices, sampled, step, output, returns_states))
 
     def _logprob(self, token: int, logprob: float) -> Logprob:
@@ -151,67 +155,74 @@ class Stepper:
     ) -> Iterator[StepResult]:
         """A result for each slice; logprobs of all slices are computed at once."""
         assert output.report is not None, "the step has queries"
-        queries = [(_score_queries(one), _logprob_queries(one, own)) for one, own in zip(slices, sampled, strict=True)]
-        asked = [query for pair in queries for some in pair for query in some]
+        queries = [
+            (_score_queries(batch_slice), _logprob_queries(batch_slice, emitted))
+            for batch_slice, emitted in zip(slices, sampled, strict=True)
+        ]
+        asked = [query for pair in queries for group in pair for query in group]
         entries = output.report.token_logprobs(asked, self._logprob)
         state_rows = {} if step.hidden is None else {token: row for row, token in enumerate(step.hidden.rows)}
         states = output.hidden_states.get(FINAL_NORM)
-        for one, own, (score_queries, logprob_queries) in zip(slices, sampled, queries, strict=True):
+        for batch_slice, emitted, (score_queries, logprob_queries) in zip(slices, sampled, queries, strict=True):
             scores = tuple(next(entries) for _ in score_queries)
             logprobs = tuple(next(entries) for _ in logprob_queries)
             # Pooled tokens are consecutive; on a device a slice needs no upload.
-            first = state_rows[one.pooled_tokens[0]] if one.pooled_tokens else 0
+            first = state_rows[batch_slice.pooled_tokens[0]] if batch_slice.pooled_tokens else 0
             yield StepResult(
-                one.scheduled,
-                tuple(own),
+                batch_slice.scheduled,
+                tuple(emitted),
                 logprobs,
                 scores,
-                states[first : first + len(one.pooled_tokens)] if states is not None and one.pooled_tokens else None,
-                states[one.batch_tokens.start : one.batch_tokens.stop]
+                states[first : first + len(batch_slice.pooled_tokens)]
+                if states is not None and batch_slice.pooled_tokens
+                else None,
+                states[batch_slice.batch_tokens.start : batch_slice.batch_tokens.stop]
                 if states is not None and returns_states
                 else None,
             )
 
 
-def _batch_slices(scheduled: Sequence[ScheduledSequence], spans: Sequence[Span]) -> list[_BatchSlice]:
+def _batch_slices(batch: Sequence[ScheduledSequence], spans: Sequence[Span]) -> list[_BatchSlice]:
     """The slices of the scheduled sequences, one after the other in the batch."""
     slices: list[_BatchSlice] = []
     row = logits = 0
-    for each, span in zip(scheduled, spans, strict=True):
-        scored, pooled = each.scored_positions, each.pooled_positions
+    for scheduled, span in zip(batch, spans, strict=True):
+        scored, pooled = scheduled.scored_positions, scheduled.pooled_positions
         stop = row + span.length
         offset = row - span.start
-        logit_tokens = [*(offset + position for position in scored), *range(stop - each.sample_count, stop)]
+        logit_tokens = [*(offset + position for position in scored), *range(stop - scheduled.sample_count, stop)]
         sampled_rows = range(logits + len(scored), logits + len(logit_tokens))
         pooled_tokens = [offset + position for position in pooled]
-        slices.append(_BatchSlice(each, logits, range(row, stop), logit_tokens, pooled_tokens, sampled_rows))
+        slices.append(_BatchSlice(scheduled, logits, range(row, stop), logit_tokens, pooled_tokens, sampled_rows))
         row = stop
         logits += len(logit_tokens)
     return slices
 
 
-def _encoder_masks(scheduled: Sequence[ScheduledSequence]) -> list[EncoderMask | None]:
-    return [each.sequence.encoder_mask for each in scheduled]
+def _encoder_masks(batch: Sequence[ScheduledSequence]) -> list[EncoderMask | None]:
+    return [scheduled.sequence.encoder_mask for scheduled in batch]
 
 
-def _tokens_to_verify(scheduled: Sequence[ScheduledSequence]) -> list[VerifyTokens]:
+def _tokens_to_verify(batch: Sequence[ScheduledSequence]) -> list[VerifyTokens]:
     """Of the sequences that are sampled."""
     return [
-        VerifyTokens(each.draft_tokens, each.sequence.sampling_context(), each.sequence.sampling.is_stop_token)
-        for each in scheduled
-        if each.is_sampled
+        VerifyTokens(
+            scheduled.draft_tokens, scheduled.sequence.sampling_context(), scheduled.sequence.sampling.is_stop_token
+        )
+        for scheduled in batch
+        if scheduled.is_sampled
     ]
 
 
 def _verify_drafts(
-    scheduled: Sequence[ScheduledSequence], verified: Sequence[VerifyTokens], tokens: Sequence[int | None]
+    batch: Sequence[ScheduledSequence], verified: Sequence[VerifyTokens], tokens: Sequence[int | None]
 ) -> list[list[int | None]]:
     """The emitted tokens of each scheduled sequence; none for sequences in prefill."""
     emitted = verify(verified, tokens)
-    if len(verified) == len(scheduled):
+    if len(verified) == len(batch):
         return emitted
     remaining = iter(emitted)
-    return [next(remaining) if each.is_sampled else [] for each in scheduled]
+    return [next(remaining) if scheduled.is_sampled else [] for scheduled in batch]
 
 
 def _score_queries(batch_slice: _BatchSlice) -> list[LogprobQuery]:

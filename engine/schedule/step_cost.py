@@ -27,7 +27,7 @@ from kvcache.spec import Span
 
 Floats = NDArray[np.float64]
 
-# Weight of a new measurement in the averages of its batch size, and the factor by which it changes them at most.
+# Weight of a new measurement in the averages of its batch size, and the largest factor by which it changes them.
 _WEIGHT, _MOST_CHANGE = 0.2, 1.25
 # Measurements of a batch size after which its changes are attributed to the machine.
 _MEASURED = 16
@@ -36,7 +36,7 @@ _STALE = 100
 # Share of the measured variance of cells and pairs that still counts one step later, and the variance relative to the
 # square of their number below which their costs are not trusted.
 _MEMORY, _DOUBT = 0.995, 0.01
-# Measurements collected at most, and equal ones in a row that count as one.
+# Maximum number of collected measurements, and equal ones in a row that count as one.
 _COLLECTED, _GROUP = 32, 4
 
 
@@ -44,7 +44,7 @@ _COLLECTED, _GROUP = 32, 4
 class Work:
     """What a step computes: batch tokens, the cells that its sequences attend to, and pairs of a token and a cell.
 
-    logit_tokens  batch tokens with logits at most: one a sequence, and all draft tokens
+    logit_tokens  maximum batch tokens with logits: one a sequence, and all draft tokens
     draft_tokens  batch tokens that are drafts
     """
 
@@ -191,12 +191,12 @@ class _Table:
 
     def add(self, size: _Size) -> None:
         """A new size, with at most the seconds of the next smaller one in proportion to its tokens."""
-        at = bisect_left(self.ordered, size.tokens, key=_tokens)
-        if at:
-            smaller = self.ordered[at - 1]
+        index = bisect_left(self.ordered, size.tokens, key=_tokens)
+        if index:
+            smaller = self.ordered[index - 1]
             size.seconds = min(size.seconds, smaller.seconds * size.tokens / smaller.tokens)
         self._sizes[round(16 * log2(size.tokens))] = size
-        self.ordered.insert(at, size)
+        self.ordered.insert(index, size)
 
 
 class StepCost:
@@ -253,15 +253,15 @@ class StepCost:
         self._learn()
         return self._between(self._lines(work), work)
 
-    def grown(self, work: Work, start: int, most: int) -> Floats:
+    def grown(self, work: Work, start: int, max_tokens: int) -> Floats:
         """Estimates for work with 1 to `most` prefill tokens more, from position `start` of a sequence on."""
         self._learn()
-        more = np.arange(1, most + 1)
+        more = np.arange(1, max_tokens + 1)
         pairs = work.pairs + more * start + more * (more + 1) // 2
         attention = self._attention.cell * (work.cells + start + more) + self._attention.pair * pairs
         tokens, seconds = self._lines(Work(1))
-        found: Floats = self._slowdown * (np.interp(work.batch_tokens + more, tokens, seconds) + attention)
-        return found
+        estimates: Floats = self._slowdown * (np.interp(work.batch_tokens + more, tokens, seconds) + attention)
+        return estimates
 
     def measured(self, batch_tokens: int) -> int:
         """Measurements of batch sizes within a third of this one, in steps like the current one without drafts."""
@@ -278,10 +278,10 @@ class StepCost:
 
     def _learn(self) -> None:
         collected, self._collected = self._collected, []
-        for _, group in groupby(collected, lambda one: one.alike):
+        for _, group in groupby(collected, lambda measurement: measurement.alike):
             steps = list(group)
-            for at in range(0, len(steps), _GROUP):
-                self._update(sorted(steps[at : at + _GROUP], key=lambda one: one.seconds))
+            for start in range(0, len(steps), _GROUP):
+                self._update(sorted(steps[start : start + _GROUP], key=lambda measurement: measurement.seconds))
 
     def _update(self, alike: Sequence[_Measurement]) -> None:
         """Update the averages by steps that are alike, fastest first."""
@@ -332,10 +332,10 @@ def _tokens(size: _Size) -> float:
 
 def _between(tokens: Sequence[float], seconds: Sequence[float], target: int) -> float:
     """Linear interpolation; constant outside."""
-    at = bisect_left(tokens, target)
-    if at == len(tokens):
+    index = bisect_left(tokens, target)
+    if index == len(tokens):
         return seconds[-1]
-    if at == 0:
+    if index == 0:
         return seconds[0]
-    share = (target - tokens[at - 1]) / (tokens[at] - tokens[at - 1])
-    return seconds[at - 1] + share * (seconds[at] - seconds[at - 1])
+    share = (target - tokens[index - 1]) / (tokens[index] - tokens[index - 1])
+    return seconds[index - 1] + share * (seconds[index] - seconds[index - 1])
