@@ -10,7 +10,7 @@ from engine.gguf.architectures.layouts import Layout
 from engine.gguf.architectures.settings import Fields, Hyperparameters, Setting, Value
 
 
-def _always(file: Hyperparameters) -> bool:
+def _always(_: object) -> bool:
     return True
 
 
@@ -22,6 +22,7 @@ class Architecture:
     model    model type of transformers
     layouts  of parameters that files hold otherwise than transformers; the first one with a fitting pattern counts
     applies  whether a file of this architecture is this model; the first one of the table counts
+    fits     whether a configuration of this model type is written like this; likewise
     written  further model types that are written as this architecture, and read as `model`
     """
 
@@ -30,6 +31,7 @@ class Architecture:
     settings: tuple[Setting, ...]
     layouts: tuple[Layout, ...] = ()
     applies: Callable[[Hyperparameters], bool] = _always
+    fits: Callable[[Any], bool] = _always
     written: tuple[str, ...] = ()
 
     def read(self, file: Hyperparameters) -> Fields:

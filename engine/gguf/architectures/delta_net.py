@@ -6,14 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from engine.gguf.architectures.architecture import Architecture
 from engine.gguf.architectures.attention import BIASES, COMMON, EPSILON, HEADS, SILU, WIDTH
 from engine.gguf.architectures.experts import EXPERT_WIDTH, EXPERTS, EXPERTS_PER_TOKEN
-from engine.gguf.architectures.layouts import Rows, shifted_norms, squeeze_filter
+from engine.gguf.architectures.layouts import Rows, decode_decay, encode_decay, shifted_norms, squeeze_filter
 from engine.gguf.architectures.rotary import PARTIAL_ROTATION, write_rotation
 from engine.gguf.architectures.settings import Derived, Entry, Fields, Fixed, Hyperparameters, Inexpressible, Value
 
@@ -56,14 +54,6 @@ def _read_sections(file: Hyperparameters) -> Fields:
 def _write_sections(config: Any) -> Mapping[str, Value]:
     sections = config.rope_parameters.get("mrope_section") or _SECTIONS
     return write_rotation(config) | {"rope.dimension_sections": [*sections, 0]}
-
-
-def _encode_decay(values: Tensor, config: Any) -> Tensor:
-    return -values.float().exp()
-
-
-def _decode_decay(values: Tensor) -> Tensor:
-    return torch.log(-values)
 
 
 def _split_rows(config: Any, rows: int) -> list[int]:
@@ -115,7 +105,7 @@ _TILED = (
     Rows(r"\.linear_attn\.in_proj_qkv\.", order=_tiled_values),
     Rows(r"\.linear_attn\.in_proj_[zab]\.", order=_tiled),
     Rows(r"\.linear_attn\.conv1d\.weight$", order=_tiled_values, encode=squeeze_filter),
-    Rows(r"\.linear_attn\.A_log$", order=_tiled, encode=_encode_decay, decode=_decode_decay),
+    Rows(r"\.linear_attn\.A_log$", order=_tiled, encode=encode_decay, decode=decode_decay),
     Rows(r"\.linear_attn\.dt_bias$", ("ssm_dt.bias",), order=_tiled),
     Rows(r"\.linear_attn\.out_proj\.", column_order=_tiled),
     _NORMS,
@@ -145,7 +135,7 @@ DELTA_NETS = (
                 order=_by_key_head,
             ),
             Rows(r"\.linear_attn\.conv1d\.weight$", encode=squeeze_filter),
-            Rows(r"\.linear_attn\.A_log$", encode=_encode_decay, decode=_decode_decay),
+            Rows(r"\.linear_attn\.A_log$", encode=encode_decay, decode=decode_decay),
             Rows(r"\.linear_attn\.dt_bias$", ("ssm_dt.bias",)),
             _NORMS,
             *EXPERTS,

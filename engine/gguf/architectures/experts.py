@@ -16,6 +16,7 @@ from engine.gguf.architectures.attention import (
     EPSILON,
     HEADS,
     LIMITED_CONTEXT,
+    SCALES,
     SILU,
     WIDTH,
     windows,
@@ -54,6 +55,7 @@ EXPERTS = (
     ),
     Rows(r"\.experts\.down_proj$", ("ffn_down_exps.weight",), stacked=True),
 )
+ROUTER = Rows(r"\.router\.weight$", ("ffn_gate_inp.weight",))
 CORRECTION_BIAS = Rows(
     r"\.(e_score_correction_bias|expert_bias)$", ("exp_probs_b.bias",), encode=lambda values, config: values.flatten()
 )
@@ -130,6 +132,12 @@ MIXTURES = (
         ),
         (INTERLEAVED_ROTATION, *EXPERTS),
         applies=_has_experts,
+    ),
+    Architecture(
+        "granitemoe",
+        "granitemoe",
+        (*DENSE, LIMITED_CONTEXT, *SCALES, Entry("expert_count", "num_local_experts", "size"), EXPERTS_PER_TOKEN),
+        (INTERLEAVED_ROTATION, *EXPERTS, ROUTER),
     ),
     Architecture(
         "qwen3moe",

@@ -248,6 +248,16 @@ def squeeze_filter(values: Tensor, config: Any) -> Tensor:
     return values.squeeze(1) if values.ndim == 3 else values
 
 
+def encode_decay(values: Tensor, config: Any) -> Tensor:
+    """The decay of a state: files have the rate, transformers the logarithm of its negative."""
+    return -values.float().exp()
+
+
+def decode_decay(values: Tensor) -> Tensor:
+    """See encode_decay."""
+    return torch.log(-values)
+
+
 INTERLEAVED_ROTATION = Rows(r"\.[qk]_proj\.", order=rotated_pairs)
 
 

@@ -11,10 +11,11 @@ from engine.gguf.architectures.experts import MIXTURES
 from engine.gguf.architectures.latent import LATENT
 from engine.gguf.architectures.recurrent import RECURRENT
 from engine.gguf.architectures.settings import Hyperparameters, Inexpressible
+from engine.gguf.architectures.state_space import STATE_SPACES
 from engine.gguf.container import GgufError, GgufModel
 
 # Models with experts first, as their files may have the name of an architecture without.
-ARCHITECTURES: tuple[Architecture, ...] = (*MIXTURES, *ATTENTION, *LATENT, *RECURRENT, *DELTA_NETS)
+ARCHITECTURES: tuple[Architecture, ...] = (*MIXTURES, *ATTENTION, *LATENT, *RECURRENT, *DELTA_NETS, *STATE_SPACES)
 
 
 def unreadable_reason(name: str) -> str | None:
@@ -37,8 +38,9 @@ def readable(model: GgufModel) -> Architecture:
 def writable(config: Any) -> Architecture:
     """The architecture of a model. Raises Inexpressible."""
     kind = config.model_type
-    row = next((row for row in ARCHITECTURES if kind == row.model or kind in row.written), None)
+    rows = (row for row in ARCHITECTURES if kind in (row.model, *row.written) and row.fits(config))
+    row = next(rows, None)
     if row is None:
-        names = ", ".join(sorted(name for row in ARCHITECTURES for name in (row.model, *row.written)))
+        names = ", ".join(sorted({name for row in ARCHITECTURES for name in (row.model, *row.written)}))
         raise Inexpressible(f"models of type {kind} are not written; {names} are")
     return row

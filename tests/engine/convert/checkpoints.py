@@ -43,6 +43,13 @@ LONG = {
     "short_factor": [1 + pair / 8 for pair in range(8)],
     "long_factor": [2.0 + pair for pair in range(8)],
 }
+HYBRID = {"attention_multiplier": 0.3, "embedding_multiplier": 3, "residual_multiplier": 0.5, "mamba_n_groups": 2}
+NEMOTRON = {
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+    "n_routed_experts": 4,
+    "moe_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 48,
+}
 # By name, a model type and settings.
 CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"attention_bias": True, "mlp_bias": True}),
@@ -79,6 +86,15 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "minimax_m2": ("minimax_m2", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "lfm2_moe": ("lfm2_moe", {}),
     "ministral3": ("ministral3", {"rope_parameters": TEMPERED}),
+    "granite_hybrid": ("granitemoehybrid", {**HYBRID, "num_local_experts": 0, "shared_intermediate_size": 48}),
+    "granite_hybrid experts": ("granitemoehybrid", {**HYBRID, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "granite_hybrid rotary": ("granitemoehybrid", {**HYBRID, "position_embedding_type": "rope"}),
+    "falcon_h1": ("falcon_h1", {}),
+    "falcon_h1 norm": ("falcon_h1", {"mamba_rms_norm": True, "mamba_norm_before_gate": False}),
+    "nemotron_h": ("nemotron_h", {}),
+    "nemotron_h_moe": ("nemotron_h", NEMOTRON),
+    "nemotron_h_moe latent": ("nemotron_h", {**NEMOTRON, "moe_latent_size": 16}),
+    "granitemoe": ("granitemoe", {"attention_multiplier": 0.3, "embedding_multiplier": 3}),
     "qwen3_5": ("qwen3_5_text", {}),
     "qwen3_5_moe": ("qwen3_5_moe_text", {}),
     "qwen3_next": ("qwen3_next", {}),

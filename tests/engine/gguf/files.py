@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -43,6 +44,9 @@ WIDE: dict[str, Any] = {
     "moe_intermediate_size": WIDTH,
     "head_dim": 64,
     "linear_value_head_dim": 64,
+    "mamba_d_head": 64,
+    "mamba_head_dim": 64,
+    "mamba_d_ssm": 512,
 }
 TYPES = (Type.F32, Type.F16, Type.BF16, Type.Q8_0, Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1) + (
     Type.Q3_K,
@@ -58,6 +62,8 @@ TYPES = (Type.F32, Type.F16, Type.BF16, Type.Q8_0, Type.Q4_0, Type.Q4_1, Type.Q5
 ROUNDING = 0.25
 # The same with experts: routers choose others for some tokens. int8 of the same weights has 0.32 and 0.34.
 ROUTED_ROUNDING = 0.6
+# Routers, norms by group and short convolutions are not quantised.
+_FLOATS = re.compile(r"gate_inp|_norm|conv\.conv|conv1d")
 # A super-scale of random blocks, for weights of about 0.1.
 SCALE = 2e-4
 
@@ -90,7 +96,12 @@ def write_types(
         weights = gguf.dequantize(tensor.rows, tensor.type).reshape(tensor.shape)
         own = next((type for part, type in types.items() if part in tensor.name), kind)
         block, _ = gguf.GGML_QUANT_SIZES[own]
-        quantised = tensor.name.endswith(".weight") and weights.ndim > 1 and "gate_inp" not in tensor.name
+        quantised = (
+            tensor.name.endswith(".weight")
+            and weights.ndim > 1
+            and "gate_inp" not in tensor.name
+            and "_norm" not in tensor.name
+        )
         if quantised and weights.shape[-1] % block == 0 and "conv.conv" not in tensor.name:
             writer.add_tensor(tensor.name, blocks(weights, own, number), raw_dtype=own)
         else:

@@ -11,15 +11,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.convert.convert import convert
 from engine.gguf.architectures.table import ARCHITECTURES
 from engine.gguf.container import GgufModel, read_model
-from tests.engine.convert.checkpoints import CHECKPOINTS, save_checkpoint
-from tests.engine.gguf.files import write_checkpoint
+from tests.engine.convert.checkpoints import CHECKPOINTS, byte_level, conversion, save_checkpoint, save_model
+from tests.engine.gguf.files import greedy, load_file, prompt, reference_greedy, write_checkpoint
 from tests.house.source import ROOT
 
 # Of the tiny models: key heads, value heads, and columns of both.
 KEYS, VALUES, WIDTH = 2, 4, 16
 GROUP = VALUES // KEYS
+MULTIPLIERS = ("attention_in", "attention_out", "embedding", "key", "lm_head", "ssm_in", "ssm_out")
 
 
 def _file(name: str, folder: Path) -> tuple[GgufModel, dict[str, Tensor]]:
@@ -68,6 +70,19 @@ def test_rows_of_a_key_head_are_separated(tmp_path: Path) -> None:
     assert np.array_equal(_values(model, "attn_qkv.weight"), joined.numpy())
     assert np.array_equal(_values(model, "attn_gate.weight"), gates.flatten(0, 1).numpy())
     assert {"blk.0.ssm_ba.weight", "blk.0.ssm_a", "blk.0.ssm_dt.bias"} <= set(model.tensors)
+
+
+def test_multipliers_become_part_of_the_weights(tmp_path: Path) -> None:
+    """Files have none; the text is that of the checkpoint."""
+    scales = {f"{name}_multiplier": 0.5 + number / 8 for number, name in enumerate(MULTIPLIERS)}
+    scales |= {"mlp_multipliers": [0.7, 1.2], "ssm_multipliers": [0.9, 1.1, 0.8, 1.2, 0.7]}
+    model = save_model("falcon_h1", tmp_path / "model", **scales).double()
+    byte_level().save_pretrained(tmp_path / "model")
+    convert(conversion(tmp_path / "model", tmp_path / "model.gguf"))
+
+    assert reference_greedy(model, prompt(), 12) == greedy(
+        load_file(tmp_path / "model.gguf", dtype="float64"), prompt(), 12
+    )
 
 
 def test_metadata_of_recurrent_layers(tmp_path: Path) -> None:
