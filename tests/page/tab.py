@@ -74,6 +74,14 @@ class Tab:
         if button.get_attribute("aria-pressed") != "true":
             button.click()
 
+    def figures(self, number: int = -1) -> Locator:
+        """The figures of an answer, unfolded."""
+        answer = self.answers.last if number < 0 else self.answers.nth(number)
+        folded = answer.locator(".more:not([open]) > summary")
+        if folded.count():
+            folded.click()
+        return answer.locator(".more")
+
     def button(self, name: str) -> Locator:
         """The last button with a name."""
         return self.page.get_by_role("button", name=name, exact=True).last

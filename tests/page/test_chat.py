@@ -39,12 +39,14 @@ def test_an_answer_streams_and_has_its_figures(tab: Tab) -> None:
     """Speed, time to the first token, and the cached part of the prompt; the second turn reuses the first."""
     tab.set("Temperature", "0")
     assert "Cellar" in tab.ask(QUESTION)
-    figures = tab.answers.last.get_by_role("list", name="Figures of this answer")
+    expect(tab.answers.last.get_by_role("list", name="Figures of this answer")).to_have_count(0)
+    expect(tab.answers.last.locator("summary")).to_have_text(re.compile(r"^[\d.,]+ tok/s$"))
+    figures = tab.figures()
     for pattern in (r"[\d.,]+ tok/s", r"first token [\d.]+ m?s", r"\d+ tokens", r"\d+ of \d+ prompt tokens cached"):
         expect(figures).to_contain_text(re.compile(pattern))
 
     tab.ask("What is a slot?")
-    cached = re.search(r"(\d+) of (\d+) prompt", tab.answers.last.inner_text())
+    cached = re.search(r"(\d+) of (\d+) prompt", tab.figures().inner_text())
     assert cached is not None
     assert 0 < int(cached[1]) < int(cached[2])
 

@@ -120,6 +120,25 @@ def test_nothing_is_cut_off_on_narrow_windows(open_tab: Callable[..., Tab], tmp_
         expect(tab.page.get_by_role("button", name=name, exact=True)).to_be_focused()
 
 
+SMALL = """(least) => [...document.querySelectorAll('button, a, select, summary, textarea, input')]
+    .filter((one) => one.checkVisibility() && !one.closest('.skip, .markdown'))
+    .map((one) => [one.getAttribute('aria-label') || one.textContent || one.id, one.getBoundingClientRect()])
+    .filter(([name, box]) => Math.min(box.width, box.height) < least)
+    .map(([name, box]) => `${name}: ${box.width} x ${box.height}`)"""
+
+
+def test_targets_are_large_enough_for_fingers(open_tab: Callable[..., Tab], tmp_path: Path) -> None:
+    """44 pixels, in the chat, the list and both panels."""
+    tab = fill(open_tab(**PHONE).ready(), tmp_path)
+    assert [] == tab.page.evaluate(SMALL, 44)
+    tab.page.get_by_role("button", name="Conversations").click()
+    assert [] == tab.page.evaluate(SMALL, 44)
+    tab.page.keyboard.press("Escape")
+    tab.open_panel("Settings")
+    assert [] == tab.page.evaluate(SMALL, 44)
+    assert 0 == tab.overflow
+
+
 def test_text_of_twice_the_size_fits(open_tab: Callable[..., Tab], tmp_path: Path) -> None:
     """Where only the text is enlarged."""
     tab = fill(open_tab(viewport={"width": 1280, "height": 800}).ready(), tmp_path)
@@ -130,6 +149,7 @@ def test_text_of_twice_the_size_fits(open_tab: Callable[..., Tab], tmp_path: Pat
 
 
 def test_both_views_stand_side_by_side_on_wide_windows(tab: Tab) -> None:
+    tab.open_panel("Engine")
     chat, panel = tab.page.locator("main").bounding_box(), tab.page.locator(".panel").bounding_box()
     assert chat is not None
     assert panel is not None

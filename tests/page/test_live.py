@@ -47,6 +47,7 @@ def generating(address: str, text: str, **fields: object) -> Iterator[None]:
 
 def test_a_prefix_is_shown_as_shared_while_both_run(tab: Tab) -> None:
     """Two slots with one prompt: cells in use by both, and a branch of the prefix cache used by both."""
+    tab.open_panel("Engine")
     shift = {"overflow": "shift", "max_tokens": 100_000}
     with generating(tab.address, LONG + "One", **shift), generating(tab.address, LONG + "Two", **shift):
         slots = tab.page.locator(".slot.decode")
@@ -59,6 +60,7 @@ def test_a_prefix_is_shown_as_shared_while_both_run(tab: Tab) -> None:
 
 
 def test_a_context_shift_is_shown_while_it_runs(tab: Tab) -> None:
+    tab.open_panel("Engine")
     with generating(tab.address, "Go on", overflow="shift", max_tokens=100_000):
         expect(tab.page.locator(".slot .shifted")).to_have_text(re.compile(r"[1-9]\d* shifts?, [\d,]+ dropped"))
     expect(tab.page.locator(".tiles")).to_contain_text(re.compile(r"context shifts\s*[1-9]"))
@@ -91,6 +93,7 @@ def test_accepted_drafts_are_shown(tab: Tab) -> None:
 
 
 def test_the_second_turn_shows_its_cached_prompt(tab: Tab) -> None:
+    tab.open_panel("Engine")
     tab.ask("What is Cellar?")
     tab.ask("What is a slot?")
 
@@ -117,6 +120,7 @@ def test_many_slots_have_a_line_each(open_tab: Callable[..., Tab]) -> None:
         route.fulfill(response=answer, json={**state, "slots": [*running, *free], "counts": counts})
 
     tab.page.route("**/v1/engine", busy)
+    tab.open_panel("Engine")
     slots = tab.page.locator(".slot.decode")
     expect(slots).to_have_count(30)
     expect(slots.first.get_by_role("img")).to_have_accessible_name("decode: 100 prompt, 90 shared, 40 generated")
@@ -129,6 +133,9 @@ def test_many_slots_have_a_line_each(open_tab: Callable[..., Tab]) -> None:
 def test_polling_slows_down_and_stops(open_tab: Callable[..., Tab]) -> None:
     """While nothing happens the waits double; a closed view and a hidden tab do not poll."""
     tab = open_tab().ready()
+    tab.page.wait_for_timeout(1000)
+    assert not tab.polls
+    tab.open_panel("Engine")
     tab.page.wait_for_timeout(6000)
     assert 3 <= len(tab.polls) <= 7
 
@@ -148,3 +155,24 @@ def test_polling_slows_down_and_stops(open_tab: Callable[..., Tab]) -> None:
     tab.page.evaluate("delete document.hidden")
     with tab.page.expect_request("**/v1/engine"):
         tab.page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
+
+
+def test_the_panel_is_opened_on_demand_and_remembered(tab: Tab) -> None:
+    """Over a reload; on a narrow window it never covers the chat at the start."""
+    panel = tab.page.get_by_role("complementary", name="Engine")
+    expect(panel).to_have_count(0)
+    tab.open_panel("Engine")
+    tab.page.reload()
+    tab.ready()
+    expect(panel).to_be_visible()
+
+    tab.page.set_viewport_size({"width": 700, "height": 800})
+    tab.page.reload()
+    tab.ready()
+    expect(panel).to_have_count(0)
+    tab.page.set_viewport_size({"width": 1400, "height": 900})
+    tab.page.reload()
+    tab.button("Close the panel").click()
+    tab.page.reload()
+    tab.ready()
+    expect(panel).to_have_count(0)

@@ -12,7 +12,16 @@ import { dropOlder } from './prompt';
 import { useServer } from './server';
 import { SettingsPanel } from './settings';
 import { Sidebar } from './sidebar';
-import { deleteConversation, loadConversations, newConversation, newId, saveConversation, titleOf } from './store';
+import { withoutStarter } from './starters';
+import {
+  deleteConversation,
+  loadConversations,
+  newConversation,
+  newId,
+  remember,
+  saveConversation,
+  titleOf,
+} from './store';
 import type { ChatSettings, Conversation, Message } from './types';
 
 type Panel = 'engine' | 'settings';
@@ -20,11 +29,19 @@ type Theme = 'system' | 'light' | 'dark';
 const THEMES: Theme[] = ['system', 'light', 'dark'];
 const WIDE = '(min-width: 75rem)';
 
+const PANEL = 'cellar.panel';
+
+// What stood beside the chat last time; on narrow windows a panel would cover it.
+function rememberedPanel(): Panel | null {
+  const found = (['engine', 'settings'] as const).find((name) => name === localStorage.getItem(PANEL));
+  return found && matchMedia(WIDE).matches ? found : null;
+}
+
 export function App() {
   const [conversations, setConversations] = useState<Conversation[]>(loadConversations);
   const [current, setCurrent] = useState<Conversation>(() => conversations[0] ?? newConversation());
   const [answering, setAnswering] = useState<Answering | null>(null);
-  const [panel, setPanel] = useState<Panel | null>(() => (matchMedia(WIDE).matches ? 'engine' : null));
+  const [panel, setPanel] = useState<Panel | null>(rememberedPanel);
   const [drawer, setDrawer] = useState(false);
   const [status, setStatus] = useState('');
   const [notice, setNotice] = useState('');
@@ -109,7 +126,8 @@ export function App() {
     [keep, show],
   );
 
-  const send = (text: string) => ask(current, [...current.messages, { id: newId(), role: 'user', content: text }]);
+  const send = (text: string, settings = current.settings) =>
+    ask({ ...current, settings }, [...current.messages, { id: newId(), role: 'user', content: text }]);
   const actions: MessageActions = useMemo(
     () => ({
       edit(id, text) {
@@ -143,7 +161,7 @@ export function App() {
           .filter((message) => message.role === 'user')
           .at(-1);
         setDraft(NEW, question?.content ?? '');
-        setCurrent(newConversation(latest.current.settings));
+        setCurrent(newConversation(withoutStarter(latest.current.settings)));
       },
       restore:
         replaced?.id === current.id
@@ -178,7 +196,8 @@ export function App() {
     if (drawer) document.querySelector<HTMLElement>('.sidebar .new')?.focus();
   }, [drawer]);
   useEffect(() => {
-    if (panel && !matchMedia(WIDE).matches) document.querySelector<HTMLElement>('.panel .icon')?.focus();
+    if (matchMedia(WIDE).matches) remember(PANEL, panel ?? '');
+    else if (panel) document.querySelector<HTMLElement>('.panel .icon')?.focus();
   }, [panel]);
   // Conversations of other tabs.
   useEffect(() => {
@@ -210,7 +229,7 @@ export function App() {
     deleteConversation(id);
     const rest = conversations.filter((one) => one.id !== id);
     setConversations(rest);
-    if (current.id === id) select(rest[0] ?? newConversation(latest.current.settings));
+    if (current.id === id) select(rest[0] ?? newConversation(withoutStarter(latest.current.settings)));
   };
   const change = (settings: ChatSettings) => {
     const changed = { ...current, settings };
@@ -230,7 +249,7 @@ export function App() {
           document.querySelector<HTMLElement>('.top .drawer-button')?.focus();
         }}
         onOpen={open}
-        onNew={() => open(newConversation(latest.current.settings))}
+        onNew={() => open(newConversation(withoutStarter(latest.current.settings)))}
         onRename={(conversation, title) => keep({ ...conversation, title, named: !!title })}
         onDelete={remove}
         onImport={(added) => {
@@ -265,7 +284,20 @@ export function App() {
             <h1>{completing ? 'Completion' : titleOf(current)}</h1>
             <p class={`server ${server.state}`}>
               <i aria-hidden="true" />
-              {server.text}
+              {server.names.length > 1 && server.state === 'ready' ? (
+                <select
+                  class="model"
+                  aria-label="Model"
+                  value={current.settings.model || server.names[0]!}
+                  onChange={(event) => change({ ...current.settings, model: event.currentTarget.value })}
+                >
+                  {server.names.map((name) => (
+                    <option key={name}>{name}</option>
+                  ))}
+                </select>
+              ) : (
+                server.text
+              )}
             </p>
           </div>
           <nav aria-label="Panels">
@@ -301,14 +333,14 @@ export function App() {
               actions={actions}
               server={server}
               onKey={() => setAttempt((count) => count + 1)}
-              onExample={send}
+              onStarter={({ text, settings }) => send(text, { ...current.settings, ...settings })}
             />
             <Composer
               key={current.id}
               draft={current.messages.length ? current.id : NEW}
               answering={answering?.conversation === current.id}
               disabled={busy && answering.conversation !== current.id}
-              onSend={send}
+              onSend={(text) => send(text)}
               onStop={() => answering?.stop()}
             />
             <p class="visually-hidden" role="status">
@@ -336,7 +368,6 @@ export function App() {
             ) : (
               <SettingsPanel
                 settings={current.settings}
-                names={server.names}
                 model={server.model}
                 keyNeeded={server.state === 'locked' || !!apiKey()}
                 onChange={change}
@@ -356,7 +387,7 @@ function ThemeButton() {
   );
   useEffect(() => {
     document.documentElement.dataset['theme'] = theme;
-    localStorage.setItem('cellar.theme', theme);
+    remember('cellar.theme', theme);
   }, [theme]);
   const next = THEMES[(THEMES.indexOf(theme) + 1) % THEMES.length]!;
   return (

@@ -1,6 +1,7 @@
 // The view for models without a chat template: one text that the model continues.
 import { useEffect, useRef, useState } from 'preact/hooks';
 import { completionBody, failureOf, streamCompletion } from './api';
+import { remember } from './store';
 import type { ChatSettings, Failure } from './types';
 
 const KEY = 'cellar.completion';
@@ -20,11 +21,7 @@ export function Completion({ settings, onFailure }: Props) {
   const field = useRef<HTMLTextAreaElement>(null);
   const write = (changed: string) => {
     setText(changed);
-    try {
-      localStorage.setItem(KEY, changed);
-    } catch {
-      // The storage is full: the text stays in the page.
-    }
+    remember(KEY, changed);
   };
   useEffect(() => {
     if (running) field.current!.scrollTop = field.current!.scrollHeight;

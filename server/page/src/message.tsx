@@ -225,31 +225,32 @@ function OpenCalls({
 }
 
 function Figures({ stats }: { stats: AnswerStats }) {
+  const speed = stats.tokensPerSecond === null ? 'Figures' : `${format(stats.tokensPerSecond)} tok/s`;
   return (
-    <ul class="figures" aria-label="Figures of this answer">
-      {stats.tokensPerSecond !== null && (
-        <li title="Tokens generated per second">{format(stats.tokensPerSecond)} tok/s</li>
-      )}
-      {stats.firstToken !== null && (
-        <li title="Time from the request to the first text">first token {milliseconds(stats.firstToken)}</li>
-      )}
-      {stats.tokens > 0 && <li title="Tokens of the answer">{stats.tokens.toLocaleString('en')} tokens</li>}
-      {stats.promptTokens > 0 && (
-        <li title="Prompt tokens found in the prefix cache">
-          {stats.cachedTokens.toLocaleString('en')} of {stats.promptTokens.toLocaleString('en')} prompt tokens cached
-        </li>
-      )}
-      {stats.draftedTokens > 0 && (
-        <li title="Draft tokens accepted, speculative decoding">
-          {stats.acceptedTokens} of {stats.draftedTokens} drafts accepted
-        </li>
-      )}
-      {stats.contextShifts > 0 && (
-        <li title="Times that the oldest half of the context was dropped">
-          {stats.contextShifts} context {stats.contextShifts === 1 ? 'shift' : 'shifts'}
-        </li>
-      )}
-    </ul>
+    <details class="more">
+      <summary>{speed}</summary>
+      <ul class="figures" aria-label="Figures of this answer">
+        {stats.firstToken !== null && (
+          <li title="Time from the request to the first text">first token {milliseconds(stats.firstToken)}</li>
+        )}
+        {stats.tokens > 0 && <li title="Tokens of the answer">{stats.tokens.toLocaleString('en')} tokens</li>}
+        {stats.promptTokens > 0 && (
+          <li title="Prompt tokens found in the prefix cache">
+            {stats.cachedTokens.toLocaleString('en')} of {stats.promptTokens.toLocaleString('en')} prompt tokens cached
+          </li>
+        )}
+        {stats.draftedTokens > 0 && (
+          <li title="Draft tokens accepted, speculative decoding">
+            {stats.acceptedTokens} of {stats.draftedTokens} drafts accepted
+          </li>
+        )}
+        {stats.contextShifts > 0 && (
+          <li title="Times that the oldest half of the context was dropped">
+            {stats.contextShifts} context {stats.contextShifts === 1 ? 'shift' : 'shifts'}
+          </li>
+        )}
+      </ul>
+    </details>
   );
 }
 

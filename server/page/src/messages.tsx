@@ -5,6 +5,7 @@ import { MessageView, type MessageActions } from './message';
 import { hasOlder } from './prompt';
 import type { Server } from './server';
 import { KeyField } from './settings';
+import { starters, type Starter } from './starters';
 import type { Conversation } from './types';
 
 interface MessagesProps {
@@ -13,10 +14,10 @@ interface MessagesProps {
   actions: MessageActions;
   server: Server;
   onKey(): void;
-  onExample(text: string): void;
+  onStarter(starter: Starter): void;
 }
 
-export function Messages({ conversation, busy, actions, server, onKey, onExample }: MessagesProps) {
+export function Messages({ conversation, busy, actions, server, onKey, onStarter }: MessagesProps) {
   const area = useRef<HTMLDivElement>(null);
   const pinned = useRef(true);
   const [below, setBelow] = useState(false);
@@ -49,7 +50,7 @@ export function Messages({ conversation, busy, actions, server, onKey, onExample
             <KeyField onKey={onKey} />
           </div>
         )}
-        {!messages.length && server.state !== 'locked' && <Welcome server={server} onExample={onExample} />}
+        {!messages.length && server.state !== 'locked' && <Welcome server={server} onStarter={onStarter} />}
         {messages
           .filter((message) => message.role !== 'tool')
           .map((message) => (
@@ -77,19 +78,21 @@ export function Messages({ conversation, busy, actions, server, onKey, onExample
   );
 }
 
-const EXAMPLES = ['What is Cellar?', 'What is a slot?', 'What does --slots do?'];
+// Of the bundled model, which is trained on texts about Cellar.
+const QUESTIONS: Starter[] = ['What is Cellar?', 'What is a slot?'].map((text) => ({ label: text, text }));
 
-function Welcome({ server, onExample }: { server: Server; onExample: (text: string) => void }) {
+function Welcome({ server, onStarter }: { server: Server; onStarter: (starter: Starter) => void }) {
+  const { model } = server;
   return (
     <div class="welcome">
-      <p class="lead">{server.model ? server.model.id : 'Cellar'}</p>
+      <p class="lead">{model ? model.id : 'Cellar'}</p>
       <p>Conversations stay in this browser. The engine shows what each of them shares, shifts and drafts.</p>
-      {server.model?.id === 'cellar-tiny' && (
+      {model && (
         <ul class="examples">
-          {EXAMPLES.map((text) => (
-            <li key={text}>
-              <button type="button" onClick={() => onExample(text)}>
-                {text}
+          {[...(model.id === 'cellar-tiny' ? QUESTIONS : []), ...starters(model)].map((starter) => (
+            <li key={starter.label}>
+              <button type="button" title={starter.text} onClick={() => onStarter(starter)}>
+                {starter.label}
               </button>
             </li>
           ))}

@@ -24,7 +24,6 @@ const SAMPLING: Sampling[] = [
 
 interface Props {
   settings: ChatSettings;
-  names: string[];
   model: Capabilities | null;
   keyNeeded: boolean;
   onChange(settings: ChatSettings): void;
@@ -41,7 +40,7 @@ function jsonError(text: string): string {
   }
 }
 
-export function SettingsPanel({ settings, names, model, keyNeeded, onChange, onKey }: Props) {
+export function SettingsPanel({ settings, model, keyNeeded, onChange, onKey }: Props) {
   const set =
     (name: keyof ChatSettings) =>
     (event: { currentTarget: HTMLInputElement | HTMLTextAreaElement | HTMLSelectElement }) =>
@@ -51,18 +50,6 @@ export function SettingsPanel({ settings, names, model, keyNeeded, onChange, onK
     <div class="settings">
       <p class="hint">Of this conversation, and of new ones. An empty field leaves the choice to the server.</p>
       {keyNeeded && <KeyField onKey={onKey} />}
-      {names.length > 1 && (
-        <>
-          <label class="field" for="model">
-            Model
-          </label>
-          <select id="model" value={settings.model || names[0]!} onChange={set('model')}>
-            {names.map((name) => (
-              <option key={name}>{name}</option>
-            ))}
-          </select>
-        </>
-      )}
       {chats && (
         <>
           <label class="field" for="system">

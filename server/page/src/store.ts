@@ -45,13 +45,17 @@ export function loadConversations(): Conversation[] {
 }
 
 // False if the browser's storage is full.
-export function saveConversation(conversation: Conversation): boolean {
+export function remember(key: string, text: string): boolean {
   try {
-    localStorage.setItem(PREFIX + conversation.id, JSON.stringify(conversation));
+    localStorage.setItem(key, text);
     return true;
   } catch {
     return false;
   }
+}
+
+export function saveConversation(conversation: Conversation): boolean {
+  return remember(PREFIX + conversation.id, JSON.stringify(conversation));
 }
 
 export function deleteConversation(id: string): void {
