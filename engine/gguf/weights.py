@@ -36,7 +36,7 @@ def parameter_sources(model: GgufModel, skeleton: nn.Module, config: Any) -> dic
             sources[name] = layout_of(name, architecture.layouts).source(name, shape, tensors)
             if sources[name].shape != shape:
                 raise GgufError(f"{name} has the shape {list(sources[name].shape)}, not {list(shape)}")
-    _refuse_unused(model, sources, config.num_hidden_layers)
+    _refuse_unused(model, sources, config.num_hidden_layers, architecture.ignored)
     return sources
 
 
@@ -63,10 +63,11 @@ def read_parameters(
         return dict(zip(sources, values, strict=True))
 
 
-def _refuse_unused(model: GgufModel, sources: Mapping[str, ParameterSource], layers: int) -> None:
+def _refuse_unused(model: GgufModel, sources: Mapping[str, ParameterSource], layers: int, ignored: str | None) -> None:
     """Raise GgufError for tensors that no parameter holds, but those of layers for drafts beyond the model's own."""
     used = {tensor.name for source in sources.values() for tensor in source.tensors}
     unused = [name for name in model.tensors if name not in used and not _NO_PARAMETERS.fullmatch(name)]
     unused = [name for name in unused if (match := _LAYER.match(name)) is None or int(match[1]) < layers]
+    unused = [name for name in unused if ignored is None or not re.fullmatch(ignored, name)]
     if unused:
         raise GgufError(f"it has tensors that its architecture lacks, {len(unused)} in all, such as {unused[0]}")

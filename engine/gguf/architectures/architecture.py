@@ -24,6 +24,7 @@ class Architecture:
     applies  whether a file of this architecture is this model; the first one of the table counts
     fits     whether a configuration of this model type is written like this; likewise
     written  further model types that are written as this architecture, and read as `model`
+    ignored  pattern of tensors that files may have without an effect
     """
 
     name: str
@@ -33,6 +34,7 @@ class Architecture:
     applies: Callable[[Hyperparameters], bool] = _always
     fits: Callable[[Any], bool] = _always
     written: tuple[str, ...] = ()
+    ignored: str | None = None
 
     def read(self, file: Hyperparameters) -> Fields:
         """The attributes of the configuration. Raises GgufError."""

@@ -25,6 +25,7 @@ _YARN = (
 )
 # llama.cpp stores a tenth of DeepSeek's exponent.
 _LOG_MULTIPLIER = 0.1
+_NO_ROTATION = 1e30
 
 
 def read_rotation(file: Hyperparameters) -> Fields:
@@ -154,6 +155,12 @@ def rotary_factors(config: Any) -> Iterator[tuple[str, Tensor]]:
     if kind == "llama3":
         factors = _llama3_factors(rope, rope["rope_theta"], head_size(config) // 2)
         yield f"{TENSOR_NAMES[MODEL_TENSOR.ROPE_FREQS]}.weight", torch.from_numpy(factors).float()
+    if kind == "proportional":
+        # Columns without rotation have the frequency of a large divisor.
+        width = config.per_layer_config[list(config.layer_types).index("full_attention")].head_dim
+        rotated = int(rope.get("partial_rotary_factor", 1.0) * width / 2)
+        divisors = torch.where(torch.arange(width // 2) < rotated, 1.0, _NO_ROTATION)
+        yield f"{TENSOR_NAMES[MODEL_TENSOR.ROPE_FREQS]}.weight", divisors
     if kind == "longrope":
         for which, name in ((MODEL_TENSOR.ROPE_FACTORS_LONG, "long"), (MODEL_TENSOR.ROPE_FACTORS_SHORT, "short")):
             yield f"{TENSOR_NAMES[which]}.weight", torch.tensor(rope[f"{name}_factor"], dtype=torch.float32)

@@ -9,13 +9,28 @@ from engine.gguf.architectures.attention import ATTENTION
 from engine.gguf.architectures.delta_net import DELTA_NETS
 from engine.gguf.architectures.experts import MIXTURES
 from engine.gguf.architectures.latent import LATENT
+from engine.gguf.architectures.per_layer import PER_LAYER
 from engine.gguf.architectures.recurrent import RECURRENT
 from engine.gguf.architectures.settings import Hyperparameters, Inexpressible
 from engine.gguf.architectures.state_space import STATE_SPACES
 from engine.gguf.container import GgufError, GgufModel
 
 # Models with experts first, as their files may have the name of an architecture without.
-ARCHITECTURES: tuple[Architecture, ...] = (*MIXTURES, *ATTENTION, *LATENT, *RECURRENT, *DELTA_NETS, *STATE_SPACES)
+ARCHITECTURES: tuple[Architecture, ...] = (
+    *MIXTURES,
+    *ATTENTION,
+    *LATENT,
+    *RECURRENT,
+    *DELTA_NETS,
+    *STATE_SPACES,
+    *PER_LAYER,
+)
+# Architectures of models that are served from other files, and what is not read from these.
+_REFUSED = {
+    "gemma3n": "its alternating updates of several hidden states are not read; the safetensors of the model are",
+    "kimi-linear": "its delta attention is not read; the safetensors of the model are",
+    "llama4": "its chunked attention is not read; the safetensors of the model are",
+}
 
 
 def unreadable_reason(name: str) -> str | None:
@@ -23,7 +38,8 @@ def unreadable_reason(name: str) -> str | None:
     names = list(dict.fromkeys(row.name for row in ARCHITECTURES))
     if name in names:
         return None
-    return f"the architecture {name} is not supported in GGUF files; supported: {', '.join(names)}"
+    reason = f" ({_REFUSED[name]})" if name in _REFUSED else ""
+    return f"the architecture {name} is not supported in GGUF files{reason}; supported: {', '.join(names)}"
 
 
 def readable(model: GgufModel) -> Architecture:

@@ -50,6 +50,8 @@ NEMOTRON = {
     "moe_intermediate_size": 32,
     "moe_shared_expert_intermediate_size": 48,
 }
+GEMMA4 = {"vocab_size_per_layer_input": SIZE, "final_logit_softcapping": 30.0}
+GEMMA4_EQUAL = {"attention_k_eq_v": True, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0}
 # By name, a model type and settings.
 CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"attention_bias": True, "mlp_bias": True}),
@@ -95,6 +97,13 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron_h_moe": ("nemotron_h", NEMOTRON),
     "nemotron_h_moe latent": ("nemotron_h", {**NEMOTRON, "moe_latent_size": 16}),
     "granitemoe": ("granitemoe", {"attention_multiplier": 0.3, "embedding_multiplier": 3}),
+    "gemma4": ("gemma4_text", GEMMA4),
+    "gemma4 wide": ("gemma4_text", {**GEMMA4, "use_double_wide_mlp": True}),
+    "gemma4 keys": ("gemma4_text", {**GEMMA4_EQUAL, "num_global_key_value_heads": 1}),
+    "gemma4 experts": (
+        "gemma4_text",
+        {**GEMMA4_EQUAL, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32},
+    ),
     "qwen3_5": ("qwen3_5_text", {}),
     "qwen3_5_moe": ("qwen3_5_moe_text", {}),
     "qwen3_next": ("qwen3_next", {}),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from gguf import GGMLQuantizationType as Type
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -15,7 +17,7 @@ from engine.convert.convert import convert
 from engine.gguf.architectures.table import ARCHITECTURES
 from engine.gguf.container import GgufModel, read_model
 from tests.engine.convert.checkpoints import CHECKPOINTS, byte_level, conversion, save_checkpoint, save_model
-from tests.engine.gguf.files import greedy, load_file, prompt, reference_greedy, write_checkpoint
+from tests.engine.gguf.files import greedy, load_file, prompt, reference_greedy, write_checkpoint, write_types
 from tests.house.source import ROOT
 
 # Of the tiny models: key heads, value heads, and columns of both.
@@ -83,6 +85,20 @@ def test_multipliers_become_part_of_the_weights(tmp_path: Path) -> None:
     assert reference_greedy(model, prompt(), 12) == greedy(
         load_file(tmp_path / "model.gguf", dtype="float64"), prompt(), 12
     )
+
+
+def test_keys_and_values_of_layers_that_share_others_are_ignored(tmp_path: Path) -> None:
+    """Published checkpoints have them, and files too."""
+    source = read_model(write_checkpoint("gemma4", tmp_path))
+    shared = {f"blk.5.attn_{part}.weight": source.tensors[f"blk.3.attn_{part}.weight"] for part in "kv"}
+    renamed = {name: replace(tensor, name=name) for name, tensor in shared.items()}
+
+    assert not renamed.keys() & source.tensors.keys()
+    write_types(replace(source, tensors={**source.tensors, **renamed}), tmp_path / "shared.gguf", Type.F32)
+
+    files = (tmp_path / "model.gguf", tmp_path / "shared.gguf")
+    texts = [greedy(load_file(file, dtype="float64"), prompt(), 12) for file in files]
+    assert texts[0] == texts[1]
 
 
 def test_metadata_of_recurrent_layers(tmp_path: Path) -> None:

@@ -153,6 +153,7 @@ def _content(tensor: object) -> tuple[object, ...]:
         ("clip", {"general.type": "mmproj"}, "encoder of images or audio"),
         ("llama", {"general.type": "adapter"}, "LoRA weights"),
         ("bert", {}, "the architecture bert is not supported in GGUF files; supported: llama, "),
+        ("llama4", {}, r"llama4 is not supported in GGUF files \(its chunked attention is not read; "),
         ("llama", {}, r"it lacks the tensor token_embd\.weight"),
     ],
 )
