@@ -12,6 +12,7 @@ import gc
 import json
 import logging
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -32,6 +33,7 @@ from server.hosting import Hosting
 from server.http.descriptors import ListeningSocket, connection_limit, log_exhaustion
 from server.http.protocol import strict_protocol, strict_websocket
 from server.http.version import version
+from server.models.demonstration import TEXT, is_demonstration, offer_lines
 from server.store.store import describe_location
 from server.terminal.sizes import format_count
 
@@ -284,6 +286,7 @@ def banner(
         [
             f"Cellar {version()} serves {', '.join(settings.model_names)}",
             *(f"  {name:<10} {text}" for name, text in rows),
+            *(_offer_lines(memory) if is_demonstration(settings) else ()),
             *_url_lines(settings, url, chats=chats),
         ]
     )
@@ -367,6 +370,15 @@ def _embedding_line(embedding: EmbeddingModelInfo) -> tuple[str, str]:
         f"{embedding.output_kind}{length}, {model.context} tokens a text, "
         f"weights {format_size(embedding.weights_bytes)} + work {format_size(embedding.workspace_bytes)}"
     )
+
+
+def _offer_lines(memory: MemoryPlan) -> Iterator[str]:
+    """What the bundled model is, and commands for other models."""
+    # By the path of this start where the PATH has no cellar, as after `make serve`.
+    command = "cellar" if shutil.which("cellar") else sys.argv[0]
+    heading, *offers = offer_lines(memory.available_bytes, f"{command} serve")
+    yield f"  this is    {TEXT}; {heading}"
+    yield from (f"             {offer}" for offer in offers)
 
 
 def _url_lines(settings: Settings, url: str, *, chats: bool) -> Iterator[str]:

@@ -181,6 +181,7 @@ def _load(config: EngineConfig, on_phase: Callable[[str], None], reserved_bytes:
         not_native_reason=selection.reason,
         kernel_variants=step_variants() if selection.reason is None else (),
         quantization_estimate=_quantization_estimate(config, model, available, quantised.format),
+        default_max_tokens=_default_max_tokens(model),
     )
     ends = _end_tokens(model, tokenizer)
     loaded = LoadedModel(
@@ -307,6 +308,12 @@ def _end_tokens(model: Any, tokenizer: Tokenizer) -> frozenset[int]:
     if ends is None:
         return tokenizer.eos_tokens
     return frozenset(ends) if isinstance(ends, list | tuple) else frozenset((int(ends),))
+
+
+def _default_max_tokens(model: Any) -> int | None:
+    """The length of an answer that is not limited otherwise, by the model's generation configuration."""
+    limit = getattr(getattr(model, "generation_config", None), "max_new_tokens", None)
+    return limit if isinstance(limit, int) and limit > 0 else None
 
 
 def _start_tokens(model: Any) -> tuple[int, ...]:

@@ -33,6 +33,8 @@ class ModelInfo:
     not_native_reason        why steps run in torch operations; None: each is one call of the C++ library
     kernel_variants          of the native step and of its products with quantised weights; empty without it
     quantization_estimate    None: the weights are quantised, or cannot be
+    default_max_tokens       of answers whose request has no limit (max_new_tokens of the generation configuration);
+                             None: the context
     """
 
     name: str
@@ -52,6 +54,7 @@ class ModelInfo:
     not_native_reason: str | None = None
     kernel_variants: tuple[str, ...] = ()
     quantization_estimate: QuantizationEstimate | None = None
+    default_max_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,6 +58,8 @@ async def engine_request(
     info = service.engine.info
     if _exceeds_context(service, body, max_tokens):
         max_tokens = info.context
+    if max_tokens is None and info.default_max_tokens is not None:
+        max_tokens = max(info.default_max_tokens, body.min_tokens or 0)
     _check(body, info.context, max_tokens, body.overflow or service.settings.overflow)
     check_token_ids("prompt", prompt.tokens, info.vocabulary)
     check_token_ids("stop_token_ids", body.stop_token_ids or (), info.vocabulary)

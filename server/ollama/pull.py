@@ -11,6 +11,7 @@ from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
 
 from engine.errors import ModelMissing
+from engine.load.hub.catalogue import NAMED_MODELS
 from engine.load.hub.hub import split_name
 from engine.types.model_name import plain_name
 from server.http.errors import DISK_FULL, HUB_UNREACHABLE, INTERNAL_ERROR, MODEL_NOT_FOUND, QUEUE_FULL, ApiError
@@ -68,6 +69,8 @@ async def served_lines(model: str) -> Lines:
 def hub_name(model: str) -> str:
     """The name on the hub, `organisation/model` or `organisation/model:quantisation`; ApiError for another one."""
     model = plain_name(model).removesuffix(LATEST_TAG)
+    if model in NAMED_MODELS:
+        return model
     try:
         split_name(model)
     except ModelMissing as error:

@@ -11,11 +11,20 @@ from starlette.responses import Response
 from engine.types.status import EmbeddingModelInfo
 from server.generation.support import ignored_parameters, unsupported_parameters
 from server.http.encoding import JsonResponse
+from server.models.demonstration import TEXT, is_demonstration, offered_models
 from server.models.registry import ModelRegistry
 from server.openai import embeddings
 from server.routes.openapi import ERROR_RESPONSES
 from server.schemas import policy
-from server.schemas.capabilities import Capabilities, EmbeddingCapabilities, Endpoint, ModelCapabilities, Parameter
+from server.schemas.capabilities import (
+    Capabilities,
+    Demonstration,
+    EmbeddingCapabilities,
+    Endpoint,
+    ModelCapabilities,
+    OfferedModel,
+    Parameter,
+)
 from server.schemas.chat import RESERVED_ARGUMENTS, ChatRequest
 from server.schemas.content import Strict
 from server.schemas.embeddings import EmbeddingRequest
@@ -44,7 +53,7 @@ def add(app: FastAPI, models: ModelRegistry) -> None:
 
 def _model(service: Service) -> ModelCapabilities:
     info, tokenizer = service.engine.info, service.engine.tokenizer
-    return ModelCapabilities(
+    listed = ModelCapabilities(
         id=service.settings.model_names[0],
         context=info.context,
         vocabulary=info.vocabulary,
@@ -56,7 +65,18 @@ def _model(service: Service) -> ModelCapabilities:
         template_arguments=sorted(tokenizer.template_names - RESERVED_ARGUMENTS),
         drafters=list(service.engine.drafting.kinds),
         batch_invariant=info.batch_invariant,
+        default_max_tokens=info.default_max_tokens,
     )
+    if is_demonstration(service.settings):
+        offered = offered_models(service.engine.memory.available_bytes)
+        listed["demonstration"] = Demonstration(
+            text=TEXT,
+            models=[
+                OfferedModel(name=model.name, text=model.text, command=f"cellar serve {model.name}")
+                for model in offered
+            ],
+        )
+    return listed
 
 
 def _embedding(name: str, embedding: EmbeddingModelInfo) -> EmbeddingCapabilities:

@@ -26,9 +26,26 @@ class Endpoint(TypedDict):
     parameters: dict[str, Parameter]
 
 
+class OfferedModel(TypedDict):
+    """Another model for this machine, with the command that serves it; `text` is what it is, or its size."""
+
+    name: str
+    text: str
+    command: str
+
+
+class Demonstration(TypedDict):
+    """What the bundled model is, and other models that fit the memory."""
+
+    text: str
+    models: list[OfferedModel]
+
+
 class ModelCapabilities(TypedDict):
     """Capabilities of the model; `template_arguments` are names for `chat_template_kwargs`.
 
+    default_max_tokens  of an answer whose request has no limit; null: the context
+    demonstration       of the bundled model only
     input_modalities  kinds of content in messages: text
     batch_invariant  whether logits are bitwise identical for any batch, chunking and prefix hit; else they differ by
                      rounding, which may change the order of almost equally likely tokens
@@ -44,6 +61,8 @@ class ModelCapabilities(TypedDict):
     template_arguments: list[str]
     drafters: list[str]
     batch_invariant: bool
+    default_max_tokens: int | None
+    demonstration: NotRequired[Demonstration]
 
 
 class EmbeddingCapabilities(TypedDict):

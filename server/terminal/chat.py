@@ -33,6 +33,7 @@ class Chat:
         self.model, self.models, self.prefilled = served.name, served.models, ""
         capabilities = served.client.capabilities()
         self.parameters = _parameter_names(capabilities)
+        self._demonstration = (capabilities.get("model") or {}).get("demonstration") or {}
         modalities = (capabilities.get("model") or {}).get("input_modalities")
         self.accepts_images = None if modalities is None else "image" in modalities
         self._input = LineInput([command.name for command in COMMANDS], FILE_COMMANDS)
@@ -42,6 +43,10 @@ class Chat:
         """Read messages and answer them until the end of the input."""
         place = f" at {self.served.client.url}" if self.served.log is None else ""
         self.note(f"{self.model}{place}; /help lists the commands, Ctrl-D ends the chat")
+        if self._demonstration:
+            self.note(f"This is {self._demonstration['text']}. Others that fit this machine, downloaded once:")
+            for model in self._demonstration["models"]:
+                self.note(f"  cellar chat {model['name']}  ({model['text']})")
         while True:
             try:
                 self._take_turn()

@@ -48,6 +48,7 @@ NOT_RUN = {
     "kubectl ": "needs a cluster; tests/deploy checks the manifests",
     "python -m sglang_router": "benchmarks/fleet/routers.py runs it",
     "vllm-router": "benchmarks/fleet/routers.py runs it",
+    "cellar serve smollm2": "a download; tests/engine/load/test_package_index.py serves another file by a short name",
     "cellar ray": "tests/ray runs it",
     "cellar chat": "needs a terminal; tests/server/terminal drives it",
     "cellar bench ./my-model": "takes minutes; tests/bench runs all of it",

@@ -73,7 +73,7 @@ def test_every_endpoint_with_a_body_is_listed(listed: dict[str, Any], app: Any) 
 def test_support_depends_on_the_model() -> None:
     """A model that calls, thinks and reads efforts is told as one, and its parameters as honoured."""
     engine = FakeEngine(tokenizer=FakeTokenizer(HERMES), drafting=DraftingInfo(("lookup",)))
-    app = create_app(engine, settings(lenient=True))  # type: ignore[arg-type]
+    app = create_app(engine, settings(lenient=True, model="someone/model"))  # type: ignore[arg-type]
 
     listed = ask(app, "GET", "/v1/capabilities").json
 
@@ -89,10 +89,21 @@ def test_support_depends_on_the_model() -> None:
         "template_arguments": ["enable_thinking", "reasoning_effort", "verbosity"],
         "drafters": ["lookup"],
         "batch_invariant": True,
+        "default_max_tokens": None,
     } == listed["model"]
     parameters = listed["endpoints"][CHAT]["parameters"]
     for name in ("tools", "functions", "reasoning_effort", "verbosity", "thinking_token_budget"):
         assert "honoured" == parameters[name]["support"]
+
+
+def test_the_bundled_model_is_a_demonstration(listed: dict[str, Any]) -> None:
+    """Its clients can say so, and offer others that fit the memory, with the command to copy: here 1 GiB."""
+    shown = listed["model"]["demonstration"]
+
+    assert "a demonstration: it knows Cellar, tools and JSON" in shown["text"]
+    assert [{"name": "smollm2", "text": "98 MB, a small real model", "command": "cellar serve smollm2"}] == shown[
+        "models"
+    ]
 
 
 def test_capabilities_need_a_loaded_model() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import shlex
 import stat
 import subprocess
@@ -398,6 +399,20 @@ def test_the_request_of_the_start_up_screen_is_answered(chats: bool, path: str) 
         answer = httpx.post(address, content=options["-d"], headers=dict([options["-H"].split(": ")]))
 
     assert ("curl", url + path, 200) == (curl, address, answer.status_code)
+
+
+def test_the_start_up_screen_of_the_bundled_model_offers_others() -> None:
+    """A small one, and three of the hub that fit the memory; no other model is a demonstration."""
+    memory = replace(MEMORY, available_bytes=8 << 30)
+    url = "http://127.0.0.1:8000"
+    text = banner(INFO, memory, DraftingInfo(), Settings(), url)
+    offered = text.partition("this is    a demonstration: ")[2].splitlines()
+
+    assert offered[0].endswith("models that fit 8.0 GiB of memory, downloaded once:")
+    commands = [line for line in offered[1:] if re.fullmatch(r" {13}\S+ serve \S+ +\d.*", line)]
+    assert commands == offered[1:5]
+    assert "serve smollm2 " in offered[1]
+    assert "demonstration" not in banner(INFO, memory, DraftingInfo(), Settings(model="someone/model"), url)
 
 
 def test_the_start_up_screen_shows_batch_invariance() -> None:

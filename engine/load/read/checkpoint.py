@@ -20,6 +20,7 @@ from engine.config import BUNDLED_NAME
 from engine.errors import ModelMissing
 from engine.gguf.config import is_language_model
 from engine.gguf.container import GgufError, GgufModel, Metadata, read_metadata, read_model, shard_files
+from engine.load.hub.catalogue import NAMED_MODELS
 from engine.load.hub.hub import (
     ADAPTER_CONFIG,
     CONSOLIDATED_FILES,
@@ -77,7 +78,7 @@ def resolve(model: str | None, download_files: Callable[[str], Path] = download)
     except (OSError, RuntimeError) as error:
         raise ModelMissing(model, error_line(error)) from error
     name = plain_name(model)
-    if name.partition(":")[0].count("/") != 1 or name.startswith((".", "/", "~")):
+    if name not in NAMED_MODELS and (name.partition(":")[0].count("/") != 1 or name.startswith((".", "/", "~"))):
         raise ModelMissing(model, f"there is no such folder, and {NAME_FORMAT}")
     found = download_files(name)
     if found.is_file():

@@ -46,6 +46,11 @@ def answer(messages: Sequence[dict[str, object]], tools: Sequence[Tool]) -> list
     return read(loaded.tokenizer.chat_format, [text], tools, rendering.generation_prompt)
 
 
+def test_answers_are_limited_unless_the_request_is() -> None:
+    """By max_new_tokens of the generation configuration: a schema does not run to the end of the context."""
+    assert bundled().info.default_max_tokens == 256
+
+
 @pytest.mark.parametrize(
     ("question", "name", "arguments"),
     [

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -22,7 +22,7 @@ from server.app import create_app
 from server.schemas import policy
 from server.schemas.chat import ChatRequest
 from server.schemas.completions import CompletionRequest
-from tests.server.fakes import HERMES, Answer, FakeEngine, FakeTokenizer, ask, entry, finished, settings
+from tests.server.fakes import HERMES, INFO, Answer, FakeEngine, FakeTokenizer, ask, entry, finished, settings
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 BODIES: dict[str, dict[str, Any]] = {CHAT: {"messages": [{"role": "user", "content": "hi"}]}, TEXT: {"prompt": "hi"}}
@@ -305,3 +305,18 @@ def test_every_openai_parameter_is_supported_or_refused(module: Any, shape: Any)
     theirs = {*module.CompletionCreateParamsBase.__annotations__, "stream"}
 
     assert set() == theirs - fields(shape) - set(shape.documented)
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+@pytest.mark.parametrize(
+    ("given", "limit"),
+    [({}, 16), ({"max_tokens": -1}, 16), ({"max_tokens": 40}, 40), ({"min_tokens": 20}, 20)],
+    ids=["none", "no limit", "a larger one", "a longer answer"],
+)
+def test_an_answer_without_limit_ends_at_that_of_the_model(path: str, given: dict[str, Any], limit: int) -> None:
+    """Of its generation configuration, as in vLLM; a request may ask for more."""
+    engine = FakeEngine(info_value=replace(INFO, default_max_tokens=16))
+    answer = ask(create_app(engine, settings()), "POST", path, json_body={**BODIES[path], **given})  # type: ignore[arg-type]
+
+    assert answer.status == 200
+    assert [limit] == [request.max_tokens for request in engine.requests]

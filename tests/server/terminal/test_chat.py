@@ -56,6 +56,15 @@ def test_an_answer_with_its_figures(url: str, home: Home) -> None:
         assert 0 == session.end()
 
 
+def test_the_chat_says_that_the_bundled_model_is_a_demonstration(url: str, home: Home) -> None:
+    """And names others for this machine."""
+    with chat(url, home) as session:
+        shown = session.wait(PROMPT)
+
+        assert "This is a demonstration: it knows Cellar, tools and JSON" in shown
+        assert "cellar chat smollm2 " in shown
+
+
 def test_a_dumb_terminal(url: str, home: Home) -> None:
     """It has no line editing, and the chat works."""
     with chat(url, {**home, "TERM": "dumb"}) as session:
