@@ -25,7 +25,7 @@ PLAN_STEPS, CHECK_STEPS, EXPLORATION_STEPS = 32, 4, 8
 # Share of the time that depths other than the best one may cost, and the same for lookups without a proposal: together
 # 1 % of the time.
 EXPLORATION_SHARE = 0.005
-# Steps of a cooldown at most.
+# Maximum steps of a cooldown.
 LONGEST_COOLDOWN = 256
 # Acceptance rate before any draft was verified; it counts for two drafts (rule of succession).
 PRIOR_RATE = 0.5
@@ -48,9 +48,9 @@ class _Acceptance:
         while len(self._rates) < verified:
             self._rates.append(self._rates[-1] if self._rates else self._prior)
             self._drafts.append(0.0)
-        for at in range(verified):
-            self._drafts[at] += 1
-            self._rates[at] += ((at < accepted) - self._rates[at]) / (self._drafts[at] + 2)
+        for index in range(verified):
+            self._drafts[index] += 1
+            self._rates[index] += ((index < accepted) - self._rates[index]) / (self._drafts[index] + 2)
 
     def fade(self, steps: int) -> None:
         """Reduce the weight of drafts verified before."""
@@ -58,12 +58,12 @@ class _Acceptance:
 
     def survival(self, depth: int) -> list[float]:
         """Probabilities that the first 1, 2, ... `depth` draft tokens are all accepted."""
-        found, chance, rate = [], 1.0, self._prior
-        for at in range(depth):
-            rate = self._rates[at] if at < len(self._rates) else rate
+        chances, chance, rate = [], 1.0, self._prior
+        for index in range(depth):
+            rate = self._rates[index] if index < len(self._rates) else rate
             chance *= rate
-            found.append(chance)
-        return found
+            chances.append(chance)
+        return chances
 
 
 class _Option(NamedTuple):
@@ -80,7 +80,7 @@ class _Option(NamedTuple):
         return self.tokens / self.seconds
 
     def loss(self, rate: float) -> float:
-        """Seconds lost beside another option: `rate` tokens a second."""
+        """Seconds lost against another option of `rate` tokens a second."""
         return max(self.seconds - self.tokens / rate, 0.0)
 
 
@@ -144,7 +144,7 @@ class DepthController:
         self._verified: dict[tuple[str, int], int] = {}
 
     def cooldown(self, kind: str, batch_tokens: int) -> int:
-        """Steps until the drafter's cooldown at this batch size ends; none beside prefill."""
+        """Steps until the drafter's cooldown at this batch size ends; 0 in a step with prefill."""
         size = self._sizes[batch_tokens.bit_length()]
         return 0 if self.cost.work.has_prefill else max(size.cooldowns.get(kind, 0) - size.steps, 0)
 
@@ -155,15 +155,15 @@ class DepthController:
 
     def choose(self, candidates: Sequence[Candidate], *, batch_tokens: int) -> list[int]:
         """The depths with the most expected tokens a second, or explored ones."""
-        kinds = frozenset([one.kind for one in candidates])
+        kinds = frozenset([candidate.kind for candidate in candidates])
         if self.cost.work.has_prefill:
-            return self._beside_prefill(kinds, candidates, batch_tokens)
+            return self._depths_with_prefill(kinds, candidates, batch_tokens)
         size = self._sizes[batch_tokens.bit_length()]
         plan = size.plans.get(kinds)
         if plan is None or size.steps >= plan.until:
             self._learn()
             plan = size.plans[kinds] = self._plan(plan, candidates, batch_tokens, size)
-        return [min(plan.depths[one.kind], one.limit) for one in candidates]
+        return [min(plan.depths[candidate.kind], candidate.limit) for candidate in candidates]
 
     def observe(self, outcome: StepOutcome) -> None:
         """Record a step. Rates and costs are updated when depths are chosen, or after 32 steps with drafts."""
@@ -186,8 +186,8 @@ class DepthController:
         for draft in outcome.verified:
             size.unused[draft.kind] = 0
         for kind, seconds in outcome.unused.items():
-            most = seconds * size.steps / (EXPLORATION_SHARE * size.seconds) if size.seconds else 0
-            size.unused[kind] = min(2 * size.unused.get(kind, 0) + 1, int(most), LONGEST_COOLDOWN)
+            max_cooldown = seconds * size.steps / (EXPLORATION_SHARE * size.seconds) if size.seconds else 0
+            size.unused[kind] = min(2 * size.unused.get(kind, 0) + 1, int(max_cooldown), LONGEST_COOLDOWN)
             size.cooldowns[kind] = size.steps + size.unused[kind]
 
     def _learn(self) -> None:
@@ -200,7 +200,7 @@ class DepthController:
                 self._learn_call(call, outcome.batch_tokens)
             for kind, verified, accepted in outcome.verified:
                 self._rates(kind).observe(verified, accepted)
-                self._verified.update(dict.fromkeys([(kind, at + 1) for at in range(verified)], self._steps))
+                self._verified.update(dict.fromkeys([(kind, index + 1) for index in range(verified)], self._steps))
         self._outcomes.clear()
 
     def _learn_call(self, call: DraftCall, batch_tokens: int) -> None:
@@ -227,7 +227,7 @@ class DepthController:
     ) -> _Plan:
         """The next plan: no drafts until a batch size is measured, then the best depths; at times others."""
         if before is None or self.cost.measured(batch_tokens) < CHECK_STEPS:
-            return _Plan(dict.fromkeys([one.kind for one in candidates], 0), size.steps + CHECK_STEPS)
+            return _Plan(dict.fromkeys([candidate.kind for candidate in candidates], 0), size.steps + CHECK_STEPS)
         options = list(self._options(candidates, batch_tokens))
         best = max(options, key=attrgetter("rate"))
         present = next((option for option in options if option.depths == before.best), options[0])
@@ -251,9 +251,9 @@ class DepthController:
         """Explore the depths that were measured longest ago for what they cost, if the exploration budget has it."""
         plan.explore = size.steps + plan.cooldown
         least = EXPLORATION_SHARE * best.seconds
-        option = min(others, key=lambda one: (one.loss(best.rate) + least) / self._age(one))
-        if size.explored + EXPLORATION_STEPS * option.loss(best.rate) <= EXPLORATION_SHARE * size.seconds:
-            plan.explored, plan.until = option.depths, size.steps + EXPLORATION_STEPS
+        explored = min(others, key=lambda option: (option.loss(best.rate) + least) / self._age(option))
+        if size.explored + EXPLORATION_STEPS * explored.loss(best.rate) <= EXPLORATION_SHARE * size.seconds:
+            plan.explored, plan.until = explored.depths, size.steps + EXPLORATION_STEPS
 
     def _age(self, option: _Option) -> float:
         """Steps since its batch tokens or its depths were measured."""
@@ -263,12 +263,16 @@ class DepthController:
     def _options(self, candidates: Sequence[Candidate], batch_tokens: int) -> Iterator[_Option]:
         """No drafts, then a position of a drafter more at a time, the likeliest first, as far as steps are measured."""
         positions = list[tuple[float, int, str, int]]()
-        for kind in {one.kind for one in candidates}:
-            limits = [one.limit for one in candidates if one.kind == kind]
-            for at, survival in enumerate(self._rates(kind).survival(max(limits))):
-                positions.append((-survival, at + 1, kind, sum([limit > at for limit in limits])))
+        for kind in {candidate.kind for candidate in candidates}:
+            limits = [candidate.limit for candidate in candidates if candidate.kind == kind]
+            for index, survival in enumerate(self._rates(kind).survival(max(limits))):
+                positions.append((-survival, index + 1, kind, sum([limit > index for limit in limits])))
         totals = list(accumulate([drafts for *_, drafts in sorted(positions)], initial=batch_tokens))
-        depths, tokens, reach = dict.fromkeys([one.kind for one in candidates], 0), float(batch_tokens), self.cost.reach
+        depths, tokens, reach = (
+            dict.fromkeys([candidate.kind for candidate in candidates], 0),
+            float(batch_tokens),
+            self.cost.reach,
+        )
         plain, *costs = self.cost.seconds(totals)
         yield _Option(dict(depths), batch_tokens, tokens, plain)
         for (chance, depth, kind, drafts), total, seconds in zip(sorted(positions), totals[1:], costs, strict=True):
@@ -277,14 +281,21 @@ class DepthController:
             tokens, depths[kind] = tokens - chance * drafts, depth
             yield _Option(dict(depths), total, tokens, seconds + self._draft_seconds(depths, batch_tokens))
 
-    def _beside_prefill(self, kinds: frozenset[str], candidates: Sequence[Candidate], batch_tokens: int) -> list[int]:
-        """The depths of steps without prefill, if drafts cost no more a token beside it than there; else none."""
+    def _depths_with_prefill(
+        self, kinds: frozenset[str], candidates: Sequence[Candidate], batch_tokens: int
+    ) -> list[int]:
+        """The depths of prefill-free steps if drafts cost no more per token next to prefill; otherwise 0."""
         size = self._sizes[len(candidates).bit_length()]
         plan = size.plans.get(kinds)
         if plan is None or not any(plan.best.values()) or batch_tokens >= self.cost.reach:
             return [0] * len(candidates)
-        depths = [min(plan.best[one.kind], one.limit) for one in candidates]
-        tokens = sum([sum(self._rates(one.kind).survival(deep)) for one, deep in zip(candidates, depths, strict=True)])
+        depths = [min(plan.best[candidate.kind], candidate.limit) for candidate in candidates]
+        tokens = sum(
+            [
+                sum(self._rates(candidate.kind).survival(depth))
+                for candidate, depth in zip(candidates, depths, strict=True)
+            ]
+        )
         without, seconds = self.cost.seconds([batch_tokens, batch_tokens + sum(depths)])
         pays = seconds - without + self._draft_seconds(plan.best, len(candidates)) <= tokens / plan.rate
         return depths if pays else [0] * len(candidates)

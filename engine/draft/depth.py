@@ -13,7 +13,7 @@ from engine.schedule.step_cost import StepCost
 
 
 class Candidate(NamedTuple):
-    """A sequence with a drafter: `limit` draft tokens at most."""
+    """A sequence with a drafter: at most `limit` draft tokens."""
 
     kind: str
     limit: int

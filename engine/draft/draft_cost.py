@@ -41,10 +41,10 @@ class DraftCost:
         """The costs with the smallest error of which none is negative."""
         used, costs = np.flatnonzero(self._sums), np.zeros(3)
         while used.size:
-            found = np.linalg.lstsq(self._products[np.ix_(used, used)], self._sums[used], rcond=_NOISE)[0]
-            if (found >= 0).all():
-                costs[used] = found
+            solution = np.linalg.lstsq(self._products[np.ix_(used, used)], self._sums[used], rcond=_NOISE)[0]
+            if (solution >= 0).all():
+                costs[used] = solution
                 break
-            used = used[found > 0]
+            used = used[solution > 0]
         result: list[float] = costs.tolist()
         return result

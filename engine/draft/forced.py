@@ -18,7 +18,8 @@ class ForcedDrafter:
     def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
         """The forced tokens of each request."""
         return [
-            [] if one.draw.constraints is None else one.draw.constraints.forced_tokens(one.limit) for one in requests
+            [] if request.draw.constraints is None else request.draw.constraints.forced_tokens(request.limit)
+            for request in requests
         ]
 
     def forget(self, sequence_id: str, output: Sequence[int]) -> None:

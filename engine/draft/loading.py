@@ -50,8 +50,8 @@ def load_draft(
     if name is None:
         return None
     context, slots = min(target.capacity, read_max_context(name, resolve(name))), target.info.slots
-    own = config.for_draft(name, context=context, slots=slots, cells=min(context * slots, target.memory.cells))
-    settings = replace(own, threads=torch.get_num_threads())
+    draft_config = config.for_draft(name, context=context, slots=slots, cells=min(context * slots, target.memory.cells))
+    settings = replace(draft_config, threads=torch.get_num_threads())
     # The model's cache is planned but not allocated yet.
     reserved = target.memory.cache_bytes + target.memory.workspace_bytes
     try:
@@ -85,7 +85,7 @@ def _mtp(config: EngineConfig, target: LoadedModel, on_phase: Callable[[str], No
 
 
 def _check_memory(config: EngineConfig, target: LoadedModel, head: MtpHead) -> None:
-    """Raises DraftTooLarge where the cells of the MTP layer, as many as the model has, do not fit beside the model."""
+    """Raises DraftTooLarge if memory lacks space for the cells of the MTP layer, as many as the model has."""
     groups = group_layers([plan.spec.limited_to(target.capacity) for plan in head.runner.layers])
     needed = target.memory.cells * sum(group.cell_bytes(target.kv_dtype) for group in groups)
     left = available_bytes(config) - target.memory.cache_bytes - target.memory.workspace_bytes
@@ -96,16 +96,18 @@ def _check_memory(config: EngineConfig, target: LoadedModel, head: MtpHead) -> N
 
 def _bundled_draft(config: EngineConfig, folder: Path) -> str | None:
     """The folder of the bundled draft model."""
-    beside = folder.parent / "draft"
-    return str(beside) if config.model is None and (beside / "config.json").is_file() else None
+    bundled = folder.parent / "draft"
+    return str(bundled) if config.model is None and (bundled / "config.json").is_file() else None
 
 
 def _check_tokenizer(name: str, draft: LoadedModel, target: LoadedModel) -> None:
     """Raises ModelUnsupported at the first token whose text differs between draft model and model."""
-    own, others = draft.tokenizer.pieces(), target.tokenizer.pieces()
-    for number in sorted(own.keys() & others.keys()):
-        if own[number] != others[number]:
-            texts = f"token {number} is {own[number]!r} in it and {others[number]!r} in {target.info.name}"
+    draft_pieces, target_pieces = draft.tokenizer.pieces(), target.tokenizer.pieces()
+    for number in sorted(draft_pieces.keys() & target_pieces.keys()):
+        if draft_pieces[number] != target_pieces[number]:
+            texts = (
+                f"token {number} is {draft_pieces[number]!r} in it and {target_pieces[number]!r} in {target.info.name}"
+            )
             raise ModelUnsupported(name, f"a draft model must share the tokenizer of the model: {texts}")
 
 
@@ -116,7 +118,7 @@ def make_speculation(
     clock: Callable[[], float],
     on_phase: Callable[[str], None] = lambda phase: None,
 ) -> Speculation:
-    """The drafters of the settings, each with a cache of its own."""
+    """The drafters of the settings, each with its own cache."""
     quick = LookupDrafter(OutputStore(_STORED_TOKENS)) if config.drafter in ("auto", "lookup") else None
     forced = None if config.drafter == "none" else ForcedDrafter()
     # The model nearly always emits what a grammar forces.

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from engine.draft.outputs import LONGEST_SUFFIX, SEPARATOR, SHORTEST_SUFFIX, OutputStore, TokenBuffer, Tokens
 from engine.schedule.draft import DraftRequest
 
-# Proposed tokens for each matched one at most, and the relative frequency below which a proposal ends.
+# Maximum proposed tokens for each matched one, and the relative frequency below which a proposal ends.
 _TOKENS_PER_MATCHED, _LEAST_FREQUENCY = 2.0, 0.1
 
 

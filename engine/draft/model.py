@@ -26,7 +26,7 @@ class ModelDrafter:
     cache             of the draft model's layers, with a slot for each sequence that runs at once
     vocabulary        of the model; the draft model's logits may be padded beyond it
     draft_vocabulary  of the draft model, where it is smaller: further tokens are computed as token 0, and not proposed
-    chunk             context tokens a call at most; a sequence that lacks more gets no draft in this call
+    chunk             maximum context tokens per call; a sequence that lacks more gets no draft in this call
     """
 
     kind = "model"
@@ -47,12 +47,12 @@ class ModelDrafter:
     def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
         """The draft model's continuation of each request; none where most of the context is not computed yet."""
         slots = self._slots.follow(requests)
-        missing = missing_tokens(requests, slots, capacity=self._cache.capacity, most=self._chunk)
-        native = {at: tokens for at, tokens in missing.items() if is_native(requests[at].draw)}
-        found = self._run_draft_loop(requests, slots, native)
-        others = {at: tokens for at, tokens in missing.items() if at not in found}
+        missing = missing_tokens(requests, slots, capacity=self._cache.capacity, max_tokens=self._chunk)
+        native = {index: tokens for index, tokens in missing.items() if is_native(requests[index].draw)}
+        looped = self._run_draft_loop(requests, slots, native)
+        others = {index: tokens for index, tokens in missing.items() if index not in looped}
         drafts = draft_loop(requests, slots, others, lambda tokens: self._compute(slots, tokens), self._runner.sampler)
-        return [found.get(at, draft) for at, draft in enumerate(drafts)]
+        return [looped.get(index, draft) for index, draft in enumerate(drafts)]
 
     def forget(self, sequence_id: str, output: Sequence[int]) -> None:
         """Enter the cached tokens of a finished sequence into the prefix tree."""
@@ -68,22 +68,22 @@ class ModelDrafter:
         """Drafts by the number of the request, all positions in one call of the runner; empty without a loop."""
         if not missing or not isinstance(self._runner, DraftLoopRunner):
             return {}
-        inputs = [self._loop_input(requests[at], slots[at], tokens) for at, tokens in missing.items()]
+        inputs = [self._loop_input(requests[index], slots[index], tokens) for index, tokens in missing.items()]
         spans = [
-            Span(slots[at].slot, len(slots[at].tokens), one.batch_tokens)
-            for at, one in zip(missing, inputs, strict=True)
+            Span(slots[index].slot, len(slots[index].tokens), loop_input.batch_tokens)
+            for index, loop_input in zip(missing, inputs, strict=True)
         ]
-        forward, first_tokens = self._cache.forward(spans), sum(len(one.tokens) for one in inputs)
+        forward, first_tokens = self._cache.forward(spans), sum(len(loop_input.tokens) for loop_input in inputs)
         if not self._runner.supports_draft_loop(forward, first_tokens) or self._cache.evict_for(spans):
             return {}
         with forward:
             vocabulary = min(self._draft_vocabulary, self._vocabulary)
             drafts = dict(zip(missing, self._runner.run_draft_loop(forward, inputs, vocabulary), strict=True))
-            for at, draft in drafts.items():
+            for index, draft in drafts.items():
                 # The last draft token is not computed: that would only serve the next one.
-                computed = [*missing[at], *draft[: max(requests[at].limit - 1, 0)]]
-                forward.keep(slots[at].slot, len(slots[at].tokens) + len(computed))
-                slots[at].tokens += computed
+                computed = [*missing[index], *draft[: max(requests[index].limit - 1, 0)]]
+                forward.keep(slots[index].slot, len(slots[index].tokens) + len(computed))
+                slots[index].tokens += computed
         return drafts
 
     def _loop_input(self, request: DraftRequest, slot: DraftSlot, tokens: Sequence[int]) -> DraftLoopInput:
@@ -96,7 +96,7 @@ class ModelDrafter:
 
     def _compute(self, slots: Sequence[DraftSlot], tokens: NextTokens) -> Tensor | None:
         """Logits [slots, vocabulary] after the tokens of each slot; None: too few free cells."""
-        spans = [Span(slots[at].slot, len(slots[at].tokens), len(own)) for at, own in tokens.items()]
+        spans = [Span(slots[index].slot, len(slots[index].tokens), len(added)) for index, added in tokens.items()]
         if self._cache.evict_for(spans):
             return None
         logit_rows, last = [], -1
@@ -104,9 +104,9 @@ class ModelDrafter:
             last += span.length
             logit_rows.append(last)
         with self._cache.forward(spans) as forward:
-            batch = [token for own in tokens.values() for token in own]
+            batch = [token for added in tokens.values() for token in added]
             logits = self._runner.run(StepInput(forward, self._input_tokens(batch), logit_rows)).logits
-        for at, own in tokens.items():
-            slots[at].tokens += own
+        for index, added in tokens.items():
+            slots[index].tokens += added
         missing = self._vocabulary - logits.shape[-1]
         return pad(logits, (0, missing), value=-torch.inf) if missing else logits

@@ -1,6 +1,6 @@
 """MTP: drafts of the layer that some checkpoints have for further tokens (multi-token prediction).
 
-A checkpoint keeps the layer beside the model's own, and transformers has the module (MtpModel) with the model's decoder
+A checkpoint keeps it next to the model's layers, and transformers has the module (MtpModel) with the model's decoder
 layer, embedding and output layer. Its input is a pair: the model's last hidden state of a token, and the next token. So
 it computes only tokens that the model computed in this process: where the model resumed from its prefix tree and the
 layer cannot, the layer begins there, with less context. Of several MTP layers the first one is used for all positions.
@@ -32,7 +32,7 @@ from kvcache.cache import Cache
 from kvcache.forward import Forward
 from kvcache.spec import Span
 
-# Hidden states of a sequence that are kept at most before the layer computes their tokens.
+# Maximum hidden states of a sequence that are kept before the layer computes their tokens.
 _PENDING_STATES = 256
 
 
@@ -67,7 +67,7 @@ class MtpLayer(nn.Module):
 
 
 class MtpRunner(PackedRunner):
-    """The MTP layer over a cache of its own. Belongs to the engine thread."""
+    """The MTP layer over its own cache. Belongs to the engine thread."""
 
     def __init__(self, layer: MtpLayer, layers: Sequence[CachedLayer], target: PackedRunner) -> None:
         """Attention is computed, and tokens are sampled, as `target`, the model's runner, does it."""
@@ -144,50 +144,50 @@ class MtpDrafter:
     """Implements HiddenStateDrafter.
 
     cache    of the MTP layer, with a slot for each sequence that runs at once
-    chunk    pairs a call at most; a sequence that lacks more gets no draft in this call
-    pending  hidden states of a sequence that are kept at most
+    chunk    maximum pairs per call; a sequence that lacks more gets no draft in this call
+    pending  maximum hidden states of a sequence that are kept
     """
 
     kind = "mtp"
 
     def __init__(self, cache: Cache, runner: MtpRunner, *, chunk: int, pending: int = _PENDING_STATES) -> None:
         self._cache, self._runner = cache, runner
-        self._chunk, self._most_pending = chunk, pending
+        self._chunk, self._max_pending = chunk, pending
         self._slots = SlotsBySequence(cache)
         self._pending: dict[str, _PendingStates] = {}
 
-    def read_hidden_states(self, computed: Sequence[ComputedTokens]) -> None:
+    def read_hidden_states(self, step: Sequence[ComputedTokens]) -> None:
         """Keep the hidden states of a step, and compute pairs where too many are kept."""
-        for one in computed:
-            request, states = one.request, one.hidden_states.clone()
+        for computed in step:
+            request, states = computed.request, computed.hidden_states.clone()
             dropped = request.draw.position - len(request.tokens)
-            pending = self._pending.setdefault(request.sequence_id, _PendingStates(one.start, states[:0], dropped))
-            pending.append(one, states, dropped)
-            if len(pending.states) > self._most_pending:
+            pending = self._pending.setdefault(request.sequence_id, _PendingStates(computed.start, states[:0], dropped))
+            pending.append(computed, states, dropped)
+            if len(pending.states) > self._max_pending:
                 self._catch_up(request, pending)
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
         """The layer's continuation of each request; none where a state or most of the context is missing."""
         drafts: list[list[int]] = [[] for _ in requests]
-        ready = [at for at, request in enumerate(requests) if self._is_ready(request)]
-        pairs, slots = self._follow([requests[at] for at in ready])
-        missing = missing_tokens(pairs, slots, capacity=self._cache.capacity, most=self._chunk)
+        ready = [index for index, request in enumerate(requests) if self._is_ready(request)]
+        pairs, slots = self._follow([requests[index] for index in ready])
+        missing = missing_tokens(pairs, slots, capacity=self._cache.capacity, max_tokens=self._chunk)
         pending = [self._pending[request.sequence_id] for request in pairs]
         drafted: dict[int, Tensor] = {}
-        found = draft_loop(
+        continuations = draft_loop(
             pairs,
             slots,
             missing,
             lambda tokens: self._compute(slots, pending, tokens, drafted),
             self._runner.sampler,
         )
-        for request, slot, own in zip(pairs, slots, pending, strict=True):
+        for request, slot, states in zip(pairs, slots, pending, strict=True):
             # Draft tokens were computed with the layer's own hidden states, not the model's.
             self._slots.rewind(slot, len(request.tokens))
             # The state before the last token stays: the same draft may be requested once more.
-            own.release(own.base + len(slot.tokens) - 1)
-        for at, draft in zip(ready, found, strict=True):
-            drafts[at] = draft
+            states.release(states.base + len(slot.tokens) - 1)
+        for index, draft in zip(ready, continuations, strict=True):
+            drafts[index] = draft
         return drafts
 
     def forget(self, sequence_id: str, output: Sequence[int]) -> None:
@@ -208,14 +208,14 @@ class MtpDrafter:
         """The requests as pairs, and their slots. Where states before the kept ones are missing, pairs begin there."""
         pairs = [self._pairs(request) for request in requests]
         slots = self._slots.follow(pairs)
-        for at, request in enumerate(requests):
+        for index, request in enumerate(requests):
             pending = self._pending[request.sequence_id]
-            if pending.base + len(slots[at].tokens) < pending.start:
+            if pending.base + len(slots[index].tokens) < pending.start:
                 pending.base = pending.start
                 self._slots.release(request.sequence_id)
-                pairs[at] = self._pairs(request)
-                (slots[at],) = self._slots.follow([pairs[at]])
-                slots[at].reusable = 0
+                pairs[index] = self._pairs(request)
+                (slots[index],) = self._slots.follow([pairs[index]])
+                slots[index].reusable = 0
         return pairs, slots
 
     def _pairs(self, request: DraftRequest) -> DraftRequest:
@@ -231,7 +231,7 @@ class MtpDrafter:
         draw = replace(request.draw, position=request.draw.position - later)
         earlier = replace(request, tokens=tokens, draw=draw, limit=0, emitted=request.emitted - later)
         (pairs,), (slot,) = self._follow([earlier])
-        missing = missing_tokens([pairs], [slot], capacity=self._cache.capacity, most=self._chunk)
+        missing = missing_tokens([pairs], [slot], capacity=self._cache.capacity, max_tokens=self._chunk)
         if missing and self._compute([slot], [pending], missing, {}) is not None:
             pending.release(pending.base + len(slot.tokens) - 1)
             self._slots.insert_prefix(slot)
@@ -247,20 +247,20 @@ class MtpDrafter:
 
         drafted  the layer's own hidden state of each slot's last token, in place of the model's at draft tokens
         """
-        spans = [Span(slots[at].slot, len(slots[at].tokens), len(own)) for at, own in tokens.items()]
+        spans = [Span(slots[index].slot, len(slots[index].tokens), len(added)) for index, added in tokens.items()]
         if self._cache.evict_for(spans):
             return None
         logit_rows = [stop - 1 for stop in accumulate(span.length for span in spans)]
         states = []
-        for at, span in zip(tokens, spans, strict=True):
-            first = pending[at].base + span.start
-            states.append(drafted[at] if at in drafted else pending[at].between(first, first + span.length))
+        for index, span in zip(tokens, spans, strict=True):
+            first = pending[index].base + span.start
+            states.append(drafted[index] if index in drafted else pending[index].between(first, first + span.length))
         with self._cache.forward(spans) as forward:
-            batch = [token for own in tokens.values() for token in own]
+            batch = [token for added in tokens.values() for token in added]
             output = self._runner.run_pairs(forward, batch, torch.cat(states), logit_rows)
-        for at, row, own in zip(tokens, logit_rows, tokens.values(), strict=True):
-            drafted[at] = output.states[row : row + 1]
-            slots[at].tokens += own
+        for index, row, added in zip(tokens, logit_rows, tokens.values(), strict=True):
+            drafted[index] = output.states[row : row + 1]
+            slots[index].tokens += added
         return output.logits
 
 

@@ -24,7 +24,7 @@ Tokens = NDArray[np.int32]
 
 # Between texts in one buffer. It is never proposed.
 SEPARATOR = -1
-# Tokens of a suffix that are searched for, at most and at least.
+# Maximum and minimum tokens of a suffix that are searched for.
 LONGEST_SUFFIX, SHORTEST_SUFFIX = 32, 2
 # Latest positions of a suffix that are compared.
 _MOST = 32
@@ -83,17 +83,17 @@ class TokenBuffer:
         below `floor`, and at the end of a text. At the end of the buffer the continuation repeats itself.
         """
         following = [self._after(position, limit) for position in positions]
-        found: list[int] = []
+        continuation: list[int] = []
         likelihood = 1.0
-        while len(found) < limit and len(following) > 1:
-            counts = Counter(tokens[len(found)] for tokens in following)
+        while len(continuation) < limit and len(following) > 1:
+            counts = Counter(tokens[len(continuation)] for tokens in following)
             token = max(counts, key=counts.__getitem__)
             likelihood *= counts[token] / len(following)
             if token == SEPARATOR or likelihood < floor:
-                return found
-            following = [tokens for tokens in following if tokens[len(found)] == token]
-            found.append(token)
-        return found + list(takewhile(SEPARATOR.__ne__, following[0][len(found) :]))
+                return continuation
+            following = [tokens for tokens in following if tokens[len(continuation)] == token]
+            continuation.append(token)
+        return continuation + list(takewhile(SEPARATOR.__ne__, following[0][len(continuation) :]))
 
     def _after(self, position: int, count: int) -> list[int]:
         """The `count` tokens after a position, repeated where there are fewer."""

@@ -70,7 +70,7 @@ class SlotsBySequence:
         return [self._follow(request) for request in requests]
 
     def rewind(self, slot: DraftSlot, length: int) -> None:
-        """Keep at most the first `length` cached tokens."""
+        """Keep the first `length` cached tokens, or fewer."""
         del slot.tokens[self._slots.rewind(slot.slot, slot, length) :]
 
     def insert_prefix(self, slot: DraftSlot) -> None:
@@ -113,8 +113,8 @@ class SlotsBySequence:
     def _common(self, slot: DraftSlot, request: DraftRequest) -> int:
         """The common prefix of cached tokens and context; tokens compared before are skipped."""
         end = len(request.tokens) - 1
-        at = min(slot.compared, len(slot.tokens)) if _dropped(request) == slot.dropped else 0
-        return at + common_prefix_length(slot.tokens[at:end], list(request.tokens[at:end]))
+        start = min(slot.compared, len(slot.tokens)) if _dropped(request) == slot.dropped else 0
+        return start + common_prefix_length(slot.tokens[start:end], list(request.tokens[start:end]))
 
     def _shift(self, slot: DraftSlot, request: DraftRequest, keep: int, drop: int) -> int:
         """Drop `drop` cached tokens after `keep`, as the sequence did; the common prefix afterwards."""
@@ -138,14 +138,14 @@ class SlotsBySequence:
 
 
 def missing_tokens(
-    requests: Sequence[DraftRequest], slots: Sequence[DraftSlot], *, capacity: int, most: int
+    requests: Sequence[DraftRequest], slots: Sequence[DraftSlot], *, capacity: int, max_tokens: int
 ) -> dict[int, list[int]]:
     """The context tokens that are not cached yet, `most` of all requests together; none beyond the capacity."""
-    missing, left = {}, most
-    for at, (request, slot) in enumerate(zip(requests, slots, strict=True)):
+    missing, left = {}, max_tokens
+    for index, (request, slot) in enumerate(zip(requests, slots, strict=True)):
         tokens = list(request.tokens[len(slot.tokens) : len(slot.tokens) + left])
         if tokens and len(request.tokens) + request.limit <= capacity:
-            missing[at] = tokens
+            missing[index] = tokens
             left -= len(tokens)
     return missing
 
@@ -165,17 +165,19 @@ def draft_loop(
     drafts: list[list[int]] = [[] for _ in requests]
     while tokens:
         logits = compute(tokens)
-        drafting = [at for at in tokens if _is_drafting(requests[at], slots[at], drafts[at])]
+        drafting = [index for index in tokens if _is_drafting(requests[index], slots[index], drafts[index])]
         if logits is None or not drafting:
             break
-        rows = [row for row, at in enumerate(tokens) if at in drafting]
-        contexts = [requests[at].draw.after(drafts[at]) for at in drafting]
+        rows = [row for row, index in enumerate(tokens) if index in drafting]
+        contexts = [requests[index].draw.after(drafts[index]) for index in drafting]
         sampled = sampler.report(logits, rows, ()).sample(contexts)
-        found = {at: [token] for at, token in zip(drafting, sampled, strict=True) if token is not None}
-        for at, own in found.items():
-            drafts[at] += own
+        sampled_tokens = {index: token for index, token in zip(drafting, sampled, strict=True) if token is not None}
+        for index, token in sampled_tokens.items():
+            drafts[index].append(token)
         # The last draft token is not computed: that would only serve the next one.
-        tokens = {at: own for at, own in found.items() if len(drafts[at]) < requests[at].limit}
+        tokens = {
+            index: [token] for index, token in sampled_tokens.items() if len(drafts[index]) < requests[index].limit
+        }
     return drafts
 
 

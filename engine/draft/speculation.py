@@ -50,7 +50,7 @@ class Speculation:
     quick    proposes at little cost, so it is asked before the depth is chosen (n-gram lookup); None: there is none
     slow     computes each draft token, so it drafts at the chosen depth (draft model, MTP head); None: there is none
     forced   proposes what a grammar forces, in place of the quick one's; None: there is none
-    deepest  tokens of a draft at most
+    deepest  maximum tokens of a draft
     reader   the slow drafter, if it reads the hidden states that steps compute; None: it does not
     """
 
@@ -129,9 +129,9 @@ class Speculation:
         # After a rejected token, or the end of the text, nothing was compared.
         compared = min(len(draft.tokens), len(tokens))
         self._outcome.verified.append(VerifiedDraft(draft.kind, compared, accepted))
-        for at in range(len(draft.tokens)):
-            self._drafted[draft.kind][at] += 1
-            self._accepted[draft.kind][at] += at < accepted
+        for index in range(len(draft.tokens)):
+            self._drafted[draft.kind][index] += 1
+            self._accepted[draft.kind][index] += index < accepted
         return accepted
 
     def stepped(self, batch_tokens: int, seconds: float) -> None:
@@ -160,40 +160,44 @@ class Speculation:
         return any(drafter.flush(budget_bytes) for drafter in self._drafters)
 
     def _find_eligible(self, sequences: Sequence[Running]) -> list[_Eligible]:
-        found = list[_Eligible]()
+        eligible = list[_Eligible]()
         for drafter in self._drafters:
-            own = [one for one in sequences if one.allows_drafter(drafter.kind)]
+            allowed = [sequence for sequence in sequences if sequence.allows_drafter(drafter.kind)]
             if drafter is self._forced:
-                own = [one for one in own if one.request.grammar is not None]
-            if own:
-                found.append(_Eligible(drafter.kind, frozenset(own), frozenset(filter(_has_fixed_depth, own))))
-        return found
+                allowed = [sequence for sequence in allowed if sequence.request.grammar is not None]
+            if allowed:
+                eligible.append(
+                    _Eligible(drafter.kind, frozenset(allowed), frozenset(filter(_has_fixed_depth, allowed)))
+                )
+        return eligible
 
     def _asked(self, batch_tokens: int) -> tuple[_Asked, int]:
         """The sequences that drafters are asked for, and the steps until the first cooldown of the others ends."""
         asked, least = dict[str, frozenset[Running]](), sys.maxsize
-        for kind, sequences, fixed in self._eligible:
+        for kind, eligible, fixed in self._eligible:
             cooldown = self._depth.cooldown(kind, batch_tokens)
-            if own := fixed if cooldown else sequences:
-                asked[kind] = own
+            if sequences := fixed if cooldown else eligible:
+                asked[kind] = sequences
             least = min(least, cooldown or least)
         return asked, least
 
     def _candidates(self, sequences: Sequence[Running], asked: _Asked) -> list[_DraftCandidate]:
         """For each sequence its proposal, or else the slow drafter."""
         eligible = set().union(*asked.values())
-        limits = {one: limit for one in sequences if one in eligible and (limit := self._limit(one)) > 0}
-        proposals, found, slow = self._proposals(limits, asked), list[_DraftCandidate](), self._slow
+        limits = {
+            sequence: limit for sequence in sequences if sequence in eligible and (limit := self._limit(sequence)) > 0
+        }
+        proposals, candidates, slow = self._proposals(limits, asked), list[_DraftCandidate](), self._slow
         for sequence, limit in limits.items():
             drafter, tokens = proposals.get(sequence, (None, ()))
             other = slow if slow is not None and sequence in asked.get(slow.kind, ()) else None
             if drafter is not None and (other is None or self._prefers(drafter, tokens, other)):
-                found.append(_DraftCandidate(sequence, drafter, len(tokens), tokens))
+                candidates.append(_DraftCandidate(sequence, drafter, len(tokens), tokens))
             elif other is not None:
-                found.append(_DraftCandidate(sequence, other, limit))
-        if any(candidate.drafter is self._quick for candidate in found):
+                candidates.append(_DraftCandidate(sequence, other, limit))
+        if any(candidate.drafter is self._quick for candidate in candidates):
             self._outcome.unused.clear()
-        return found
+        return candidates
 
     def _prefers(self, drafter: Drafter, tokens: Sequence[int], slow: Drafter) -> bool:
         return len(tokens) >= _LEAST_PROPOSAL and self._depth.prefers(drafter.kind, slow.kind)
@@ -202,41 +206,47 @@ class Speculation:
         self, limits: Mapping[Running, int], asked: _Asked
     ) -> dict[Running, tuple[Drafter, tuple[int, ...]]]:
         """Cheap drafts, of a grammar before those of a lookup. Lookups without a candidate count as unused."""
-        found: dict[Running, tuple[Drafter, tuple[int, ...]]] = {}
+        proposals: dict[Running, tuple[Drafter, tuple[int, ...]]] = {}
         for drafter in (self._quick, self._forced):
             if drafter is None or drafter.kind not in asked:
                 continue
             began = self._clock()
-            own = [one for one in limits if one in asked[drafter.kind]]
-            drafts = drafter.propose([_draft_request(one, limits[one]) for one in own])
-            found |= {one: (drafter, tuple(draft)) for one, draft in zip(own, drafts, strict=True) if draft}
-            if drafter is self._quick and own:
+            asking = [sequence for sequence in limits if sequence in asked[drafter.kind]]
+            drafts = drafter.propose([_draft_request(sequence, limits[sequence]) for sequence in asking])
+            proposals |= {
+                sequence: (drafter, tuple(draft)) for sequence, draft in zip(asking, drafts, strict=True) if draft
+            }
+            if drafter is self._quick and asking:
                 self._outcome.unused[drafter.kind] = self._clock() - began
-        return found
+        return proposals
 
     def _limit(self, sequence: Running) -> int:
-        """Draft tokens at most: one token less than the sequence may still emit."""
+        """Maximum draft tokens: one token less than the sequence may still emit."""
         asked = sequence.request.speculation.tokens
         return min(sequence.remaining_tokens - 1, self._deepest if asked is None else min(asked, self._deepest))
 
     def _depths(self, candidates: Sequence[_DraftCandidate], batch_tokens: int) -> list[int]:
         """The depth of each candidate: that of its request, or else the chosen one."""
         fixed = [candidate.limit if _has_fixed_depth(candidate.sequence) else 0 for candidate in candidates]
-        others = [Candidate(one.drafter.kind, one.limit) for one, own in zip(candidates, fixed, strict=True) if not own]
+        others = [
+            Candidate(candidate.drafter.kind, candidate.limit)
+            for candidate, depth in zip(candidates, fixed, strict=True)
+            if not depth
+        ]
         if not others:
             return fixed
         began = self._clock()
         chosen = iter(self._depth.choose(others, batch_tokens=batch_tokens + sum(fixed)))
         self._drafting_seconds += self._clock() - began
-        return [own or next(chosen) for own in fixed]
+        return [depth or next(chosen) for depth in fixed]
 
     def _drafts(
         self, candidates: Sequence[_DraftCandidate], depths: list[int], free_cells: Callable[[int], int]
     ) -> dict[Running, Draft]:
         """The drafts of candidates at these depths, or shorter ones for lack of free cells."""
-        most = sum(depths)
-        left = free_cells(most) if most else 0
-        if left < most:
+        max_tokens = sum(depths)
+        left = free_cells(max_tokens) if max_tokens else 0
+        if left < max_tokens:
             before = accumulate(depths[:-1], initial=0)
             depths = [max(min(depth, left - used), 0) for depth, used in zip(depths, before, strict=True)]
         drafts, slow = dict[Running, Draft](), list[tuple[Running, int]]()
@@ -258,7 +268,11 @@ class Speculation:
         if catches_up:
             seconds, self._release_seconds = seconds + self._release_seconds, 0.0
         self._outcome.calls.append(DraftCall(slow.kind, max(map(len, tokens)), seconds, catches_up))
-        drafts = {one: Draft(slow.kind, tuple(own)) for (one, _), own in zip(chosen, tokens, strict=True) if own}
+        drafts = {
+            sequence: Draft(slow.kind, tuple(draft))
+            for (sequence, _), draft in zip(chosen, tokens, strict=True)
+            if draft
+        }
         self._computed |= {sequence.request.id: _length(sequence) for sequence in drafts}
         return drafts
 

@@ -61,7 +61,7 @@ class GrammarCompiler:
     def compile(self, grammar: Grammar) -> CompiledGrammar:
         """The compiled grammar, possibly from the cache. Raises InvalidRequest, and Overloaded after a wait.
 
-        One grammar is compiled at a time, so that compilation takes at most one core from the engine.
+        One grammar is compiled at a time, so that compilation occupies at most one core.
         """
         digest = _checked_digest(grammar.source)
         compiled = self._cached(digest)

@@ -38,13 +38,13 @@ class StopRegex:
         """
         if self._matcher is None or self.error:
             return None
-        for at, character in enumerate(text):
+        for index, character in enumerate(text):
             for byte in character.encode():
                 if not self._matcher.consume_token(byte):
                     self.error = "'stop_regex' has too many states for this text"
                     return None
             if not ignoring_matches and self._matcher.is_accepting():
-                return at + 1
+                return index + 1
         return None
 
 

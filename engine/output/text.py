@@ -31,9 +31,9 @@ class StopStringMatcher:
         if not self._stops:
             return text, None
         self._held += text
-        found = self._first_match()
-        if found is not None:
-            stop, start = found
+        match = self._first_match()
+        if match is not None:
+            stop, start = match
             released, self._held = self._held[:start], ""
             return released, stop
         return self._release(), None
@@ -59,12 +59,12 @@ class StopStringMatcher:
         return released
 
     def _first_match(self) -> tuple[str, int] | None:
-        found = [
+        matches = [
             (start + len(stop), -len(stop), stop, start)
             for stop in self._stops
             if (start := self._held.find(stop, max(self._ignored + 1 - len(stop), 0))) >= 0
         ]
-        return min(found)[2:] if found else None
+        return min(matches)[2:] if matches else None
 
     def _partial_match_length(self) -> int:
         """Length of the longest suffix of the held text that is a prefix of a stop string."""
@@ -80,7 +80,7 @@ class TextStream:
     """The output text of one sequence as deltas, each with its tokens.
 
     stops       stop strings: the text ends before the first
-    stop_regex  stop expressions: the text ends behind the first match
+    stop_regex  stop expressions: the text ends after the first match
     min_tokens  tokens before which no stop counts
     stop        the stop that ended the text, if one did
     """

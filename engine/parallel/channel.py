@@ -15,7 +15,7 @@ import torch.distributed as dist
 LOOPBACK = "127.0.0.1"
 # Integers of the first tensor of a message: a decode step of eight sequences has fewer, and is one broadcast.
 _FIRST_WORDS = 256
-# Workers wait for the next step as long as the server is idle. Rank 0 waits for the load of a worker at most; of a
+# Workers wait for the next step as long as the server is idle. Rank 0 waits at most for the load of a worker; of a
 # worker that has ended the connections are closed at once, and one that is stuck is found by the engine's watchdog.
 _WORKER_TIMEOUT, _RANK_0_TIMEOUT = timedelta(days=365), timedelta(minutes=30)
 _POLL_SECONDS = 0.05
@@ -72,7 +72,7 @@ class Channel:
             master_listen_fd=None if listening is None else listening.detach(),
         )
         store.set(_started_key(rank), "")
-        while stop is not None and not store.check([_started_key(each) for each in range(ranks)]):
+        while stop is not None and not store.check([_started_key(worker) for worker in range(ranks)]):
             if stop.wait(_POLL_SECONDS):
                 raise RankLost
         backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
@@ -116,4 +116,4 @@ def _started_key(rank: int) -> str:
 def _loopback_interface() -> str:
     """The name of the interface with the loopback address."""
     interfaces = psutil.net_if_addrs().items()
-    return next(name for name, addresses in interfaces if any(each.address == LOOPBACK for each in addresses))
+    return next(name for name, addresses in interfaces if any(address.address == LOOPBACK for address in addresses))

@@ -119,7 +119,7 @@ def _encode_forward(message: RepeatForward) -> Iterator[int]:
 
 def _decode_forward(reader: Iterator[int]) -> RepeatForward:
     numbers = _read_counted(reader)
-    parts = (numbers[at : at + 4] for at in range(0, len(numbers), 4))
+    parts = (numbers[index : index + 4] for index in range(0, len(numbers), 4))
     spans = tuple(Span(slot, start, length, long_factors=bool(factors)) for slot, start, length, factors in parts)
     tokens, logit_rows, rows, layers = (_read_counted(reader) for _ in range(4))
     hidden = HiddenRows(rows, layers) if layers else None
@@ -131,7 +131,7 @@ def _decode_forward(reader: Iterator[int]) -> RepeatForward:
 
 
 def _counted(numbers: Iterator[int] | Sequence[int]) -> list[int]:
-    """The numbers behind their count."""
+    """The numbers after their count."""
     listed = list(numbers)
     return [len(listed), *listed]
 

@@ -37,7 +37,7 @@ class Constraints:
     ) -> None:
         self._constraints = tuple(constraints)
         self._matcher, self._end_tokens = matcher, tuple(end_tokens)
-        # Draft tokens behind the text of the matcher.
+        # Draft tokens after the text of the matcher.
         self._draft_tokens: tuple[int, ...] = ()
 
     @classmethod
@@ -75,7 +75,7 @@ class Constraints:
             self._matcher.append(token)
 
     def after(self, tokens: Sequence[int]) -> Constraints:
-        """The constraints behind draft tokens; these are unchanged."""
+        """The constraints after draft tokens; `self` is unchanged."""
         if not tokens:
             return self
         later = copy.copy(self)
@@ -138,7 +138,7 @@ class _AllowedTokens:
 
 @dataclass(frozen=True, slots=True)
 class _BadWords:
-    """Forbids the last token of a bad word behind its other tokens. `tail`: the latest tokens of prompt and output."""
+    """Forbids the last token of a bad word after its other tokens. `tail`: the latest tokens of prompt and output."""
 
     words: tuple[tuple[int, ...], ...]
     tail: tuple[int, ...]

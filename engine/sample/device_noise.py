@@ -51,11 +51,11 @@ def noisy_argmax(scaled: Tensor, floor: Tensor, seeds: Tensor, positions: Tensor
     tokens = torch.arange(vocabulary, device=scaled.device).expand_as(scaled)
     rows = max(_NOISE_ELEMENTS // vocabulary, 1)
     columns = (scaled, floor, seeds[:, None].expand_as(scaled), positions[:, None].expand_as(scaled), tokens)
-    found = []
-    for own, least, *counters in zip(*(torch.split(column, rows) for column in columns), strict=True):
-        scores = own.double() + gumbel(*counters)
-        found.append(scores.masked_fill(own < least, -torch.inf).argmax(-1))
-    return torch.cat(found)
+    argmaxima = []
+    for chunk, least, *counters in zip(*(torch.split(column, rows) for column in columns), strict=True):
+        scores = chunk.double() + gumbel(*counters)
+        argmaxima.append(scores.masked_fill(chunk < least, -torch.inf).argmax(-1))
+    return torch.cat(argmaxima)
 
 
 def equals_torch(function: NoisyArgmax, device: torch.device) -> bool:

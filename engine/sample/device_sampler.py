@@ -68,17 +68,17 @@ class DeviceReport:
         self._answers: dict[int, list[float]] = {}
 
     def sample(self, contexts: Sequence[SamplingContext]) -> list[int | None]:
-        batch, own = SamplingBatch(contexts, self._vocabulary), np.asarray(self._rows, np.int64)
+        batch, rows = SamplingBatch(contexts, self._vocabulary), np.asarray(self._rows, np.int64)
         if batch.host_rows:
-            logits, (rows, *arrays) = self._compute([own, *batch.arrays.values()])
-            found = sample_batch(logits.index_select(0, rows), batch, arrays)
+            logits, (device_rows, *arrays) = self._compute([rows, *batch.arrays.values()])
+            tokens = sample_batch(logits.index_select(0, device_rows), batch, arrays)
             if self._queries:
-                uploaded = self._staging.upload(self._query_arrays(found))
+                uploaded = self._staging.upload(self._query_arrays(tokens))
                 self._keep(self._answer(logits, *uploaded).flatten().tolist())
-            return found
+            return tokens
         queries = self._query_arrays(())
-        logits, (rows, *copies) = self._compute([own, *queries, *batch.arrays.values()])
-        sampled = sample_rows(logits.index_select(0, rows), batch, copies[len(queries) :])
+        logits, (device_rows, *copies) = self._compute([rows, *queries, *batch.arrays.values()])
+        sampled = sample_rows(logits.index_select(0, device_rows), batch, copies[len(queries) :])
         answers = self._answer(logits, *copies[: len(queries)], sampled=sampled)
         numbers = torch.cat((sampled.double(), answers.flatten())).tolist()
         self._keep(numbers[len(contexts) :])
@@ -108,13 +108,17 @@ class DeviceReport:
         tokens  of the sampled rows; empty: not known yet
         """
         numbers = {row: number for number, row in enumerate(self._rows)}
-        found = [(numbers[query.row], 0) if query.token == SAMPLED else (-1, query.token) for query in self._queries]
+        sampled_or_token = [
+            (numbers[query.row], 0) if query.token == SAMPLED else (-1, query.token) for query in self._queries
+        ]
         if tokens:
-            found = [(-1, token if number < 0 else tokens[number] or 0) for number, token in found]
+            sampled_or_token = [
+                (-1, token if number < 0 else tokens[number] or 0) for number, token in sampled_or_token
+            ]
         labels = [[*query.labels, *[0] * (self._labels - len(query.labels))] for query in self._queries]
         return (
             np.asarray([query.row for query in self._queries], np.int64),
-            np.asarray(found, np.int64).reshape(-1, 2).T,
+            np.asarray(sampled_or_token, np.int64).reshape(-1, 2).T,
             np.asarray(labels, np.int64).reshape(len(self._queries), self._labels),
         )
 
@@ -136,4 +140,6 @@ class DeviceReport:
     def _keep(self, answers: Sequence[float]) -> None:
         """Set the answers from the numbers of all queries, one after the other."""
         width = 1 + self._labels + 2 * self._top
-        self._answers = {query.row: [*answers[at * width : (at + 1) * width]] for at, query in enumerate(self._queries)}
+        self._answers = {
+            query.row: [*answers[index * width : (index + 1) * width]] for index, query in enumerate(self._queries)
+        }

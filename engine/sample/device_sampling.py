@@ -38,12 +38,12 @@ class SamplingBatch:
         random = [row for row, context in enumerate(contexts) if not context.greedy]
         self._random = [row for row in random if contexts[row].has_floor_filters]
         self.host_rows = [row for row in random if not contexts[row].has_floor_filters]
-        own = self._contexts if any(context.modifies_logits for context in contexts) else ()
+        modifying = self._contexts if any(context.modifies_logits for context in contexts) else ()
         parts = {
-            **_bias_arrays(own),
-            **_penalty_arrays(own),
-            **_dry_arrays(own),
-            **_mask_arrays(own, vocabulary),
+            **_bias_arrays(modifying),
+            **_penalty_arrays(modifying),
+            **_dry_arrays(modifying),
+            **_mask_arrays(modifying, vocabulary),
             **self._random_arrays(),
             "host_rows": np.asarray(self.host_rows, np.int64),
         }
@@ -95,26 +95,26 @@ def sampling_numbers(contexts: Sequence[SamplingContext], size: int, ahead: int 
     """
     numbers = np.zeros((6, size), np.int64)
     filters = numbers[3:].view(np.float64)
-    for at, context in enumerate(contexts):
+    for column, context in enumerate(contexts):
         params = context.params
-        numbers[:3, at] = as_int64(context.seed), context.position + ahead, max(params.top_k, 0)
-        filters[:, at] = 0.0 if context.greedy else params.temperature, params.top_p, params.min_p
+        numbers[:3, column] = as_int64(context.seed), context.position + ahead, max(params.top_k, 0)
+        filters[:, column] = 0.0 if context.greedy else params.temperature, params.top_p, params.min_p
     return numbers
 
 
 def sample_numbered(logits: Tensor, numbers: Tensor) -> Tensor:
     """Tokens [rows] by `sampling_numbers`, with the same operations for all of them; -1: no finite maximum.
 
-    Top-k and top-p keep _DRAFT_WIDTH tokens at most: these are draft tokens.
+    Top-k and top-p keep at most _DRAFT_WIDTH tokens: these are draft tokens.
     """
-    own, (seeds, positions, top_k) = at_least_float32(logits), numbers[:3]
+    logits, (seeds, positions, top_k) = at_least_float32(logits), numbers[:3]
     temperature, top_p, min_p = numbers[3:].view(torch.float64)
     is_greedy = temperature == 0
-    scaled = own / temperature.masked_fill(is_greedy, 1.0).to(own.dtype)[:, None]
-    floor = _floor(scaled, top_k, top_p, min_p, min(_DRAFT_WIDTH, own.shape[-1]))
-    drawn = best_noisy_argmax(own.device)(scaled, floor, seeds, positions)
-    tokens = torch.where(is_greedy, own.argmax(-1), drawn)
-    return tokens.masked_fill(~own.amax(-1).isfinite(), -1)
+    scaled = logits / temperature.masked_fill(is_greedy, 1.0).to(logits.dtype)[:, None]
+    floor = _floor(scaled, top_k, top_p, min_p, min(_DRAFT_WIDTH, logits.shape[-1]))
+    drawn = best_noisy_argmax(logits.device)(scaled, floor, seeds, positions)
+    tokens = torch.where(is_greedy, logits.argmax(-1), drawn)
+    return tokens.masked_fill(~logits.amax(-1).isfinite(), -1)
 
 
 def sample_rows(logits: Tensor, batch: SamplingBatch, arrays: Sequence[Tensor]) -> Tensor:
@@ -138,9 +138,9 @@ def _sample(logits: Tensor, arrays: Mapping[str, Tensor], sorted_width: int) -> 
 def _modified(logits: Tensor, arrays: Mapping[str, Tensor]) -> Tensor:
     """The logits after bias, penalties and constraints, as in `modified_logits`."""
     changes = {"bias": _add_bias, "penalties": _penalise, "dry": _penalise_repetition, "masked_rows": _mask}
-    found = [change for name, change in changes.items() if name in arrays]
-    modified = logits.clone() if found else logits
-    for change in found:
+    present = [change for name, change in changes.items() if name in arrays]
+    modified = logits.clone() if present else logits
+    for change in present:
         change(modified, arrays)
     return modified
 
@@ -203,8 +203,8 @@ def _top_p_floor(scaled: Tensor, values: Tensor, least: Tensor, top_p: Tensor) -
 
 def _bias_arrays(contexts: Iterable[SamplingContext]) -> dict[str, NDArray[Any]]:
     """Rows and tokens of logit biases, and the biases."""
-    found = [(row, *pair) for row, context in enumerate(contexts) for pair in context.params.logit_bias]
-    rows, tokens, values = zip(*found, strict=True) if found else ((), (), ())
+    biases = [(row, *pair) for row, context in enumerate(contexts) for pair in context.params.logit_bias]
+    rows, tokens, values = zip(*biases, strict=True) if biases else ((), (), ())
     return {"bias": np.asarray((rows, tokens), np.int64), "bias_values": np.asarray(values, np.float64)}
 
 
@@ -222,9 +222,9 @@ def _penalty_arrays(contexts: Iterable[SamplingContext]) -> dict[str, NDArray[An
 
 def _dry_arrays(contexts: Iterable[SamplingContext]) -> dict[str, NDArray[Any]]:
     """Rows and tokens of DRY penalties, and the penalties."""
-    found = [(row, *context.history.dry_penalties(context.params)) for row, context in enumerate(contexts)]
-    entries = [(row, token) for row, tokens, _ in found for token in tokens]
-    values = [penalties.numpy() for *_, penalties in found]
+    by_row = [(row, *context.history.dry_penalties(context.params)) for row, context in enumerate(contexts)]
+    entries = [(row, token) for row, tokens, _ in by_row for token in tokens]
+    values = [penalties.numpy() for *_, penalties in by_row]
     return {
         "dry": np.asarray(entries, np.int64).reshape(-1, 2).T,
         "dry_values": np.concatenate([np.empty(0), *values]),
@@ -233,13 +233,13 @@ def _dry_arrays(contexts: Iterable[SamplingContext]) -> dict[str, NDArray[Any]]:
 
 def _mask_arrays(contexts: Iterable[SamplingContext], vocabulary: int) -> dict[str, NDArray[Any]]:
     """The rows with constraints, and the bitmasks of their tokens."""
-    found = dict(_allowed_bits(contexts, vocabulary))
+    masks = dict(_allowed_bits(contexts, vocabulary))
     size = -(-vocabulary // (8 * _WORD_BYTES)) * _WORD_BYTES
-    bits = np.zeros((len(found), size), np.uint8)
-    for row, own in zip(bits, found.values(), strict=True):
-        part = own[:size]
+    bits = np.zeros((len(masks), size), np.uint8)
+    for row, mask in zip(bits, masks.values(), strict=True):
+        part = mask[:size]
         row[: len(part)] = np.frombuffer(part, np.uint8)
-    return {"masked_rows": np.asarray(list(found), np.int64), "allowed_bits": bits}
+    return {"masked_rows": np.asarray(list(masks), np.int64), "allowed_bits": bits}
 
 
 def _allowed_bits(contexts: Iterable[SamplingContext], vocabulary: int) -> Iterator[tuple[int, bytes]]:

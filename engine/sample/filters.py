@@ -52,9 +52,9 @@ def _top_k_floor(scaled: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     floor = torch.full_like(scaled[:, :1], -torch.inf)
     limited = [row for row, count in enumerate(counts) if count < vocabulary]
     if limited:
-        most = max(counts[row] for row in limited)
+        max_count = max(counts[row] for row in limited)
         index = torch.tensor([[counts[row] - 1] for row in limited], device=scaled.device)
-        floor[limited] = scaled[limited].topk(most, dim=-1).values.gather(-1, index)
+        floor[limited] = scaled[limited].topk(max_count, dim=-1).values.gather(-1, index)
     return floor
 
 
@@ -82,16 +82,16 @@ def _top_p_floor(scaled: Tensor, least: Tensor, floor: Tensor, params: Sequence[
         return result
     rows = scaled[limited]
     total = rows.masked_fill(rows < least[limited], -torch.inf).logsumexp(-1, keepdim=True)
-    most = int((rows >= floor[limited]).sum(-1).max())
-    width = min(_NUCLEUS_TOKENS, most)
+    max_width = int((rows >= floor[limited]).sum(-1).max())
+    width = min(_NUCLEUS_TOKENS, max_width)
     while True:
         values = rows.topk(width, dim=-1).values
         mass = (values - total).exp().double()
         before = mass.cumsum(-1) - mass
         inside = before < column(before, [params[row].top_p for row in limited])
-        if width == most or not inside[:, -1].any():
+        if width == max_width or not inside[:, -1].any():
             break
-        width = min(8 * width, most)
+        width = min(8 * width, max_width)
     inside[:, 0] = True
     result[limited] = values.masked_fill(~inside, torch.inf).amin(-1, keepdim=True)
     return result

@@ -109,8 +109,8 @@ def _candidates(row: LogitRow, count: int) -> NDArray[np.int64]:
     least = np.partition(maxima, blocks - count)[blocks - count]
     searched = np.flatnonzero(maxima >= least)[:, None] * _BLOCK_TOKENS + np.arange(_BLOCK_TOKENS)
     tokens = np.concatenate((searched.ravel(), np.arange(blocks * _BLOCK_TOKENS, len(row))))
-    found: NDArray[np.int64] = tokens[row[tokens] >= least]
-    return found
+    candidates: NDArray[np.int64] = tokens[row[tokens] >= least]
+    return candidates
 
 
 def _token_logprob(query: LogprobQuery, row: Tensor, describe: Callable[[int, float], Logprob]) -> TokenLogprob:

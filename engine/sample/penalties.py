@@ -57,11 +57,11 @@ class PenaltyHistory:
         self._counts = np.bincount(places, is_output, len(self._seen)).astype(np.int32)
 
     def _count(self, seen: NDArray[np.int64], token: int) -> None:
-        found = np.flatnonzero(seen == token)
-        if not len(found):
+        index = np.flatnonzero(seen == token)
+        if not len(index):
             self._seen, self._counts = np.append(seen, token), np.append(self._counts, np.int32(1))
         else:
-            self._counts[found] += 1
+            self._counts[index] += 1
 
     def after(self, tokens: Sequence[int]) -> PenaltyHistory:
         """The history with `tokens` appended to the output; this one is unchanged."""
@@ -118,14 +118,14 @@ def repetitions(tokens: Sequence[int], dry: Dry) -> dict[int, int]:
     end = len(recent) - 1
     breakers = np.flatnonzero(np.isin(recent, dry.breakers))
     longest = min(end - int(breakers[-1]) if len(breakers) else end, dry.allowed_length + _MAX_EXCESS_TOKENS)
-    found: dict[int, int] = {}
+    lengths: dict[int, int] = {}
     # Indices at which earlier occurrences of the last `length` tokens end.
     matches = np.flatnonzero(recent[:-1] == recent[-1:]) if end > 0 else np.empty(0, np.int64)
     for length in range(1, longest + 1):
         if not len(matches):
             break
         if length >= dry.allowed_length:
-            found.update(dict.fromkeys(recent[matches + 1].tolist(), length))
+            lengths.update(dict.fromkeys(recent[matches + 1].tolist(), length))
         matches = matches[matches >= length]
         matches = matches[recent[matches - length] == recent[end - length]]
-    return found
+    return lengths

@@ -62,13 +62,13 @@ class SamplingContext:
         return self.params.typical_p == 1.0 and self.params.top_n_sigma == 0.0 and self.params.xtc is None
 
     def after_each(self, tokens: Sequence[int]) -> list[SamplingContext]:
-        """The contexts before the first of `tokens`, behind each of them, and so on to behind the last."""
+        """The contexts before the first of `tokens` and after each of them."""
         if not tokens or self.argmax_only:
             return [self] * (len(tokens) + 1)
         return [self.after(tokens[:count]) for count in range(len(tokens) + 1)]
 
     def after(self, tokens: Sequence[int]) -> SamplingContext:
-        """The context of the token behind `tokens`."""
+        """The context of the token after `tokens`."""
         if not tokens:
             return self
         constraints = None if self.constraints is None else self.constraints.after(tokens)

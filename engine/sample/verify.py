@@ -1,7 +1,7 @@
 """Draft verification: one emitted token for each sequence and step, and one more for each accepted draft token.
 
-Row j of a sequence has the logits behind its draft tokens 0 to j - 1; the sampling rule gives the token that follows,
-with the noise of its own position. While that token equals the draft token, the next row is valid too; the first
+Row j of a sequence has the logits after its draft tokens 0 to j - 1; the sampling rule gives the token that follows,
+with the noise of that token's position. While that token equals the draft token, the next row is valid too; the first
 different token ends the step. Drafts therefore decide how many tokens a step emits, never which.
 """
 
@@ -15,10 +15,10 @@ from engine.sample.sampler import SamplingContext
 
 @dataclass(frozen=True, slots=True)
 class VerifyTokens:
-    """The logit rows of one sequence: behind its last token, and behind each draft token.
+    """The logit rows of one sequence: after its last token, and after each draft token.
 
-    context  of the token behind the last one
-    is_end   whether a token ends the text, whatever was drafted behind it
+    context  of the token after the last one
+    is_end   whether a token ends the text, whatever was drafted after it
     """
 
     drafts: tuple[int, ...]
@@ -41,7 +41,7 @@ def verify(sequences: Sequence[VerifyTokens], tokens: Sequence[int | None]) -> l
 
     tokens  sampled from the rows of `contexts_of`
 
-    Tokens behind a rejected draft are discarded, so penalties and constraints are exact for all emitted tokens.
+    Tokens after a rejected draft are discarded, so penalties and constraints are exact for all emitted tokens.
     """
     emitted, start = [], 0
     for sequence in sequences:
