@@ -22,48 +22,63 @@ UNSUPPORTED = "its queries, keys and values are computed by other operations"
 
 
 def find_attention(
-    norm: Norm,
+    norm_before: Norm,
     inputs: Tensor,
     events: Sequence[TracedLinear | TracedNorm],
     call: hooks.AttentionCall,
     positions: Tensor,
     layer: CachedLayer,
+    cells: int,
 ) -> AttentionSpec:
     """The attention of a layer. Raises UnsupportedArchitecture.
 
-    norm       before the projections
-    inputs     its output [rows, width]
-    events     between the norm and the attention call
-    positions  of the rows
+    norm_before   before the projections
+    inputs        its output [rows, width]
+    events        between the norm and the attention call
+    positions     of the rows
+    layer, cells  the layer with the cells that it reads, and its index in the cache
     """
     if call.bias is not None:
         raise UnsupportedArchitecture("its attention adds a bias to its scores")
-    if call.layer != layer.index:
-        raise UnsupportedArchitecture("its layers run in another order than their KV buffers")
     linears = [event for event in events if isinstance(event, TracedLinear)]
-    norms = [event.norm for event in events if isinstance(event, TracedNorm)] or [NO_NORM, NO_NORM]
+    norms = [event.norm for event in events if isinstance(event, TracedNorm)]
     for linear in linears:
         require_close("a projection", inputs, linear.input)
-    if len(norms) != 2:
-        raise UnsupportedArchitecture(UNSUPPORTED)
+    if call.layer in layer.sharing_layers:
+        query_norm, key_norm, value_norm = _norms_of(norms, 1)
+        layouts = _query_layouts(call, len(linears))
+    else:
+        query_norm, key_norm, value_norm = _norms_of(norms, 2, 3)
+        layouts = _layouts(call, len(linears))
     # Keys without a rotary embedding have the empty rotation.
     rotation = layer.spec.rotation or Rotation()
-    for columns, rotates_before_norm in itertools.product(_layouts(call, len(linears)), (False, True)):
-        projected = [read_heads(own, linears) for own in columns]
-        if not is_close(projected[2], call.value):
+    for (queries, keys, values), rotates_before_norm in itertools.product(layouts, (False, True)):
+        traced = [
+            (columns, norm, output)
+            for columns, norm, output in ((queries, query_norm, call.query), (keys, key_norm, call.key))
+            if columns.matrix >= 0
+        ]
+        if values.matrix >= 0 and not is_close(_normed(value_norm, read_heads(values, linears)), call.value):
             continue
-        rotary, query, key = _queries_and_keys(
-            projected, norms, call, rotation, positions, rotates_before_norm=rotates_before_norm
-        )
-        if is_close(query, call.query) and is_close(key, call.key):
+        rotary = _rotary(traced, linears, rotation, rotates_before_norm=rotates_before_norm)
+        if all(
+            is_close(
+                _heads(read_heads(columns, linears), norm, rotary, positions, rotates_before_norm=rotates_before_norm),
+                output,
+            )
+            for columns, norm, output in traced
+        ):
             return AttentionSpec(
-                norm=norm,
+                norm=norm_before,
                 projections=tuple(linear.linear for linear in linears),
-                queries=columns[0],
-                keys=columns[1],
-                values=columns[2],
-                query_norm=norms[0],
-                key_norm=norms[1],
+                cells=cells,
+                stores=call.layer == layer.index,
+                queries=queries,
+                keys=keys,
+                values=values,
+                query_norm=query_norm,
+                key_norm=key_norm,
+                value_norm=value_norm,
                 rotates_before_norm=rotates_before_norm,
                 rotary=rotary,
                 scale=call.scale,
@@ -73,25 +88,35 @@ def find_attention(
     raise UnsupportedArchitecture(UNSUPPORTED)
 
 
-def _queries_and_keys(
-    projected: Sequence[Tensor],
-    norms: Sequence[Norm],
-    call: hooks.AttentionCall,
+def _norms_of(norms: Sequence[Norm], *counts: int) -> tuple[Norm, Norm, Norm]:
+    """The norms of queries, keys and values, from none or one of `counts` norms."""
+    if len(norms) not in (0, *counts):
+        raise UnsupportedArchitecture(UNSUPPORTED)
+    query_norm, key_norm, value_norm = (*norms, NO_NORM, NO_NORM, NO_NORM)[:3]
+    return query_norm, key_norm, value_norm
+
+
+def _heads(
+    projected: Tensor, norm: Norm, rotary: RotarySpec, positions: Tensor, *, rotates_before_norm: bool
+) -> Tensor:
+    """Queries or keys [heads, rows, width], from projected ones."""
+    if rotates_before_norm:
+        return _normed(norm, rotated(projected, rotary, positions))
+    return rotated(_normed(norm, projected), rotary, positions)
+
+
+def _rotary(
+    traced: Sequence[tuple[HeadColumns, Norm, Tensor]],
+    linears: Sequence[TracedLinear],
     rotation: Rotation,
-    positions: Tensor,
     *,
     rotates_before_norm: bool,
-) -> tuple[RotarySpec, Tensor, Tensor]:
-    """The rotary embedding, and the queries and keys [heads, rows, width] of projected ones."""
+) -> RotarySpec:
+    """The rotary embedding, with the scaling of the last of the traced queries and keys."""
     if rotates_before_norm:
-        rotary = RotarySpec(rotation, 1.0)
-        query, key = (
-            _normed(norm, rotated(heads, rotary, positions)) for norm, heads in zip(norms, projected, strict=False)
-        )
-        return rotary, query, key
-    query, key = (_normed(norm, heads) for norm, heads in zip(norms, projected, strict=False))
-    rotary = RotarySpec(rotation, rotary_scaling(key, call.key, rotation))
-    return rotary, rotated(query, rotary, positions), rotated(key, rotary, positions)
+        return RotarySpec(rotation, 1.0)
+    columns, norm, output = traced[-1]
+    return RotarySpec(rotation, rotary_scaling(_normed(norm, read_heads(columns, linears)), output, rotation))
 
 
 def _normed(norm: Norm, heads: Tensor) -> Tensor:
@@ -109,6 +134,9 @@ def _layouts(call: hooks.AttentionCall, matrices: int) -> Iterator[tuple[HeadCol
     """Possible columns of queries, keys and values: a matrix each, or one fused matrix by kind or by head."""
     heads, _, width = call.query.shape
     key_heads, value_width = call.key.shape[0], call.value.shape[2]
+    if matrices == 2 and width == value_width:
+        keys = HeadColumns(1, 0, width, key_heads, width)
+        yield HeadColumns(0, 0, width, heads, width), keys, keys
     if matrices == 3:
         keys = HeadColumns(1, 0, width, key_heads, width)
         values = HeadColumns(2, 0, value_width, key_heads, value_width)
@@ -129,6 +157,14 @@ def _layouts(call: hooks.AttentionCall, matrices: int) -> Iterator[tuple[HeadCol
             HeadColumns(0, width, stride, heads, width),
             HeadColumns(0, 2 * width, stride, heads, value_width),
         )
+
+
+def _query_layouts(call: hooks.AttentionCall, matrices: int) -> Iterator[tuple[HeadColumns, HeadColumns, HeadColumns]]:
+    """The columns of queries in one matrix; keys and values are those of another layer (matrix -1)."""
+    heads, _, width = call.query.shape
+    keys, values = (HeadColumns(-1, 0, 0, rows.shape[0], rows.shape[2]) for rows in (call.key, call.value))
+    if matrices == 1:
+        yield HeadColumns(0, 0, width, heads, width), keys, values
 
 
 def find_output_gates(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import torch
 from torch import Tensor
 
 from engine.model.margins import within
@@ -11,6 +12,8 @@ from engine.native.decoder import UnsupportedArchitecture
 
 # Relative to the largest number: some hundred roundings of float32.
 TOLERANCE = 2e-5
+# Of the sums of a residual connection.
+_ROUNDINGS = 2
 
 
 def relative_difference(expected: Tensor, actual: Tensor) -> float:
@@ -40,3 +43,13 @@ def least_squares_ratio(rows: Tensor, others: Tensor) -> float:
     wide = rows.double()
     ratio = float((wide * others.double()).sum() / (wide * wide).sum().clamp_min(1e-30))
     return 1.0 if abs(ratio - 1.0) < 1e-5 else ratio
+
+
+def residual_ratio(states: Tensor, output: Tensor, summed: Tensor) -> float:
+    """The factor of `output` in the sum states + factor * output; exactly 1 within rounding.
+
+    The sum rounds an output that is small beside the states to few digits.
+    """
+    ratio = least_squares_ratio(output, summed - states)
+    rounding = _ROUNDINGS * torch.finfo(torch.float32).eps * float(states.norm() / output.norm().clamp_min(1e-30))
+    return 1.0 if abs(ratio - 1.0) < rounding else ratio

@@ -91,7 +91,10 @@ class ColumnOffset:
 class AttentionSpec:
     """Attention over KV cells.
 
+    cells                 the layer of the cache that it reads
+    stores                whether it writes its keys and values to these cells; else they are an earlier layer's
     query_norm, key_norm  over each head, or over all heads of a row
+    value_norm            over each head
     rotates_before_norm   whether the rotary embedding comes before these norms
     scale, softcap        of the scores; softcap 0: none
     sinks                 [heads] float32, scores that take part in the softmax without a value; None: none
@@ -100,11 +103,14 @@ class AttentionSpec:
 
     norm: Norm
     projections: tuple[Linear, ...]
+    cells: int
+    stores: bool
     queries: HeadColumns
     keys: HeadColumns
     values: HeadColumns
     query_norm: Norm
     key_norm: Norm
+    value_norm: Norm
     rotates_before_norm: bool
     rotary: RotarySpec
     scale: float
@@ -120,6 +126,7 @@ class LatentAttentionSpec:
     A cell holds [latent, rotary part]: the key of all heads, and its latent is their value. So the keys' projection is
     applied to the queries, and the values' projection to the output.
 
+    cells            the layer of the cache that it reads and writes
     query_expansion  of the normed output of projection `queries.matrix`; None: queries are outputs of that projection
     queries          heads [key_width + rotary_width] in the output of the expansion or the projection
     latents          one head; normed by `latent_norm`
@@ -131,6 +138,7 @@ class LatentAttentionSpec:
 
     norm: Norm
     projections: tuple[Linear, ...]
+    cells: int
     query_norm: Norm
     query_expansion: Linear | None
     queries: HeadColumns
@@ -353,7 +361,45 @@ class MlpBlock:
     parallel: bool
 
 
-DecoderLayer: TypeAlias = tuple[AttentionBlock, MlpBlock]
+@dataclass(frozen=True, slots=True)
+class PerLayerBlock:
+    """A third part of a layer: states + norm(projection(activation(gate(states)) * the layer's per-layer input))."""
+
+    gate: Linear
+    activation: Activation
+    projection: Linear
+    norm: Norm
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderLayer:
+    """A layer; the hidden states after it are multiplied by `output_scale`."""
+
+    attention: AttentionBlock
+    mlp: MlpBlock
+    per_layer: PerLayerBlock | None = None
+    output_scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PerLayerInputs:
+    """Inputs of the layers' third parts, from the embeddings of the tokens.
+
+    scale * (table_scale * table[token] + norm(projection_scale * projection(embeddings)))
+
+    table         [vocabulary, layers * width]
+    rounds_table  whether weights of a quantised table are rounded to bfloat16
+    projection    to [layers * width]
+    norm          over the `width` columns of each layer
+    """
+
+    table: Tensor | PackedMatrix
+    table_scale: float
+    rounds_table: bool
+    projection: Linear
+    projection_scale: float
+    norm: Norm
+    scale: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -384,6 +430,7 @@ class DecoderSpec:
     layers: tuple[DecoderLayer, ...]
     output_head: OutputHead
     rounds_embeddings: bool = False
+    per_layer_inputs: PerLayerInputs | None = None
 
     @property
     def width(self) -> int:

@@ -28,6 +28,8 @@ from engine.native.decoder import (
     MlpBlock,
     Norm,
     NormKind,
+    PerLayerBlock,
+    PerLayerInputs,
     RecurrenceSpec,
     RotarySpec,
     Scoring,
@@ -36,6 +38,7 @@ from engine.native.decoder import (
 )
 from engine.native.step_library import (
     MAX_PROJECTIONS,
+    MAX_VALUES_FROM_KEYS,
     ColumnRangeFields,
     ConvolutionFields,
     DeltaRuleFields,
@@ -47,6 +50,8 @@ from engine.native.step_library import (
     LayerFields,
     LinearFields,
     NormFields,
+    PerLayerFields,
+    PerLayerInputsFields,
     RecurrenceFields,
     RotaryFields,
     StateSpaceFields,
@@ -62,10 +67,12 @@ _ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "re
 def describe_layers(decoder: DecoderSpec, rotaries: Sequence[RotarySpec]) -> list[LayerFields]:
     """All layers, without KV buffers and cell groups; `rotaries` are those of the step."""
     layers = []
-    for attention, mlp in decoder.layers:
-        fields = LayerFields()
-        _describe_attention_block(attention, rotaries, fields)
-        _describe_mlp_block(mlp, fields)
+    for index, layer in enumerate(decoder.layers):
+        fields = LayerFields(output_scale=layer.output_scale)
+        _describe_attention_block(layer.attention, rotaries, fields)
+        _describe_mlp_block(layer.mlp, fields)
+        if layer.per_layer is not None:
+            fields.per_layer = ctypes.pointer(_describe_per_layer_block(layer.per_layer, index))
         layers.append(fields)
     return layers
 
@@ -145,7 +152,11 @@ def _describe_ranges(ranges: Sequence[ColumnRange]) -> ctypes.Array[ColumnRangeF
 
 def _describe_attention(spec: AttentionSpec, fields: LayerFields) -> None:
     fields.query_norm, fields.key_norm = describe_norm(spec.query_norm), describe_norm(spec.key_norm)
-    over_all = [norm != NO_NORM and norm.width != spec.keys.width for norm in (spec.query_norm, spec.key_norm)]
+    fields.value_norm, fields.stores_cells = describe_norm(spec.value_norm), spec.stores
+    fields.values_are_keys = spec.stores and spec.values == spec.keys
+    if fields.values_are_keys and spec.values.width > MAX_VALUES_FROM_KEYS:
+        raise UnsupportedArchitecture(f"its values are keys with more than {MAX_VALUES_FROM_KEYS} columns")
+    over_all = [norm != NO_NORM and norm.width != spec.queries.width for norm in (spec.query_norm, spec.key_norm)]
     if any(over_all) and (not all(over_all) or spec.rotates_before_norm):
         raise UnsupportedArchitecture("the norms of its queries and keys are of another kind")
     fields.rotates_before_norm, fields.norms_all_heads = spec.rotates_before_norm, any(over_all)
@@ -182,6 +193,27 @@ def _describe_mlp_block(block: MlpBlock, fields: LayerFields) -> None:
         _describe_gated_mlp(block.gated, fields)
     if block.experts is not None:
         fields.experts = ctypes.pointer(describe_experts(block.experts))
+
+
+def _describe_per_layer_block(block: PerLayerBlock, index: int) -> PerLayerFields:
+    return PerLayerFields(
+        gate=describe_linear(block.gate),
+        projection=describe_linear(block.projection),
+        activation=_ACTIVATIONS[block.activation],
+        norm=describe_norm(block.norm),
+        layer=index,
+    )
+
+
+def describe_per_layer_inputs(inputs: PerLayerInputs) -> PerLayerInputsFields:
+    """The inputs of the layers' third parts. Raises UnsupportedArchitecture as `describe_linear` does."""
+    return PerLayerInputsFields(
+        table=_describe_table(inputs.table, inputs.table_scale, rounds_to_bfloat16=inputs.rounds_table),
+        projection=describe_linear(inputs.projection),
+        projection_scale=inputs.projection_scale,
+        norm=describe_norm(inputs.norm),
+        scale=inputs.scale,
+    )
 
 
 def _describe_gated_mlp(mlp: GatedMlp, fields: LayerFields) -> None:
@@ -222,21 +254,22 @@ def describe_experts(experts: ExpertsSpec) -> ExpertsFields:
 
 def describe_embedding(decoder: DecoderSpec) -> EmbeddingFields:
     """The embedding table. Raises UnsupportedArchitecture for an unsupported dtype or memory layout."""
-    table = decoder.embedding
+    return _describe_table(decoder.embedding, decoder.scale, rounds_to_bfloat16=decoder.rounds_embeddings)
+
+
+def _describe_table(table: Tensor | PackedMatrix, scale: float, *, rounds_to_bfloat16: bool) -> EmbeddingFields:
     if isinstance(table, PackedMatrix):
         return EmbeddingFields(
             table=table.codes.data_ptr(),
             scales=table.scales.data_ptr(),
             kind=WEIGHT_FORMATS[table.format],
             count=table.outputs,
-            rounds_to_bfloat16=decoder.rounds_embeddings,
-            scale=decoder.scale,
+            rounds_to_bfloat16=rounds_to_bfloat16,
+            scale=scale,
         )
     if table.dtype not in _FLOAT_FORMATS or not table.is_contiguous():
         raise UnsupportedArchitecture(f"its embeddings are {table.dtype}, or not contiguous")
-    return EmbeddingFields(
-        table=table.data_ptr(), kind=_FLOAT_FORMATS[table.dtype], count=len(table), scale=decoder.scale
-    )
+    return EmbeddingFields(table=table.data_ptr(), kind=_FLOAT_FORMATS[table.dtype], count=len(table), scale=scale)
 
 
 def describe_rotary(rotary: RotarySpec, angles: tuple[Tensor, Tensor]) -> RotaryFields:

@@ -27,18 +27,19 @@ from kvcache.spec import Rotation
 
 
 def find_latent_attention(
-    norm: Norm,
+    norm_before: Norm,
     inputs: Tensor,
     events: Sequence[TracedLinear | TracedNorm],
     call: hooks.AttentionCall,
     positions: Tensor,
     layer: CachedLayer,
+    cells: int,
 ) -> LatentAttentionSpec:
     """The latent attention of a layer; see find_attention. Raises UnsupportedArchitecture."""
     projection = call.latent
     assert projection is not None
     if call.layer != layer.index:
-        raise UnsupportedArchitecture("its layers run in another order than their KV buffers")
+        raise UnsupportedArchitecture("some of its layers share their latents")
     if call.softcap or call.sinks is not None or call.bias is not None:
         raise UnsupportedArchitecture("its latent attention has sinks, or caps or biases its scores")
     projections = [own for own in events if isinstance(own, TracedLinear) and is_close(inputs, own.input)]
@@ -60,8 +61,9 @@ def find_latent_attention(
             call.query,
         ):
             return LatentAttentionSpec(
-                norm=norm,
+                norm=norm_before,
                 projections=tuple(own.linear for own in projections),
+                cells=cells,
                 query_norm=query_norm,
                 query_expansion=others[0].linear if others else None,
                 queries=queries,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from engine.native.comparison import is_close, least_squares_ratio, require_close
+from engine.native.comparison import is_close, least_squares_ratio, require_close, residual_ratio
 from engine.native.decoder import ExpertsSpec, GatedMlp, Linear, MlpBlock, Norm, UnsupportedArchitecture
 from engine.native.experts import find_expert_activation, find_router
 from engine.native.gated_mlp import find_gated_mlp
@@ -13,10 +15,19 @@ from engine.native.trace import TracedExperts, TracedLinear, TracedRouter
 from engine.native.trace_reader import TraceReader
 
 
+@dataclass(frozen=True, slots=True)
+class Residual:
+    """A residual connection: states = output_scale * (states before + scale * output)."""
+
+    scale: float
+    output_scale: float
+    states: Tensor
+
+
 def find_mlp_block(
     reader: TraceReader, states: Tensor, norm: Norm, normed: Tensor, parallel_output: Tensor | None
-) -> tuple[MlpBlock, Tensor]:
-    """The second half of a layer, and the hidden states after it. Raises UnsupportedArchitecture.
+) -> tuple[MlpBlock, Residual]:
+    """The second half of a layer, and its residual connection. Raises UnsupportedArchitecture.
 
     states           its input
     norm, normed     the norm of the first half, and its output
@@ -27,20 +38,31 @@ def find_mlp_block(
     gated, experts, output = _find_parts(reader, normed)
     post_norm, output = reader.read_norm(output)
     attended = states if parallel_output is None else states + parallel_output
-    scale = least_squares_ratio(output, reader.next_hidden_states(attended) - attended)
-    states = attended + scale * output
-    require_close("a layer", states, reader.next_input())
-    if parallel_output is not None and scale != 1.0:
+    residual = find_residual(attended, output, reader.next_hidden_states(attended))
+    if parallel_output is not None and residual.scale != 1.0:
         raise UnsupportedArchitecture("its layers scale the sum of both halves")
     block = MlpBlock(
         norm=norm,
         gated=gated,
         experts=experts,
         post_norm=post_norm,
-        residual_scale=scale,
+        residual_scale=residual.scale,
         parallel=parallel_output is not None,
     )
-    return block, states
+    return block, residual
+
+
+def find_residual(states: Tensor, output: Tensor, next_input: Tensor) -> Residual:
+    """The residual connection of hidden states and an output. Raises UnsupportedArchitecture.
+
+    next_input  of the operation after it
+    """
+    scale = residual_ratio(states, output, next_input)
+    if is_close(states + scale * output, next_input):
+        return Residual(scale, 1.0, states + scale * output)
+    output_scale = least_squares_ratio(states + output, next_input)
+    require_close("a layer", (states + output) * output_scale, next_input)
+    return Residual(1.0, output_scale, (states + output) * output_scale)
 
 
 def _find_parts(reader: TraceReader, rows: Tensor) -> tuple[GatedMlp | None, ExpertsSpec | None, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -29,6 +30,7 @@ from engine.native.description import (
     describe_layers,
     describe_linear,
     describe_norm,
+    describe_per_layer_inputs,
     describe_rotary,
     recurrence_fields,
 )
@@ -113,15 +115,15 @@ class NativeRunner(LocalRunner):
         self._decoder, self._library = decoder, library
         count = len(decoder.layers)
         self._named_layers = range(count if len(hooks.decoder_layers(packed.model)) == count else 0)
-        mixers = [attention.mixer for attention, _ in decoder.layers]
+        mixers = [layer.attention.mixer for layer in decoder.layers]
         rotaries = _rotaries(decoder)
         self._rotaries = tuple(dict.fromkeys(rotaries))
         self._long_rotaries = {} if long_decoder is None else dict(zip(rotaries, _rotaries(long_decoder), strict=True))
         layers = describe_layers(decoder, self._rotaries)
         self._fields = (LayerFields * len(layers))(*layers)
-        # Layers with KV cells in the order of the cache, and layers with recurrent states.
+        # Layers with their layer of the cache, and layers with recurrent states.
         pairs = list(zip(mixers, self._fields, strict=True))
-        self._cached = [own for mixer, own in pairs if isinstance(mixer, CachedSpec)]
+        self._cached = [(mixer.cells, own) for mixer, own in pairs if isinstance(mixer, CachedSpec)]
         self._recurrent = [
             (mixer, recurrence_fields(mixer, own)) for mixer, own in pairs if not isinstance(mixer, CachedSpec)
         ]
@@ -197,9 +199,11 @@ class NativeRunner(LocalRunner):
 
     def _describe_step(self, decoder: DecoderSpec, rounds_to_bfloat16: bool) -> StepFields:
         """The fields that are the same in all steps."""
+        inputs = decoder.per_layer_inputs
         return StepFields(
             width=decoder.width,
             embedding=describe_embedding(decoder),
+            per_layer_inputs=None if inputs is None else ctypes.pointer(describe_per_layer_inputs(inputs)),
             layers=self._fields,
             layer_count=len(self._fields),
             final_norm=describe_norm(decoder.output_head.norm),
@@ -270,8 +274,8 @@ class NativeRunner(LocalRunner):
         """Set the KV buffers and cell groups of all layers, and compute the rotary tables."""
         groups: dict[int, int] = {}
         self._group_layers = []
-        for at, fields in enumerate(self._cached):
-            self._bind_layer(forward, at)
+        for at, fields in self._cached:
+            self._bind_layer(forward, at, fields)
             segments = id(forward.segments(at))
             if segments not in groups:
                 groups[segments] = len(groups)
@@ -301,10 +305,10 @@ class NativeRunner(LocalRunner):
         self._rotary_rows = array("q", [at for start, length in starts for at in range(start, start + length)])
         return address(self._rotary_rows)
 
-    def _bind_layer(self, forward: Forward, at: int) -> None:
-        """Set the KV buffers of a layer."""
+    def _bind_layer(self, forward: Forward, at: int, fields: LayerFields) -> None:
+        """Set the KV buffers of a layer, those of layer `at` of the cache."""
         keys, values = map(_kernel_buffer, forward.layer_kv(at))
-        fields, attention_range = self._cached[at], forward.attention_range(at)
+        attention_range = forward.attention_range(at)
         if fields.latents:
             values = keys.first(fields.values.width)
         fields.key_buffer, fields.value_buffer = kv_buffer_fields(keys), kv_buffer_fields(values)
@@ -315,7 +319,7 @@ class NativeRunner(LocalRunner):
 
 def _rotaries(decoder: DecoderSpec) -> list[RotarySpec]:
     """The rotary embeddings of the layers with KV cells, in order."""
-    mixers = (attention.mixer for attention, _ in decoder.layers)
+    mixers = (layer.attention.mixer for layer in decoder.layers)
     return [mixer.rotary for mixer in mixers if isinstance(mixer, CachedSpec)]
 
 

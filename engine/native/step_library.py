@@ -13,6 +13,7 @@ from engine.kernels.cpu.build.layout import Mirrors, check_layout, struct_of
 from engine.kernels.cpu.products.linear import load_library
 
 MAX_PROJECTIONS = 6
+MAX_VALUES_FROM_KEYS = 1024
 # The variants of the linear kernel for those of the step, fastest first: with the same number of lanes.
 _PRODUCTS = {
     "bfloat16": ("vnni",),
@@ -164,6 +165,30 @@ class GatedConvolutionFields(Structure):
     ]
 
 
+class PerLayerFields(Structure):
+    """`PerLayerBlock` of step.h."""
+
+    _fields_ = [
+        ("gate", LinearFields),
+        ("projection", LinearFields),
+        ("activation", c_int64),
+        ("norm", NormFields),
+        ("layer", c_int64),
+    ]
+
+
+class PerLayerInputsFields(Structure):
+    """`PerLayerInputs` of step.h."""
+
+    _fields_ = [
+        ("table", EmbeddingFields),
+        ("projection", LinearFields),
+        ("projection_scale", c_float),
+        ("norm", NormFields),
+        ("scale", c_float),
+    ]
+
+
 RecurrenceFields: TypeAlias = DeltaRuleFields | StateSpaceFields | GatedConvolutionFields
 
 
@@ -171,7 +196,10 @@ class LayerFields(Structure):
     """`Layer` of step.h."""
 
     _fields_ = [
-        *((name, NormFields) for name in ("attention_norm", "query_norm", "key_norm", "post_attention_norm")),
+        *(
+            (name, NormFields)
+            for name in ("attention_norm", "query_norm", "key_norm", "value_norm", "post_attention_norm")
+        ),
         *((name, NormFields) for name in ("mlp_norm", "post_mlp_norm")),
         ("projections", LinearFields * MAX_PROJECTIONS),
         ("output", LinearFields),
@@ -183,12 +211,13 @@ class LayerFields(Structure):
         ("delta_rule", POINTER(DeltaRuleFields)),
         ("gated_convolution", POINTER(GatedConvolutionFields)),
         ("state_space", POINTER(StateSpaceFields)),
-        *((name, c_int64) for name in ("norms_all_heads", "rotates_before_norm")),
+        *((name, c_int64) for name in ("stores_cells", "values_are_keys", "norms_all_heads", "rotates_before_norm")),
         *((name, c_int64) for name in ("gate_matrix", "gate_offset", "up_matrix", "up_offset")),
         ("activation", c_int64),
         ("experts", POINTER(ExpertsFields)),
         ("parallel", c_int64),
-        *((name, c_float) for name in ("attention_residual_scale", "mlp_residual_scale")),
+        ("per_layer", POINTER(PerLayerFields)),
+        *((name, c_float) for name in ("attention_residual_scale", "mlp_residual_scale", "output_scale")),
         ("sinks", c_void_p),
         *((name, c_float) for name in ("scale", "softcap")),
         *((name, c_int64) for name in ("rotary", "cell_group")),
@@ -204,6 +233,7 @@ class StepFields(Structure):
         ("tokens", c_void_p),
         *((name, c_int64) for name in ("rows", "width")),
         ("embedding", EmbeddingFields),
+        ("per_layer_inputs", POINTER(PerLayerInputsFields)),
         ("layers", POINTER(LayerFields)),
         ("layer_count", c_int64),
         ("rotaries", POINTER(RotaryFields)),
@@ -285,6 +315,8 @@ MIRRORS: Mirrors = {
     "StateSpace": StateSpaceFields,
     "GatedConvolution": GatedConvolutionFields,
     "LatentAttention": LatentAttentionFields,
+    "PerLayerBlock": PerLayerFields,
+    "PerLayerInputs": PerLayerInputsFields,
     "Layer": LayerFields,
     "Step": StepFields,
     "SamplingContext": SamplingContextFields,

@@ -61,6 +61,15 @@ class TracedAttention:
 
 
 @dataclass(frozen=True, slots=True)
+class TracedEmbedding:
+    """A call of a table other than the input embeddings: its weights of the tokens, and the output, [rows, width]."""
+
+    module: nn.Embedding | QuantizedEmbedding
+    weights: Tensor
+    output: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class TracedRouter:
     """A call of a router, which returns weights and numbers of the chosen experts [rows, top_k].
 
@@ -98,7 +107,9 @@ class TracedExperts:
     output: Tensor
 
 
-Event: TypeAlias = TracedLinear | TracedNorm | TracedAttention | TracedRouter | TracedExperts | TracedRecurrence
+Event: TypeAlias = (
+    TracedEmbedding | TracedLinear | TracedNorm | TracedAttention | TracedRouter | TracedExperts | TracedRecurrence
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,9 +177,7 @@ def trace(model: Any, *, vocabulary: int, context: int) -> Trace:
         with hooks.use_backend(_TraceBackend(events, len(rows), recorder.active)):
             logits = hooks.forward(model, tokens, positions, rows)
         unsupported = tuple(recorder.unsupported_modules)
-        is_quantised = isinstance(embedding, QuantizedEmbedding)
-        embeddings = embedding.rows(tokens) if is_quantised else embedding.weight[tokens]
-        return Trace(positions, embeddings.float(), tuple(events), unsupported, logits)
+        return Trace(positions, embedding_rows(embedding, tokens), tuple(events), unsupported, logits)
 
 
 class _ModuleRecorder:
@@ -193,6 +202,9 @@ class _ModuleRecorder:
 
     def record(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         """A forward hook. Operations between the recorded modules show in the inputs of the next ones."""
+        if isinstance(module, nn.Embedding | QuantizedEmbedding):
+            self._record_embedding(module, inputs[0].flatten(), output.flatten(0, -2))
+            return
         if self._is_probing or not inputs or not isinstance(inputs[0], Tensor) or inputs[0].dim() < 2:
             return
         # Copies, because some models overwrite the memory.
@@ -205,6 +217,9 @@ class _ModuleRecorder:
             self._record_gated_norm(module, inputs, rows, output)
         elif isinstance(output, Tensor) and len(inputs) == 1:
             self._record_linear_or_norm(module, rows, output.flatten(0, -2).clone())
+
+    def _record_embedding(self, module: nn.Embedding | QuantizedEmbedding, tokens: Tensor, output: Tensor) -> None:
+        self._events.append(TracedEmbedding(module, embedding_rows(module, tokens), output.clone()))
 
     def _record_router(self, module: nn.Module, inputs: tuple[Any, ...], rows: Tensor, output: tuple[Any, ...]) -> None:
         weight = getattr(module, "weight", None)
@@ -259,6 +274,12 @@ def _expert_matrices(
         )
         for part, bias in enumerate(biases)
     )
+
+
+def embedding_rows(module: nn.Embedding | QuantizedEmbedding, tokens: Tensor) -> Tensor:
+    """The weights [tokens, width] of tokens in float32."""
+    rows = module.rows(tokens) if isinstance(module, QuantizedEmbedding) else module.weight[tokens]
+    return rows.float()
 
 
 def embedding_table(module: nn.Embedding | QuantizedEmbedding) -> tuple[Tensor | PackedMatrix, bool]:

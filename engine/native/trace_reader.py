@@ -10,9 +10,17 @@ from torch import Tensor
 from engine.native.comparison import is_close, require_close
 from engine.native.decoder import NO_NORM, Norm, UnsupportedArchitecture
 from engine.native.recurrence_trace import TracedConvolution, TracedDeltaRule, TracedStateSpace
-from engine.native.trace import Event, TracedAttention, TracedExperts, TracedLinear, TracedNorm, TracedRouter
+from engine.native.trace import (
+    Event,
+    TracedAttention,
+    TracedEmbedding,
+    TracedExperts,
+    TracedLinear,
+    TracedNorm,
+    TracedRouter,
+)
 
-EventT = TypeVar("EventT", TracedLinear, TracedRouter, TracedExperts)
+EventT = TypeVar("EventT", TracedEmbedding, TracedLinear, TracedNorm, TracedRouter, TracedExperts)
 
 _UNSUPPORTED = "its layers are not made of projections, attention and an MLP"
 
@@ -26,7 +34,7 @@ class TraceReader:
     def next_input(self) -> Tensor:
         """The input rows of the next event."""
         event = self._next()
-        if isinstance(event, TracedAttention | TracedDeltaRule | TracedStateSpace):
+        if isinstance(event, TracedAttention | TracedDeltaRule | TracedEmbedding | TracedStateSpace):
             raise UnsupportedArchitecture(_UNSUPPORTED)
         return event.input
 
@@ -45,10 +53,10 @@ class TraceReader:
         self._at += 1
         return event.norm, event.output
 
-    def recurrent_layers(self) -> list[bool]:
-        """For each layer ahead, whether it has a recurrence (which has one convolution) in place of attention."""
+    def attention_layers(self) -> list[int | None]:
+        """The number of each layer ahead in its attention call; None for a recurrence (which has one convolution)."""
         layers = (event for event in self._events[self._at :] if isinstance(event, TracedAttention | TracedConvolution))
-        return [isinstance(event, TracedConvolution) for event in layers]
+        return [event.call.layer if isinstance(event, TracedAttention) else None for event in layers]
 
     def read_until_output(self, inputs: Tensor) -> list[Event]:
         """The events before the next linear layer with another input than `inputs`."""
@@ -94,11 +102,16 @@ class TraceReader:
         return None
 
     def read_event(self, kind: type[EventT]) -> EventT:
-        """The next event; the caller has checked its kind."""
+        """The next event. Raises UnsupportedArchitecture for one of another kind."""
         event = self._next()
-        assert isinstance(event, kind)
+        if not isinstance(event, kind):
+            raise UnsupportedArchitecture(_UNSUPPORTED)
         self._at += 1
         return event
+
+    def next_is(self, kind: type[Event]) -> bool:
+        """Whether the next event is of this kind."""
+        return isinstance(self._next(), kind)
 
     def _next(self) -> Event:
         if self._at == len(self._events):

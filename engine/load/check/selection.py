@@ -139,4 +139,4 @@ def _tolerance(decoder: DecoderSpec) -> float:
     """
     if not any(isinstance(linear.weight, PackedMatrix) for linear in linears(decoder)):
         return 1e-3
-    return 0.25 if any(mlp.experts is not None for _, mlp in decoder.layers) else 0.1
+    return 0.25 if any(layer.mlp.experts is not None for layer in decoder.layers) else 0.1

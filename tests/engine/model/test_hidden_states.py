@@ -93,7 +93,7 @@ def test_states_are_those_of_transformers(family: str, every: int, loaded: Model
 
     assert isinstance(runners[-1], PackedRunner)
     # The native step has no latent attention.
-    assert isinstance(runners[0], NativeRunner) == (family != "deepseek_v3")
+    assert isinstance(runners[0], NativeRunner)
     for runner, layers in product(runners, ([*expected], [last], [FINAL_NORM])):
         require_equal(expected, of_runner(runner, cache_of(runner), layers, every), every)
 

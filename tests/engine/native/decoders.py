@@ -104,9 +104,10 @@ def model_of_config(
     torch.manual_seed(0)
     family = config.model_type
     model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval().requires_grad_(False)
-    for parameter in model.parameters():
-        if parameter.dim() == 1:
-            parameter += 0.3 * torch.randn_like(parameter)
+    # Buffers with one number scale the layers.
+    for tensor in (*model.parameters(), *(buffer for buffer in model.buffers() if buffer.shape == (1,))):
+        if tensor.dim() == 1:
+            tensor += 0.3 * torch.randn_like(tensor)
     hooks.install_latent(model)
     recurrent = recurrence.install(model)
     traits = ModelTraits(vocabulary=config.get_text_config().vocab_size, recurrent=recurrent, dtype=dtype)

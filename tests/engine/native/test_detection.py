@@ -59,12 +59,12 @@ def test_layouts_of_heads_and_mlps_are_found() -> None:
         find_decoder(tiny_model(name).model, tiny_model(name).packed.layers, vocabulary=VOCABULARY, context=CONTEXT)
         for name in ("gpt_neox", "glm", "phi3")
     )
-    attention, mlp = neox.layers[0]
+    attention, mlp = neox.layers[0].attention, neox.layers[0].mlp
     assert (48, 16) == (attention.mixer.queries.stride, attention.mixer.keys.offset)
     assert mlp.gated is not None
     assert (True, "gelu", None) == (mlp.parallel, mlp.gated.activation, mlp.gated.up)
-    assert "interleaved" == glm.layers[0][0].mixer.rotary.rotation.layout
-    assert 1 == len(phi3.layers[0][0].mixer.projections)
+    assert "interleaved" == glm.layers[0].attention.mixer.rotary.rotation.layout
+    assert 1 == len(phi3.layers[0].attention.mixer.projections)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_multipliers_are_found() -> None:
     own = {"embedding_multiplier": 3.0, "residual_multiplier": 0.3, "attention_multiplier": 0.4, "logits_scaling": 5.0}
     model = model_of_config(AutoConfig.for_model("granite", **{**settings("granite"), **own}))
     decoder = find_decoder(model.model, model.packed.layers, vocabulary=VOCABULARY, context=CONTEXT)
-    attention, mlp = decoder.layers[1]
+    attention, mlp = decoder.layers[1].attention, decoder.layers[1].mlp
 
     assert pytest.approx((3.0, 0.3, 0.3, 0.2)) == (
         decoder.scale,
@@ -100,7 +100,7 @@ def test_softcaps_are_found() -> None:
         tiny_model("gemma2").model, tiny_model("gemma2").packed.layers, vocabulary=VOCABULARY, context=CONTEXT
     )
 
-    assert (50.0, 30.0) == (decoder.layers[0][0].mixer.softcap, decoder.output_head.softcap)
+    assert (50.0, 30.0) == (decoder.layers[0].attention.mixer.softcap, decoder.output_head.softcap)
 
 
 def test_router_parameters_are_found() -> None:
@@ -108,7 +108,7 @@ def test_router_parameters_are_found() -> None:
     own = {"routed_scaling_factor": 2.5, "norm_topk_prob": True}
     model = model_of_config(AutoConfig.for_model("glm4_moe", **{**settings("glm4_moe"), **own}))
     decoder = find_decoder(model.model, model.packed.layers, vocabulary=VOCABULARY, context=CONTEXT)
-    before, experts = decoder.layers[0][1].experts, decoder.layers[1][1].experts
+    before, experts = decoder.layers[0].mlp.experts, decoder.layers[1].mlp.experts
 
     assert before is None
     assert experts is not None

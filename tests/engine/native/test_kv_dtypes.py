@@ -86,7 +86,9 @@ def largest_error(model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> float:
     return max(errors) / max(sizes)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_neox", "gpt_oss", "olmo2", "lfm2", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "family", ["llama", "gemma3_text", "gpt_neox", "gpt_oss", "olmo2", "lfm2", "deepseek_v3", "gemma4_text"]
+)
 def test_int8_cells_equal_the_modules(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Codes and logits, within rounding."""
     assert largest_error(native(family), monkeypatch) < 1e-5

@@ -80,7 +80,7 @@ def test_step_is_as_exact_as_the_modules(family: str) -> None:
 def test_max_beta_is_found(own: dict[str, bool]) -> None:
     model = model_of_config(AutoConfig.for_model("olmo_hybrid", **{**settings("olmo_hybrid"), **own}))
     decoder = find_decoder(model.model, model.packed.layers, vocabulary=VOCABULARY, context=CONTEXT)
-    mixers = [attention.mixer for attention, _ in decoder.layers]
+    mixers = [layer.attention.mixer for layer in decoder.layers]
 
     found = [mixer.max_beta for mixer in mixers if isinstance(mixer, DeltaRuleSpec)]
 
@@ -93,14 +93,14 @@ def test_column_ranges_are_found() -> None:
         find_decoder(native(name).model, native(name).packed.layers, vocabulary=VOCABULARY, context=CONTEXT)
         for name in ("qwen3_next", "qwen3_5_text")
     )
-    first, other = fused.layers[0][0].mixer, split.layers[0][0].mixer
+    first, other = fused.layers[0].attention.mixer, split.layers[0].attention.mixer
 
     assert isinstance(first, DeltaRuleSpec)
     assert isinstance(other, DeltaRuleSpec)
     # Two key heads: queries, keys, values and gates in one matrix, decay and beta inputs in another.
     assert (2, 12) == (len(first.projections), len(first.column_ranges))
     assert [0, 3, 2, 1] == [run.matrix for run in other.column_ranges]
-    assert [None, None, None] != [getattr(mixer.mixer, "gates", None) for mixer, _ in split.layers]
+    assert [None, None, None] != [getattr(layer.attention.mixer, "gates", None) for layer in split.layers]
 
 
 def test_ambiguous_columns_follow_their_neighbours() -> None:
@@ -113,7 +113,7 @@ def test_ambiguous_columns_follow_their_neighbours() -> None:
         decoder = find_decoder(model.model, model.packed.layers, vocabulary=VOCABULARY, context=CONTEXT)
     finally:
         mixer.in_proj_b.weight.copy_(before)
-    mixer = decoder.layers[0][0].mixer
+    mixer = decoder.layers[0].attention.mixer
 
     assert isinstance(mixer, DeltaRuleSpec)
     assert [0, 3, 2, 1] == [run.matrix for run in mixer.column_ranges]

@@ -32,6 +32,8 @@ FAMILIES = (
     *("nemotron", "stablelm", "arcee"),
     # Norms after both halves, norms over all heads, norms without weights, softcaps, sinks, scaled logits.
     *("olmo2", "olmo", "gemma2", "gemma3_text", "glm4", "granite_swa", "cohere", "exaone4", "persimmon", "vaultgemma"),
+    # Per-layer inputs, shared keys and values, norms of values.
+    *("gemma4_text", "gemma4_unified_text"),
 )
 # Experts: softmax and sigmoid scores, score correction, weights that are not normalised, a dense MLP beside them with
 # and without a gate, transposed matrices, biases, interleaved gates and ups.
@@ -88,10 +90,21 @@ def test_limit_and_slope_of_expert_gates(limit: float, slope: float) -> None:
     own = {"swiglu_limit": limit, "swiglu_alpha": slope}
     model = model_of_config(AutoConfig.for_model("gpt_oss", **{**settings("gpt_oss"), **own}))
     expected, actual = (model.states(runner, MIXED) for runner in (model.packed, model.runner))
-    [gate] = {mlp.experts.activation for _, mlp in decoder_of(model).layers if mlp.experts is not None}
+    [gate] = {layer.mlp.experts.activation for layer in decoder_of(model).layers if layer.mlp.experts is not None}
 
     assert isinstance(runners_of(model.runner)[0], NativeRunner)
     assert (limit, slope, 1.0, True) == (gate.limit, gate.slope, gate.shift, gate.interleaved)
+    assert relative_error(expected[0], actual[0]) < 2e-5
+
+
+def test_values_may_be_keys_before_their_norm() -> None:
+    """As in the large models of Gemma 4, whose layers have no per-layer inputs."""
+    own = {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0}
+    model = model_of_config(AutoConfig.for_model("gemma4_text", **{**settings("gemma4_text"), **own}))
+
+    mixers = [layer.attention.mixer for layer in decoder_of(model).layers]
+    assert any(mixer.stores and mixer.keys == mixer.values for mixer in mixers)
+    expected, actual = (model.states(runner, MIXED) for runner in (model.packed, model.runner))
     assert relative_error(expected[0], actual[0]) < 2e-5
 
 
@@ -103,7 +116,8 @@ def test_quantised_experts_equal_the_modules(family: str, weights: Weights) -> N
     expected, actual = (model.states(runner, MIXED)[0] for runner in (model.packed, model.runner))
     sizes = (expected - actual).abs().amax(1) / expected.abs().max()
 
-    assert all(isinstance(mlp.experts.inner[0].weight, tuple) for _, mlp in decoder_of(model).layers if mlp.experts)
+    experts = [layer.mlp.experts for layer in decoder_of(model).layers if layer.mlp.experts is not None]
+    assert all(isinstance(own.inner[0].weight, tuple) for own in experts)
     assert float(sizes.median()) < 1e-5
     assert float(sizes.max()) < 0.1
 

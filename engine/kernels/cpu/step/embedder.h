@@ -26,24 +26,25 @@ class Embedder {
     }
 
     // The hidden states of a row before the first layer.
-    void embed(int64_t row, float *to) const {
-        const Embedding &own = step->embedding;
-        if (own.kind >= WEIGHTS_INT8) return embed_packed(step->tokens[row], to);
-        for (int64_t at = 0, from = step->tokens[row] * step->width; at < step->width; ++at, ++from)
-            to[at] = own.scale * (own.kind == WEIGHTS_BFLOAT16 ? number(((const bfloat16 *)own.table)[from])
-                                                               : ((const float *)own.table)[from]);
+    void embed(int64_t row, float *to) const { embed(step->embedding, step->tokens[row], step->width, to); }
+
+    // A row of a table.
+    static void embed(const Embedding &embedding, int64_t token, int64_t width, float *to) {
+        if (embedding.kind >= WEIGHTS_INT8) return embed_packed(embedding, token, width, to);
+        for (int64_t at = 0, from = token * width; at < width; ++at, ++from)
+            to[at] = embedding.scale * (embedding.kind == WEIGHTS_BFLOAT16 ? number(((const bfloat16 *)embedding.table)[from])
+                                                                           : ((const float *)embedding.table)[from]);
     }
 
     // The row of a token in the rotary tables.
     int64_t rotary_row(int64_t row) const { return step->rotary_rows ? step->rotary_rows[row] : positions[row]; }
 
   private:
-    void embed_packed(int64_t token, float *to) const {
-        const Embedding &own = step->embedding;
-        with_format(own.kind, [&](auto format) {
-            const PackedRow<decltype(format)::value> row((const uint8_t *)own.table, own.scales, step->width, token);
-            row.for_each(step->width, [&](int64_t column, float weight) {
-                to[column] = own.scale * (own.rounds_to_bfloat16 ? rounded_to_bfloat16(weight) : weight);
+    static void embed_packed(const Embedding &embedding, int64_t token, int64_t width, float *to) {
+        with_format(embedding.kind, [&](auto format) {
+            const PackedRow<decltype(format)::value> row((const uint8_t *)embedding.table, embedding.scales, width, token);
+            row.for_each(width, [&](int64_t column, float weight) {
+                to[column] = embedding.scale * (embedding.rounds_to_bfloat16 ? rounded_to_bfloat16(weight) : weight);
             });
         });
     }

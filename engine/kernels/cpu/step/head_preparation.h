@@ -21,7 +21,8 @@ class HeadPreparation {
     // All heads of all rows. Called by all threads of a team.
     void run() const {
         const Heads *kinds[] = {&layer.queries, &layer.keys, &layer.values};
-        const int64_t heads = layer.queries.count + layer.keys.count + layer.values.count;
+        const int64_t stored = layer.keys.count + (layer.values_are_keys ? 0 : layer.values.count);
+        const int64_t heads = layer.queries.count + (layer.stores_cells ? stored : 0);
         if (layer.norms_all_heads) norm_rows();
 #pragma omp for schedule(static) collapse(2)
         for (int64_t row = 0; row < step.rows; ++row)
@@ -39,8 +40,9 @@ class HeadPreparation {
     void prepare_group(int64_t head) const {
         const int64_t group = layer.queries.count / layer.keys.count;
         for (int64_t at = head * group; at < (head + 1) * group; ++at) prepare(layer.queries, 0, 0, at);
+        if (!layer.stores_cells) return;
         prepare(layer.keys, 1, 0, head);
-        prepare(layer.values, 2, 0, head);
+        if (!layer.values_are_keys) prepare(layer.values, 2, 0, head);
     }
 
     // Multiply the attention output by the sigmoid of the gates. Called by all threads of a team.
@@ -88,15 +90,23 @@ class HeadPreparation {
         float *own = head_of(heads, row, head);
         const bool whole = kind < 2 && layer.norms_all_heads;
         if (!whole) add_bias(heads, own, head, heads.width);
-        if (kind < 2) {
-            const Norm &norm = kind == 0 ? layer.query_norm : layer.key_norm;
-            if (layer.rotates_before_norm) rotate_head(step.rotaries[layer.rotary], embedder.rotary_row(row), own);
-            if (!whole && norm.kind != NO_NORM) normalise(norm, own, own);
-            if (!layer.rotates_before_norm) rotate_head(step.rotaries[layer.rotary], embedder.rotary_row(row), own);
-            if (std::is_same_v<Element, int8_t>) transform(own, heads.width);
+        if (kind == 2) return write_value(own, row, head);
+        if (kind == 1 && layer.values_are_keys) {
+            float value[MAX_VALUES_FROM_KEYS];
+            memcpy(value, own, heads.width * sizeof(float));
+            write_value(value, row, head);
         }
-        if (kind > 0)
-            write_cell<Element>(kind == 1 ? layer.key_buffer : layer.value_buffer, head, targets[row], own, heads.width);
+        const Norm &norm = kind == 0 ? layer.query_norm : layer.key_norm;
+        if (layer.rotates_before_norm) rotate_head(step.rotaries[layer.rotary], embedder.rotary_row(row), own);
+        if (!whole && norm.kind != NO_NORM) normalise(norm, own, own);
+        if (!layer.rotates_before_norm) rotate_head(step.rotaries[layer.rotary], embedder.rotary_row(row), own);
+        if (std::is_same_v<Element, int8_t>) transform(own, heads.width);
+        if (kind == 1) write_cell<Element>(layer.key_buffer, head, targets[row], own, heads.width);
+    }
+
+    void write_value(float *value, int64_t row, int64_t head) const {
+        if (layer.value_norm.kind != NO_NORM) normalise(layer.value_norm, value, value);
+        write_cell<Element>(layer.value_buffer, head, targets[row], value, layer.values.width);
     }
 
     const Step &step;

@@ -38,7 +38,7 @@ class StepRunner {
 
     // Bytes of memory for `begin`.
     int64_t size() const {
-        const int64_t numbers = rows * (3 * step.width + 1 + sizes.projected + sizes.attended + sizes.inner + sizes.activated) +
+        const int64_t numbers = rows * (3 * step.width + 1 + 2 * per_layer_columns() + sizes.projected + sizes.attended + sizes.inner + sizes.activated) +
                                 copies() * 4 * step.width;
         return numbers * sizeof(float) + sizes.work + step.cell_group_count * rows * sizeof(int64_t) +
                Multiplier::size(most_rows(), sizes.columns) + step.threads * alone_size() + sizes.moe + Sequences::size(step) +
@@ -55,6 +55,7 @@ class StepRunner {
         attention_output = numbers(rows * step.width), mlp_output = numbers(rows * step.width);
         projected = numbers(rows * sizes.projected), attended = numbers(rows * sizes.attended);
         inner = numbers(rows * sizes.inner), activated = numbers(rows * sizes.activated);
+        per_layer_inputs = numbers(rows * per_layer_columns()), per_layer_rows = numbers(rows * per_layer_columns());
         experts_output = numbers(rows * step.width), shared_gates = numbers(rows);
         moe = MixtureOfExperts(bytes(sizes.moe));
         sequences = Sequences(step, bytes(Sequences::size(step)));
@@ -71,6 +72,7 @@ class StepRunner {
     // Called by all threads of a team.
     void run() {
         by_rows([&](int64_t row) { embedder.embed(row, states_of(row)); });
+        if (step.per_layer_inputs) compute_per_layer_inputs(*step.per_layer_inputs);
         for (int64_t at = 0; at < step.layer_count; ++at) {
             const Layer &layer = step.layers[at];
             begin_layer(layer, at);
@@ -87,6 +89,7 @@ class StepRunner {
             multiply(&layer.output, 1, attended, attention_output, rows);
             if (!layer.parallel) finish_attention(layer);
             run_mlp(layer);
+            if (layer.per_layer) run_per_layer(layer, *layer.per_layer);
         }
         compute_logits(step.layers[step.layer_count - 1]);
     }
@@ -100,6 +103,11 @@ class StepRunner {
             most.attended = larger(most.attended, layer.output.columns);
             most.inner = larger(most.inner, outputs(layer.inner, layer.inner_count));
             most.activated = larger(most.activated, layer.down.columns);
+            if (layer.per_layer) {
+                most.inner = larger(most.inner, layer.per_layer->gate.outputs);
+                most.activated = larger(most.activated, layer.per_layer->projection.columns);
+                most.columns = larger(most.columns, layer.per_layer->projection.columns);
+            }
             if (layer.latents) {
                 most.latents = larger(most.latents, Latents::size(step, layer));
                 most.columns = larger(most.columns, layer.latents->query_expansion.columns);
@@ -120,6 +128,9 @@ class StepRunner {
 
     // A row may be in `output_rows` more than once.
     int64_t most_rows() const { return larger(rows, step.logit_count); }
+
+    // Columns of the per-layer inputs of a row.
+    int64_t per_layer_columns() const { return step.per_layer_inputs ? step.per_layer_inputs->projection.outputs : 0; }
 
     // Copies of the hidden states, and the index of a row's copy for this thread.
     int64_t copies() const { return rows == 1 ? step.threads : rows; }
@@ -195,7 +206,42 @@ class StepRunner {
         if (!before) return;
         if (before->parallel)
             add(attention_output, before->output, before->post_attention_norm, before->attention_residual_scale, row);
-        add(mlp_output, before->down, before->post_mlp_norm, before->mlp_residual_scale, row);
+        if (before->per_layer)
+            add(mlp_output, before->per_layer->projection, before->per_layer->norm, 1, row);
+        else
+            add(mlp_output, before->down, before->post_mlp_norm, before->mlp_residual_scale, row);
+        if (before->output_scale == 1) return;
+        float *const own = states_of(row);
+        for (int64_t at = 0; at < step.width; ++at) own[at] *= before->output_scale;
+    }
+
+    void compute_per_layer_inputs(const PerLayerInputs &inputs) const {
+        const int64_t columns = per_layer_columns(), width = inputs.norm.width, count = columns / width;
+        multiply(&inputs.projection, 1, states_of(0), per_layer_inputs, rows);
+#pragma omp for schedule(static)
+        for (int64_t row = 0; row < rows; ++row)
+            Embedder::embed(inputs.table, step.tokens[row], columns, per_layer_rows + row * columns);
+#pragma omp for schedule(static) collapse(2)
+        for (int64_t row = 0; row < rows; ++row)
+            for (int64_t layer = 0; layer < count; ++layer) {
+                float *own = per_layer_inputs + row * columns + layer * width, *token = per_layer_rows + row * columns + layer * width;
+                for (int64_t at = 0; at < width; ++at) own[at] *= inputs.projection_scale;
+                normalise(inputs.norm, own, own);
+                for (int64_t at = 0; at < width; ++at) own[at] = inputs.scale * (own[at] + token[at]);
+            }
+    }
+
+    // The third part of a layer. Its output replaces that of the second one, which is added to the states.
+    void run_per_layer(const Layer &layer, const PerLayerBlock &block) const {
+        by_rows([&](int64_t row) { add(mlp_output, layer.down, layer.post_mlp_norm, layer.mlp_residual_scale, row); });
+        multiply(&block.gate, 1, states_of(0), inner, rows);
+        for_activation(block.activation, [&](auto kind) {
+            Activated<decltype(kind)::value> source = {};
+            source.columns = block.projection.columns, source.gate = inner, source.gate_stride = block.gate.outputs;
+            source.gate_bias = block.gate.bias, source.up_stride = per_layer_columns();
+            source.up = per_layer_inputs + block.layer * block.projection.columns;
+            multiplier.multiply_source(block.projection, source, activated, mlp_output, rows);
+        });
     }
 
     // The states of all rows after a norm, or without one.
@@ -354,6 +400,7 @@ class StepRunner {
     float *projected = nullptr, *attended = nullptr, *inner = nullptr, *activated = nullptr;
     char *work_memory = nullptr;
     std::optional<AttentionWork<Tiles>> work;  // of the current layer
+    float *per_layer_inputs = nullptr, *per_layer_rows = nullptr;
     float *experts_output = nullptr, *shared_gates = nullptr;
     Multiplier multiplier;
     char *alone_memory = nullptr;  // of each thread's multiplier for a single row
@@ -383,6 +430,7 @@ Outcome check(const Step &step, const int64_t *tokens, int64_t count) {
         call.cells = step.cell_groups[at].cells;
         if (!in_pool(call)) return BAD_CELL;
     }
+    if (step.per_layer_inputs && !are_in_vocabulary(step.per_layer_inputs->table, tokens, count)) return BAD_TOKEN;
     return are_in_vocabulary(step.embedding, tokens, count) ? DONE : BAD_TOKEN;
 }
 
@@ -445,12 +493,14 @@ EXPORT_LAYOUT(
            skip, min_dt, max_dt, group_norm, states_before, states_after)
     LAYOUT(LatentAttention, query_norm, query_expansion, latents, latent_norm, rotary_columns, separates_pairs, keys, values)
     LAYOUT(GatedConvolution, ranges, range_count, convolution)
-    LAYOUT(Layer, attention_norm, query_norm, key_norm, post_attention_norm, mlp_norm, post_mlp_norm, projections,
+    LAYOUT(PerLayerBlock, gate, projection, activation, norm, layer)
+    LAYOUT(PerLayerInputs, table, projection, projection_scale, norm, scale)
+    LAYOUT(Layer, attention_norm, query_norm, key_norm, value_norm, post_attention_norm, mlp_norm, post_mlp_norm, projections,
            output, inner, down, projection_count, inner_count, queries, keys, values, gates, latents, delta_rule,
-           gated_convolution, state_space, norms_all_heads, rotates_before_norm, gate_matrix, gate_offset, up_matrix,
-           up_offset, activation, experts, parallel, attention_residual_scale, mlp_residual_scale, sinks, scale,
+           gated_convolution, state_space, stores_cells, values_are_keys, norms_all_heads, rotates_before_norm, gate_matrix, gate_offset, up_matrix,
+           up_offset, activation, experts, parallel, per_layer, attention_residual_scale, mlp_residual_scale, output_scale, sinks, scale,
            softcap, rotary, cell_group, key_buffer, value_buffer, attention_range, attention_range_size)
-    LAYOUT(Step, tokens, rows, width, embedding, layers, layer_count, rotaries, rotary_rows, cell_groups,
+    LAYOUT(Step, tokens, rows, width, embedding, per_layer_inputs, layers, layer_count, rotaries, rotary_rows, cell_groups,
            cell_group_count, state_ranges, state_range_count, format, final_norm, head, output_rows, output_count,
            logit_count, hidden_states, state_layers, state_layer_count, layer_states, logits, rounds_to_bfloat16,
            threads)

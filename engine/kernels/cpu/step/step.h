@@ -141,10 +141,29 @@ struct GatedConvolution {
     Convolution convolution;
 };
 
+// A third part of a layer: states + norm(projection(activation(gate(states)) * the layer's per-layer input)).
+struct PerLayerBlock {
+    Linear gate, projection;
+    Activation activation;
+    Norm norm;
+    int64_t layer;
+};
+
+// The inputs of these parts: scale * (table[token] + norm(projection_scale * projection(embeddings))); the columns of all layers
+// one after the other, `norm.width` each.
+struct PerLayerInputs {
+    Embedding table;
+    Linear projection;
+    float projection_scale;
+    Norm norm;
+    float scale;
+};
+
 constexpr int MAX_PROJECTIONS = 6;
+constexpr int MAX_VALUES_FROM_KEYS = 1024;
 
 struct Layer {
-    Norm attention_norm, query_norm, key_norm, post_attention_norm, mlp_norm, post_mlp_norm;
+    Norm attention_norm, query_norm, key_norm, value_norm, post_attention_norm, mlp_norm, post_mlp_norm;
     Linear projections[MAX_PROJECTIONS], output, inner[2], down;
     int64_t projection_count, inner_count;
     Heads queries, keys, values;
@@ -154,6 +173,8 @@ struct Layer {
     const DeltaRule *delta_rule;  // at most one of these three is set, and replaces attention
     const GatedConvolution *gated_convolution;
     const StateSpace *state_space;
+    int64_t stores_cells;              // whether keys and values are written; else the cells are an earlier layer's
+    int64_t values_are_keys;           // values are keys before their norm, of at most MAX_VALUES_FROM_KEYS columns
     int64_t norms_all_heads;           // query_norm and key_norm are over all heads of a row at once, which are contiguous
     int64_t rotates_before_norm;       // rotary embedding comes before the norms of the heads
     int64_t gate_matrix, gate_offset;  // columns of the inner outputs that are activated
@@ -161,7 +182,9 @@ struct Layer {
     Activation activation;
     const Experts *experts;  // or null; with experts there may be no inner matrices
     int64_t parallel;
+    const PerLayerBlock *per_layer;                      // or null; not in parallel layers
     float attention_residual_scale, mlp_residual_scale;  // multiply an output before it is added to the states
+    float output_scale;                                  // multiplies the states after the layer
     const float *sinks;                                  // [queries.count], or null
     float scale, softcap;                                // of the scores; softcap 0: none
     int64_t rotary, cell_group;                          // indices into the arrays of Step
@@ -174,6 +197,7 @@ struct Step {
     const int64_t *tokens;  // [rows]
     int64_t rows, width;
     Embedding embedding;
+    const PerLayerInputs *per_layer_inputs;  // or null
     const Layer *layers;
     int64_t layer_count;
     const Rotary *rotaries;
