@@ -20,14 +20,16 @@ from tests.page.test_layout import conversation
 from tests.page.test_live import LONG, generating
 
 WIDE = {"width": 1440, "height": 1080}
-ANSWER = """Two settings share the memory of the cache:
+ANSWER = r"""Two settings share the memory of the cache:
 
 | setting | default | meaning |
 |---|---|---|
 | `--slots` | what memory allows | sequences that are computed at the same time |
 | `--context` | what memory allows | tokens of one sequence |
 
-The pool has a *cell* for each token. A sequence takes cells as it grows, so short ones leave room:
+The pool has a *cell* for each token, and sequences take cells as they grow. They fit while
+
+$$\sum_{i=1}^{k} n_i \le \frac{M}{m} - C + E$$
 
 ```python
 def fits(sequences: list[int], cells: int, cached: int) -> bool:
