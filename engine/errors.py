@@ -7,6 +7,7 @@ EngineError
 │   │   └── CacheNotWritable the disk of the hub's local cache is full, or it cannot be written
 │   ├── DeviceUnavailable    the device of the settings is not there
 │   ├── ModelUnsupported     the model loads, but its outputs are wrong
+│   ├── AdapterUnsupported   an adapter of the settings cannot be loaded
 │   ├── ModelKept            the model cannot be deleted from the hub's cache
 │   ├── ModelInconvertible   the model cannot be converted to another format
 │   ├── PlanTooLarge         weights and cache exceed the memory
@@ -68,6 +69,14 @@ class ModelUnsupported(ModelError):
     def __init__(self, model: str, reason: str) -> None:
         super().__init__(f"cannot serve the model {model!r}: {reason}")
         self.model, self.reason = model, reason
+
+
+class AdapterUnsupported(ModelError):
+    """An adapter cannot be loaded, or the model does not support it."""
+
+    def __init__(self, adapter: str, reason: str) -> None:
+        super().__init__(f"cannot load the adapter {adapter!r}: {reason}")
+        self.adapter, self.reason = adapter, reason
 
 
 class ModelKept(ModelError):

@@ -22,6 +22,24 @@ class QuantizationEstimate:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterInfo:
+    """A loaded LoRA adapter.
+
+    name     in requests
+    digest   of its files
+    rank     the largest of its layers
+    targets  the last parts of the names of its layers
+    bytes    of its matrices in memory
+    """
+
+    name: str
+    digest: str
+    rank: int
+    targets: tuple[str, ...]
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class ModelInfo:
     """The loaded model. `name` is the one of the settings, `folder` the source of the files.
 

@@ -1,0 +1,115 @@
+"""Reads the folder of a PEFT adapter: adapter_config.json and adapter_model.safetensors, no other file."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections import defaultdict
+from collections.abc import Container, Mapping
+from pathlib import Path
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from engine.adapters.adapter import Adapter, LowRank
+from engine.adapters.config import AdapterConfig
+from engine.errors import AdapterUnsupported
+
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+# A pickle, which is never read.
+_PICKLE_FILE = "adapter_model.bin"
+_KEY = re.compile(r"base_model\.model\.(?P<layer>.+)\.lora_(?P<side>[AB])\.weight")
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_MAX_CONFIG_BYTES = 2**20
+
+
+def read_adapter(
+    name: str, folder: Path, shapes: Mapping[str, tuple[int, int]], dtype: torch.dtype = torch.float32
+) -> Adapter:
+    """The adapter in a folder. Raises AdapterUnsupported.
+
+    shapes  [outputs, columns] of the layers that can be adapted, by the name of the module
+    dtype   of its factors in memory
+    """
+    # Each file is read once: what is validated, loaded and part of the digest is the same.
+    content, weights = _read_files(name, folder)
+    config = AdapterConfig.parse(name, content)
+    try:
+        tensors = safetensors.torch.load(weights)
+    except (SafetensorError, ValueError, KeyError) as error:
+        raise AdapterUnsupported(name, f"{WEIGHTS_FILE} cannot be read ({error})") from error
+    pairs = _pairs(name, tensors, shapes)
+    layers = {layer: _factors(name, layer, pair, shapes, config, dtype) for layer, pair in pairs.items()}
+    if not layers:
+        raise AdapterUnsupported(name, f"{WEIGHTS_FILE} is empty")
+    return Adapter(name, _digest(content, weights), layers)
+
+
+def _read_files(name: str, folder: Path) -> tuple[bytes, bytes]:
+    """The contents of the configuration and of the weights."""
+    if folder.suffix == ".gguf":
+        raise AdapterUnsupported(name, "adapters in GGUF files are not supported")
+    if not (folder / CONFIG_FILE).is_file():
+        raise AdapterUnsupported(name, f"{folder} is not the folder of an adapter: it has no {CONFIG_FILE}")
+    if not (folder / WEIGHTS_FILE).is_file():
+        remedy = f"; {_PICKLE_FILE} is not read: save it as safetensors" if (folder / _PICKLE_FILE).exists() else ""
+        raise AdapterUnsupported(name, f"{folder} has no {WEIGHTS_FILE}{remedy}")
+    try:
+        with (folder / CONFIG_FILE).open("rb") as file:
+            content = file.read(_MAX_CONFIG_BYTES + 1)
+        if len(content) > _MAX_CONFIG_BYTES:
+            raise AdapterUnsupported(name, f"{CONFIG_FILE} has more than {_MAX_CONFIG_BYTES} bytes")
+        return content, (folder / WEIGHTS_FILE).read_bytes()
+    except OSError as error:
+        raise AdapterUnsupported(name, f"{folder} cannot be read ({error.strerror})") from error
+
+
+def _pairs(name: str, tensors: Mapping[str, Tensor], layers: Container[str]) -> dict[str, dict[str, Tensor]]:
+    """The stored matrices A and B of each layer. Raises AdapterUnsupported for other tensors and layers."""
+    pairs: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
+    for key, matrix in tensors.items():
+        match = _KEY.fullmatch(key)
+        if match is None:
+            raise AdapterUnsupported(name, f"{key[:200]} is no low-rank matrix of a linear layer")
+        if match["layer"] not in layers:
+            raise AdapterUnsupported(name, f"the model has no linear layer {match['layer'][:200]}")
+        if matrix.dtype not in _DTYPES:
+            raise AdapterUnsupported(name, f"{key[:200]} has the dtype {matrix.dtype}")
+        pairs[match["layer"]][match["side"]] = matrix
+    return dict(pairs)
+
+
+def _factors(
+    name: str,
+    layer: str,
+    pair: Mapping[str, Tensor],
+    shapes: Mapping[str, tuple[int, int]],
+    config: AdapterConfig,
+    dtype: torch.dtype,
+) -> LowRank:
+    """The validated factors of one layer. Raises AdapterUnsupported."""
+    if len(pair) < 2:
+        raise AdapterUnsupported(name, f"{layer} has only one of the matrices lora_A and lora_B")
+    down, up = pair["A"], pair["B"]
+    (outputs, columns), rank = shapes[layer], config.rank_of(layer)
+    # The rank of the file must be that of its configuration, which the scaling is computed from.
+    if (*down.shape,) != (rank, columns) or (*up.shape,) != (outputs, rank):
+        raise AdapterUnsupported(
+            name,
+            f"the matrices of {layer} have the shapes {[*down.shape]} and {[*up.shape]}, "
+            f"not {[rank, columns]} and {[outputs, rank]}",
+        )
+    # Copies: the bits of a product may depend on the alignment of a matrix.
+    factors = LowRank(down.to(dtype, copy=True), up.to(dtype, copy=True).mul_(config.scaling_of(layer)))
+    if not (factors.down.isfinite().all() and factors.up.isfinite().all()):
+        raise AdapterUnsupported(name, f"the matrices of {layer} have numbers that are not finite")
+    return factors
+
+
+def _digest(content: bytes, weights: bytes) -> str:
+    digest = hashlib.sha256(len(content).to_bytes(8, "little"))
+    digest.update(content)
+    digest.update(weights)
+    return digest.hexdigest()
