@@ -6,7 +6,6 @@ import logging
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -72,25 +71,29 @@ class FileMatrices:
         self.formats = {each.name: self._format(each.name, each.weight) for each in planned_matrices(limited)}
         return limited
 
-    def embedding(self, model: Any, plan: QuantizationPlan) -> PlannedEmbedding | None:
-        """The embedding table in an exact format, if layers with the same weights are in the plan; sets its format."""
-        module = model.get_input_embeddings()
-        name = next((name for name, own in model.named_modules() if own is module), "")
-        tied = [own.removesuffix(".weight") for own, source in self._tied.items() if source == f"{name}.weight"]
-        layers = {layer.name for layer in plan.layers}
-        if not isinstance(module, nn.Embedding) or module.max_norm is not None or not layers.issuperset(tied):
-            return None
-        matrix = self._matrix(name)
-        if matrix is None or matrix.type is None or not self._is_exact(matrix, module.weight):
-            return None
-        if not tied:
-            self.formats[name] = EXACT_FORMATS[matrix.type]
-        return PlannedEmbedding(name, module, tied[0] if tied else None)
+    def embeddings(self, model: nn.Module, plan: QuantizationPlan) -> list[PlannedEmbedding]:
+        """The embedding tables in exact formats; sets their formats.
 
-    def exact_parameters(self, model: Any, plan: QuantizationPlan) -> frozenset[str]:
+        A table with the weights of layers is among them only if these layers are in the plan.
+        """
+        layers = {layer.name for layer in plan.layers}
+        tables = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Embedding)]
+        embeddings = []
+        for name, module in tables:
+            matrix = self._matrix(name)
+            tied = [layer.removesuffix(".weight") for layer, table in self._tied.items() if table == f"{name}.weight"]
+            if matrix is None or module.max_norm is not None or not layers.issuperset(tied):
+                continue
+            if matrix.type is not None and self._is_exact(matrix, module.weight):
+                embeddings.append(PlannedEmbedding(name, module, tied[0] if tied else None))
+                if not tied:
+                    self.formats[name] = EXACT_FORMATS[matrix.type]
+        return embeddings
+
+    def exact_parameters(self, model: nn.Module, plan: QuantizationPlan) -> frozenset[str]:
         """The parameters of which every matrix is in the plan and has an exact format: `quantize` needs no weights."""
         plan = self.limit(plan)
-        embedding = self.embedding(model, plan)
+        embeddings = [f"{embedding.name}.weight" for embedding in self.embeddings(model, plan)]
         exact = {own.name for own in planned_matrices(plan) if self._has_exact_format(own)}
         stacks = {
             f"{name}.{stack.parameter}": [matrix_name(name, stack, number) for number in range(len(stack.matrices))]
@@ -99,7 +102,7 @@ class FileMatrices:
         }
         layers = {f"{layer.name}.weight": [layer.name] for layer in plan.layers}
         own = {name for name, own in (stacks | layers).items() if exact.issuperset(own) and name not in self._tied}
-        return frozenset(own if embedding is None else own | {f"{embedding.name}.weight"})
+        return frozenset(own.union(embeddings))
 
     def deferrable(self, skeleton: nn.Module) -> dict[str, Matrices]:
         """The sources of parameters that a model reads in calls of their module only, if every matrix has an exact

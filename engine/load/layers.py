@@ -112,7 +112,7 @@ def _repack(model: Any, plan: QuantizationPlan, matrices: FileMatrices, prepare:
         matrices.deferred.close(matrices.exact_parameters(model, plan))
         release_freed_memory()
     plan = matrices.limit(plan)
-    repack(model, plan, matrices.embedding(model, plan), matrices, prepare, label=matrices.label)
+    repack(model, plan, matrices.embeddings(model, plan), matrices, prepare, label=matrices.label)
     matrices.log_loss()
     return QuantizedLayers(matrices.label)
 

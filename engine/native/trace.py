@@ -202,6 +202,9 @@ class _ModuleRecorder:
 
     def record(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         """A forward hook. Operations between the recorded modules show in the inputs of the next ones."""
+        if any(isinstance(outer, QuantizedEmbedding) for outer in self.active):
+            # The module that computes from the rows of a quantised table.
+            return
         if isinstance(module, nn.Embedding | QuantizedEmbedding):
             self._record_embedding(module, inputs[0].flatten(), output.flatten(0, -2))
             return

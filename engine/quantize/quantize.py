@@ -119,19 +119,19 @@ def quantize(
 def repack(
     model: nn.Module,
     plan: QuantizationPlan,
-    embedding: PlannedEmbedding | None,
+    embeddings: Sequence[PlannedEmbedding],
     source: MatrixSource,
     prepare: PrepareMatrices,
     *,
     label: str,
 ) -> None:
-    """Replace the layers and experts of the plan, and an embedding, by the matrices of a source; the original weights
+    """Replace the layers and experts of the plan, and embeddings, by the matrices of a source; the original weights
     are freed.
 
     prepare  as in `quantize`
     label    name of the formats, for the log
     """
-    shapes = matrix_shapes(plan, embedding)
+    shapes = matrix_shapes(plan, embeddings)
     storage = PackedStorage((*shape, source.formats[name]) for name, shape in shapes.items())
     packed = dict[str, PackedMatrix]()
 
@@ -140,13 +140,12 @@ def repack(
         return packed[name]
 
     _replace(model, plan, matrix, prepare, step="repack weights")
-    if embedding is not None:
-        own = embedding.module
+    for embedding in embeddings:
         if embedding.layer is None:
-            [table] = _placed([matrix(embedding.name, own.weight)], prepare)
+            [table] = _placed([matrix(embedding.name, embedding.module.weight)], prepare)
         else:
             table = next(layer.packed for name, layer in _named_layers(model) if name == embedding.layer)
-        replace_modules(model, {own: QuantizedEmbedding(own, table, prepare)})
+        replace_modules(model, {embedding.module: QuantizedEmbedding(embedding.module, table, prepare)})
     log.info("%s: %s", label, describe_formats(packed))
     _log_summary(model, plan, label)
 

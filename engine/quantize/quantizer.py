@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -55,11 +55,10 @@ def planned_matrices(plan: QuantizationPlan) -> Iterator[PlannedMatrix]:
                 yield PlannedMatrix(matrix_name(name, stack, number), weight, statistics)
 
 
-def matrix_shapes(plan: QuantizationPlan, embedding: PlannedEmbedding | None = None) -> dict[str, tuple[int, int]]:
+def matrix_shapes(plan: QuantizationPlan, embeddings: Sequence[PlannedEmbedding] = ()) -> dict[str, tuple[int, int]]:
     """Outputs and columns of the matrices to store, by name; an embedding with a layer is stored with it."""
     weights = {each.name: each.weight for each in planned_matrices(plan)}
-    if embedding is not None and embedding.layer is None:
-        weights[embedding.name] = embedding.module.weight
+    weights |= {embedding.name: embedding.module.weight for embedding in embeddings if embedding.layer is None}
     return {name: (weight.shape[0], weight.shape[1]) for name, weight in weights.items()}
 
 

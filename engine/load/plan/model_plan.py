@@ -6,6 +6,7 @@ plan of the load (memory.py).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -195,9 +196,9 @@ def _weights(
     matrices = _file_matrices(checkpoint, model_config, model) if keeps_formats(config) else None
     if matrices is not None and matrices.quantised:
         limited = matrices.limit(plan)
-        embedding = matrices.embedding(model, limited)
-        packed = _packed_bytes(limited, matrices.formats, embedding)
-        if embedding is not None:
+        embeddings = matrices.embeddings(model, limited)
+        packed = _packed_bytes(limited, matrices.formats, embeddings)
+        for embedding in embeddings:
             embedding.module.register_parameter("weight", None)
         return matrices.label, _quantised_bytes(model, limited, packed)
     bits = bits_for(config.quantize, plan, available, device=config.device, stored_bytes=bytes_of(model))
@@ -219,9 +220,9 @@ def _file_matrices(checkpoint: Checkpoint, config: Any, model: nn.Module) -> Fil
 
 
 def _packed_bytes(
-    plan: QuantizationPlan, formats: dict[str, WeightFormat], embedding: PlannedEmbedding | None = None
+    plan: QuantizationPlan, formats: dict[str, WeightFormat], embeddings: Sequence[PlannedEmbedding] = ()
 ) -> int:
-    return packed_bytes((*shape, formats[name]) for name, shape in matrix_shapes(plan, embedding).items())
+    return packed_bytes((*shape, formats[name]) for name, shape in matrix_shapes(plan, embeddings).items())
 
 
 def _quantised_bytes(model: nn.Module, plan: QuantizationPlan, packed: int) -> int:

@@ -32,7 +32,7 @@ def logits(loaded: LoadedModel) -> Tensor:
 def float_embeddings(monkeypatch: pytest.MonkeyPatch, file: Path) -> LoadedModel:
     """The model with a dequantised table."""
     with monkeypatch.context() as patch:
-        patch.setattr(FileMatrices, "embedding", lambda *_: None)
+        patch.setattr(FileMatrices, "embeddings", lambda *_: [])
         return load_file(file)
 
 
@@ -82,3 +82,17 @@ def test_torch_rows_equal_the_dequantised_table(name: str, tmp_path: Path, monke
     )
 
     assert torch.equal(expected, actual)
+
+
+def test_per_layer_tables_keep_their_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are most of the weights of small Gemma 4 models."""
+    built("step")
+    file = tmp_path / "other.gguf"
+    write_types(read_model(write_wide("gemma4", tmp_path)), file, Type.Q8_0)
+
+    expected, actual = float_embeddings(monkeypatch, file), load_file(file)
+
+    tables = [module for module in actual.model.modules() if isinstance(module, QuantizedEmbedding)]
+    assert len(tables) == 2
+    assert isinstance(runners_of(actual.runner)[0], NativeRunner)
+    assert torch.equal(logits(expected), logits(actual))
