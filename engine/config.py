@@ -37,28 +37,28 @@ _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]*|%)", re.IGNORECASE)
 
 def parse_size(text: str) -> int:
     """Bytes of a size such as 8GiB, or of a plain number; ValueError for anything else."""
-    found = _SIZE.fullmatch(text.strip().removeprefix("-"))
-    if found is None or found[2].lower() not in _UNITS:
+    match = _SIZE.fullmatch(text.strip().removeprefix("-"))
+    if match is None or match[2].lower() not in _UNITS:
         raise ValueError(f"must be a size such as 8GiB, or a number of bytes, not {text}")
-    size = int(float(found[1]) * _UNITS[found[2].lower()])
+    size = int(float(match[1]) * _UNITS[match[2].lower()])
     return -size if text.strip().startswith("-") else size
 
 
 def parse_count(text: str) -> int:
     """A count such as 4096, or 4k for it: k and m are powers of 1024; ValueError for anything else."""
-    found = _COUNT.fullmatch(text.strip())
-    if found is None:
+    match = _COUNT.fullmatch(text.strip())
+    if match is None:
         raise ValueError(f"must be a whole number, or one with k or m such as 32k, not {text}")
-    return int(found[1]) * {"": 1, "k": 1024, "m": 1024**2}[found[2].lower()]
+    return int(match[1]) * {"": 1, "k": 1024, "m": 1024**2}[match[2].lower()]
 
 
 def parse_memory(text: str) -> Callable[[int], int]:
     """Bytes of a size such as 8GiB, or of a share such as 40% of a total in bytes; ValueError for anything else."""
-    found = _SIZE.fullmatch(text.strip())
-    number, unit = (float(found[1]), found[2].lower()) if found else (0.0, "")
+    match = _SIZE.fullmatch(text.strip())
+    number, unit = (float(match[1]), match[2].lower()) if match else (0.0, "")
     if unit == "%" and 0 < number <= 100:
         return lambda total: int(total * number / 100)
-    if found and not unit and 1 <= number < _LEAST_BARE_SIZE:
+    if match and not unit and 1 <= number < _LEAST_BARE_SIZE:
         raise ValueError(f"needs a unit: {text.strip()} would be bytes; write {text.strip()}GiB")
     if unit in _UNITS and number * _UNITS[unit] >= 1:
         return lambda _: int(number * _UNITS[unit])
@@ -79,7 +79,7 @@ class EngineConfig:
 
     model       a local folder or GGUF file, a hub id such as Qwen/Qwen3-0.6B, or None for the bundled model
     cells       tokens in the shared KV cache; None: slots x context, so that no sequence waits for cells
-    chunk       prompt tokens of a step at most, beside the tokens of decoding sequences; the default of a GPU is 2048
+    chunk       maximum prompt tokens of a step, besides the tokens of decoding sequences; the default of a GPU is 2048
     checkpoint  prompt tokens between the checkpoints of recurrent states, each of which takes megabytes
     kernels     for attention and quantised weights; "auto": the fastest that this machine supports
     media       whether requests may bring media; if not, models that need them are refused before the load

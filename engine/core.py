@@ -188,17 +188,17 @@ class Core:
                 log.exception("an encoder failed")
                 self._fail(sequence, f"the media could not be encoded ({type(error).__name__})")
 
-    def _compute(self, scheduled: Rows[ScheduledSequence], began: float) -> None:
+    def _compute(self, batch: Rows[ScheduledSequence], began: float) -> None:
         """Run a step; `began` is the time before it was scheduled."""
         try:
-            work = Work.of([each.span for each in scheduled])
+            work = Work.of([scheduled.span for scheduled in batch])
             self._totals["batch"] += work.batch_tokens
             self._batch_sizes[bisect_left(BATCH_BUCKETS, work.batch_tokens)] += 1
             self._cost.expect(work)
-            scheduled = self._add_drafts(scheduled, work.batch_tokens)
-            results = self._stepper.run(scheduled, returns_states=self._speculation.reads_hidden_states)
+            batch = self._add_drafts(batch, work.batch_tokens)
+            results = self._stepper.run(batch, returns_states=self._speculation.reads_hidden_states)
             sound = [result for result in results if not self._fail_if_broken(result)]
-            self._scheduler.record_step(scheduled)
+            self._scheduler.record_step(batch)
             for result in sound:
                 if not result.scheduled.sequence.output:
                     self._accept_prompt(result)
@@ -206,30 +206,32 @@ class Core:
             if self._speculation.reads_hidden_states:
                 self._notify_drafters(results)
             # Step time includes the post-processing of tokens, but not finishing a sequence.
-            draft_tokens = sum([len(each.draft_tokens) for each in scheduled])
+            draft_tokens = sum([len(scheduled.draft_tokens) for scheduled in batch])
             self._speculation.stepped(work.batch_tokens + draft_tokens, self._clock() - began - self._finish_seconds)
         except Exception as error:
             log.exception("a step failed")
-            for each in scheduled:
-                self._fail(each.sequence, f"the step failed ({type(error).__name__})")
+            for scheduled in batch:
+                self._fail(scheduled.sequence, f"the step failed ({type(error).__name__})")
 
-    def _add_drafts(self, scheduled: Rows[ScheduledSequence], batch_tokens: int) -> Rows[ScheduledSequence]:
+    def _add_drafts(self, batch: Rows[ScheduledSequence], batch_tokens: int) -> Rows[ScheduledSequence]:
         """Add drafts to a step of `batch_tokens`, as far as cells are free or evictable."""
-        decoding = [each.sequence for each in scheduled if each.is_sampled]
+        decoding = [scheduled.sequence for scheduled in batch if scheduled.is_sampled]
         try:
             drafts = self._speculation.draft(
-                decoding, batch_tokens=batch_tokens, free_cells=lambda most: self._draft_capacity(batch_tokens, most)
+                decoding,
+                batch_tokens=batch_tokens,
+                free_cells=lambda max_tokens: self._draft_capacity(batch_tokens, max_tokens),
             )
         except Exception:
             # The output does not depend on drafts.
             log.exception("a drafter failed; speculative decoding is disabled")
             self._speculation = self._no_speculation()
-            return scheduled
+            return batch
         if not drafts:
-            return scheduled
-        drafted = [replace(each, draft=drafts.get(each.sequence)) for each in scheduled]
+            return batch
+        drafted = [replace(scheduled, draft=drafts.get(scheduled.sequence)) for scheduled in batch]
         # Groups of sliding-window layers have few cells: the draft may not fit there.
-        return drafted if not self.cache.evict_for([each.batch_span for each in drafted]) else scheduled
+        return drafted if not self.cache.evict_for([scheduled.batch_span for scheduled in drafted]) else batch
 
     def _draft_capacity(self, batch_tokens: int, limit: int) -> int:
         """Cells for up to `limit` draft tokens in a step of `batch_tokens`; cached prefixes are evicted for them."""
@@ -274,11 +276,11 @@ class Core:
             accepted = self._speculation.verified(draft, tokens)
             sequence.stats.rejected_tokens += len(draft.tokens)
         entries = result.logprobs or (None,) * len(tokens)
-        for at, (token, entry) in enumerate(zip(tokens, entries, strict=True)):
+        for index, (token, entry) in enumerate(zip(tokens, entries, strict=True)):
             if sequence.request.id in self._sequences:
                 # A stop string may end the text inside a draft: accepted tokens after it are not emitted.
-                sequence.stats.accepted_tokens += at < accepted
-                sequence.stats.rejected_tokens -= at < accepted
+                sequence.stats.accepted_tokens += index < accepted
+                sequence.stats.rejected_tokens -= index < accepted
                 self._accept_token(sequence, token, entry)
 
     def _accept_prompt(self, result: StepResult) -> None:

@@ -48,7 +48,7 @@ class ModelMissing(ModelError):
 
 
 class HubUnreachable(ModelMissing):
-    """The hub does not answer, or with an error of its own, and the model is not in its local cache."""
+    """The hub does not answer, or answers with an error, and the model is not in its local cache."""
 
 
 class CacheNotWritable(ModelMissing):

@@ -14,10 +14,10 @@ _MAX_HELD_SECONDS = 300.0
 class Watchdog:
     """Measures how long a thread has been in one step: zero before the first step and while it is idle.
 
-    The thread reports steps, the event loop observes. Each writes fields of its own, so there is no lock.
+    The thread reports steps, the event loop observes. Each writes its own fields, so there is no lock.
 
     limit_seconds    in one step that count as stuck
-    max_gap_seconds  that one observation adds at most: between observations farther apart the process was suspended
+    max_gap_seconds  maximum that one observation adds: between observations farther apart the process was suspended
                      (SIGSTOP, a paused container, a sleeping machine), or the event loop was blocked
     """
 

@@ -116,12 +116,12 @@ class _GrammarWriter:
 
     def items(self, schema: Schema, depth: int) -> str:
         item = self.value(as_schema(schema.get("items")), depth)
-        least, most = schema.get("minItems") or 0, schema.get("maxItems")
-        if most == 0:
+        min_items, max_items = schema.get("minItems") or 0, schema.get("maxItems")
+        if max_items == 0:
             return '"[" "]"'
-        assert isinstance(least, int)
-        more = f'("," {item}){{{max(least - 1, 0)},{"" if most is None else int(str(most)) - 1}}}'
-        return f'"[" {item} {more} "]"' if least else f'"[" ({item} {more})? "]"'
+        assert isinstance(min_items, int)
+        more = f'("," {item}){{{max(min_items - 1, 0)},{"" if max_items is None else int(str(max_items)) - 1}}}'
+        return f'"[" {item} {more} "]"' if min_items else f'"[" ({item} {more})? "]"'
 
     def fields(self, schema: Schema, depth: int) -> str:
         required = required_of(schema)

@@ -125,7 +125,7 @@ TOOL_CALL_FORMATS = (
     # Templates build the marker from parts, and every template contains "tool_calls".
     KnownFormat(_DSML, ("｜DSML｜", "function_calls")),
     KnownFormat(_DSML_4, ("｜DSML｜",)),
-    # MiniMax M3 has a tag of its own for each parameter.
+    # MiniMax M3 has a separate tag for each parameter.
     KnownFormat(None, ("]<]minimax[>[",)),
     KnownFormat(_GLM, ("<tool_call>", "<arg_key>")),
     KnownFormat(_QWEN_XML, ("<tool_call>", "<function=")),

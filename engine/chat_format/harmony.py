@@ -136,7 +136,7 @@ def _header(source: TextSource) -> Parser[str]:
 
 def _parse_text(source: TextSource, emit: Emit) -> Parser[bool]:
     """Emit the text of a message; whether it is complete."""
-    found = yield from source.until(_ENDS, emit)
-    if found in (START, CHANNEL):
-        source.push_back(found)
-    return bool(found)
+    literal = yield from source.until(_ENDS, emit)
+    if literal in (START, CHANNEL):
+        source.push_back(literal)
+    return bool(literal)

@@ -94,7 +94,7 @@ class LarkWriter:
                 return self.nested(_to_lark(constraint.source))
 
     def nested(self, source: str) -> str:
-        """Text that follows a Lark grammar of its own."""
+        """Text that follows a separate Lark grammar."""
         return self.rule(f"%lark {{\n{source}\n}}")
 
     def grammar(self, start: str) -> Grammar:

@@ -1,4 +1,4 @@
-"""Tool calls in XML-like notations: each argument between markers of its own; parsed arguments are emitted as JSON."""
+"""Tool calls in XML-like notations: each argument between its own markers; parsed arguments are emitted as JSON."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _STRING = frozenset(("string",))
 class ParameterCall:
     """A name, then keys and values, each between two markers, then a closing marker.
 
-    on_own_lines  whether a value is on lines of its own
+    on_own_lines  whether a value is on separate lines
     type_markers  after the key of a string, and after the key of any other value; unset: the tool's schema has the type
     Strings are unquoted; other values are JSON.
     """
@@ -59,7 +59,7 @@ class ParameterCall:
         schema = tools.schema(name)
         properties = properties_of(schema, schema)
         before = "{"
-        while (found := (yield from source.until(self._next_literals, _discard))) == self.key[0]:
+        while (literal := (yield from source.until(self._next_literals, _discard))) == self.key[0]:
             key: list[str] = []
             if not (yield from source.until(Literals((self.key[1],)), key.append)):
                 return False
@@ -71,9 +71,9 @@ class ParameterCall:
             if not (yield from self._value(source, deltas.add_arguments, types)):
                 return False
             before = ", "
-        if found:
+        if literal:
             deltas.add_arguments("{}" if before == "{" else "}")
-        return bool(found)
+        return bool(literal)
 
     def _declared_types(self, source: TextSource, types: frozenset[str]) -> Parser[frozenset[str]]:
         """The types that a value may have; a type marker before it has priority over the schema."""
@@ -89,15 +89,15 @@ class ParameterCall:
         close = Literals((self.value[1],))
         if types != _STRING:
             parts: list[str] = []
-            found = yield from source.until(close, parts.append)
-            emit(json_of("".join(parts), types) if found else "".join(parts))
-            return bool(found)
+            closing = yield from source.until(close, parts.append)
+            emit(json_of("".join(parts), types) if closing else "".join(parts))
+            return bool(closing)
         emit('"')
         lines = _StripOuterNewlines(emit) if self.on_own_lines else None
-        found = yield from source.until(close, lines.push if lines else lambda text: emit(json_escaped(text)))
-        if found:
+        closing = yield from source.until(close, lines.push if lines else lambda text: emit(json_escaped(text)))
+        if closing:
             emit('"')
-        return bool(found)
+        return bool(closing)
 
     def grammar_rule(self, lark: LarkWriter, tool: Tool) -> str:
         """Arguments in the order of the schema; optional ones may be missing."""

@@ -1,7 +1,7 @@
 r"""Converts a grammar of texts into the grammar of their JSON strings: `"` becomes `\"`, a line break `\n`.
 
 The lexer of llguidance is greedy and never backtracks. All escapes begin with a backslash, so an escape after a
-terminal must not look like a continuation of it: terminals become rules in which each escape is a terminal of its own.
+terminal must not look like a continuation of it: terminals become rules in which each escape is a separate terminal.
 llguidance itself finds the characters of a class that JSON escapes.
 """
 
@@ -59,9 +59,9 @@ def quoted_grammar(source: str) -> str:
     return _LARK_TOKEN.sub(_convert, source)
 
 
-def _convert(found: re.Match[str]) -> str:
+def _convert(match: re.Match[str]) -> str:
     """A terminal as an expression for rules; the name of a terminal as the name of a rule."""
-    parts = found.groupdict()
+    parts = match.groupdict()
     if parts["first"]:
         return _expression(f"[{_bounds(parts['first'])}-{_bounds(parts['last'])}]", "")
     if parts["string"] is not None:
@@ -75,7 +75,7 @@ def _convert(found: re.Match[str]) -> str:
         return _ignored(parts["ignored"].strip())
     if parts["foreign"]:
         raise _unquotable(f"'{parts['foreign']}'")
-    return _rule(parts["word"]) if parts["word"] else found.group()
+    return _rule(parts["word"]) if parts["word"] else match.group()
 
 
 def _rule(terminal: str) -> str:
@@ -137,15 +137,15 @@ def _atoms(regex: str, flags: str) -> Iterator[str]:
     """Characters and classes as terminals, one by one, with groups and repetitions between them."""
     if "x" in flags:
         raise _unquotable("the flag 'x'")
-    for found in _ATOM.finditer(regex):
-        if found["foreign"]:
-            raise _unquotable(f"'{found['foreign']}' of a regular expression")
-        if found["group"]:
+    for match in _ATOM.finditer(regex):
+        if match["foreign"]:
+            raise _unquotable(f"'{match['foreign']}' of a regular expression")
+        if match["group"]:
             yield "("
-        elif found["operator"]:
-            yield found["operator"]
+        elif match["operator"]:
+            yield match["operator"]
         else:
-            escapes, other = _members(_dotted(found.group(), flags))
+            escapes, other = _members(_dotted(match.group(), flags))
             options = [*map(_escape, escapes), *(f"{terminal}{flags}" for terminal in other)]
             yield options[0] if len(options) == 1 else f"({' | '.join(options)})"
 

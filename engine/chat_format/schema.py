@@ -83,10 +83,10 @@ def resolved(schema: Schema, root: Schema) -> Schema:
 
 def types_of(schema: Schema, root: Schema) -> frozenset[str]:
     """The JSON types that a value may have; empty: any."""
-    found, parts = set[str](), deque([schema])
+    types, parts = set[str](), deque([schema])
     for _ in range(_MAX_CHOICES):
         if not parts:
-            return frozenset(found)
+            return frozenset(types)
         part = resolved(parts.popleft(), root)
         choices = part.get("anyOf", part.get("oneOf"))
         declared = _declared_types(part)
@@ -94,7 +94,7 @@ def types_of(schema: Schema, root: Schema) -> frozenset[str]:
             parts.extend(as_schema(choice) for choice in choices)
         elif not declared:
             return frozenset()
-        found |= declared
+        types |= declared
     return frozenset()
 
 
@@ -123,14 +123,14 @@ def values_of(schema: Schema) -> list[object]:
 
 def patterns_of(schema: Schema) -> tuple[str, ...]:
     """Regular expressions that a string must match, all of them."""
-    least, most, pattern = schema.get("minLength"), schema.get("maxLength"), schema.get("pattern")
-    bounds = f"(?s:.){{{least or 0},{'' if most is None else most}}}"
-    found = [ANYTHING] if least is None and most is None else [bounds]
+    min_length, max_length, pattern = schema.get("minLength"), schema.get("maxLength"), schema.get("pattern")
+    bounds = f"(?s:.){{{min_length or 0},{'' if max_length is None else max_length}}}"
+    patterns = [ANYTHING] if min_length is None and max_length is None else [bounds]
     if isinstance(pattern, str):
         ahead = "" if pattern.startswith("^") else ANYTHING
         after = "" if pattern.endswith("$") else ANYTHING
-        found.append(f"{ahead}({pattern.removeprefix('^').removesuffix('$')}){after}")
-    return tuple(found)
+        patterns.append(f"{ahead}({pattern.removeprefix('^').removesuffix('$')}){after}")
+    return tuple(patterns)
 
 
 def json_of(text: str, types: frozenset[str]) -> str:

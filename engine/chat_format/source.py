@@ -36,10 +36,10 @@ class Literals:
 
     def find(self, text: str, position: int, *, ended: bool) -> tuple[int, str]:
         """Position of the first match, and its literal; "" with the position up to which there is no match."""
-        found = self._pattern.search(text, position)
+        match = self._pattern.search(text, position)
         safe = len(text) if ended else self._unfinished(text, position)
-        if found is not None and (found.start() < safe or ended):
-            return found.start(), found.group()
+        if match is not None and (match.start() < safe or ended):
+            return match.start(), match.group()
         return safe, ""
 
     def _unfinished(self, text: str, position: int) -> int:
@@ -123,9 +123,9 @@ class TextSource:
         """Consume characters that match `pattern`, a repeated character class; with `emit`, emit them instead."""
         parts = []
         while True:
-            found = pattern.match(self._text, self._position)
-            if found is not None:
-                text = self._advance(found.end())
+            match = pattern.match(self._text, self._position)
+            if match is not None:
+                text = self._advance(match.end())
                 if emit is None:
                     parts.append(text)
                 else:

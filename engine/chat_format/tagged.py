@@ -103,10 +103,10 @@ class TaggedFormat:
             if not (yield from source.attempt(source.expect("", reasoning.opens))):
                 return
             yield from source.accept(reasoning.label)
-        while (found := (yield from source.until(self._end_literals, deltas.add_reasoning))) in self.hidden_markers:
-            if found == reasoning.closes:
+        while (literal := (yield from source.until(self._end_literals, deltas.add_reasoning))) in self.hidden_markers:
+            if literal == reasoning.closes:
                 break
-        if found:
+        if literal:
             deltas.end_part()
 
     def _text(self, literals: Literals, source: TextSource, deltas: DeltaBuffer) -> Parser[None]:
@@ -124,8 +124,8 @@ class TaggedFormat:
             if called and source.is_broken:
                 source.discard()
         literals = Literals((opening, *self.hidden_markers))
-        while found := (yield from source.until(literals, deltas.add_text)):
-            if found != opening:
+        while literal := (yield from source.until(literals, deltas.add_text)):
+            if literal != opening:
                 continue
             called = yield from tool_calls.parse(source, deltas, callable_tools)
             if source.is_broken:

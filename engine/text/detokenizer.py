@@ -160,7 +160,7 @@ class TokenBytes:
         if self._byte_level:
             return piece.encode() if (raw := _byte_level_bytes(piece)) is None else raw
         if piece.isascii():
-            raw = bytes([int(found[1], 16)]) if (found := _BYTE_FALLBACK.fullmatch(piece)) else None
+            raw = bytes([int(match[1], 16)]) if (match := _BYTE_FALLBACK.fullmatch(piece)) else None
         else:
             raw = _byte_level_bytes(piece)
         # Many pieces could be byte letters by chance: a byte token decodes to U+FFFD alone.
@@ -169,8 +169,12 @@ class TokenBytes:
     def _find_anchor(self, letters: Sequence[int]) -> int | None:
         """A letter, which no tokenizer strips; preferably one that decodes twice to two letters without a space."""
         twice = {token: (self.decode([token]), self.decode([token, token])) for token in letters}
-        joined = [token for token, (one, two) in twice.items() if len(one) < len(two) and two[len(one) :].isalpha()]
-        spaced = [token for token, (one, two) in twice.items() if two == f"{one} {one}"]
+        joined = [
+            token
+            for token, (single, double) in twice.items()
+            if len(single) < len(double) and double[len(single) :].isalpha()
+        ]
+        spaced = [token for token, (single, double) in twice.items() if double == f"{single} {single}"]
         return next(iter((*joined, *spaced)), None)
 
 

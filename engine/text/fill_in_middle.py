@@ -22,7 +22,7 @@ _MARKERS = (
 _FILE_MARKERS = (("<|repo_name|>", "<|file_sep|>"), ("<repo_name>", "<file_sep>"), ("<reponame>", "<filename>"))
 # Texts between other files in a vocabulary without these tokens, and the names that llama.cpp gives.
 _SNIPPET, _REPOSITORY, _FILE = "\n\n--- snippet ---\n\n", "myproject\n", "filename\n"
-# Tokens behind a filled gap, besides the end of the text: its own end, the next file, padding.
+# Tokens after a filled gap, besides the end of the text: its own end, the next file, padding.
 _ENDS = (
     *("<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<|file_separator|>", "<|endoftext|>"),
     *("<fim_pad>", "<file_sep>", "<filename>", "<fim-pad>", "▁<EOT>"),
@@ -73,7 +73,7 @@ class FillInMiddle:
         return [*head, *chosen, *tail] if chosen else []
 
     def _frame(self, encode: Callable[[str], Sequence[int]]) -> tuple[list[int], list[int]]:
-        """The tokens before all files and behind them, where the file with the gap begins."""
+        """The tokens before all files and after them, where the file with the gap begins."""
         if self.file_separator is None or self.repository is None:
             return [], []
         return [self.repository, *encode(_REPOSITORY)], [self.file_separator, *encode(_FILE)]
@@ -82,7 +82,7 @@ class FillInMiddle:
 def detect_fill_in_middle(token_id: Callable[[str], int | None]) -> FillInMiddle | None:
     """The markers of a vocabulary, of which `token_id` finds single tokens; None if it has none."""
     for markers in _MARKERS:
-        match [found for text in markers if (found := token_id(text)) is not None]:
+        match [token for text in markers if (token := token_id(text)) is not None]:
             case [prefix, suffix, middle]:
                 ends = tuple(token for text in _ENDS if (token := token_id(text)) is not None)
                 pairs = ((token_id(first), token_id(second)) for first, second in _FILE_MARKERS)

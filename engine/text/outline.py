@@ -54,15 +54,15 @@ def outline(
     breakpoints        (message, characters): positions in the content of messages
     """
     roles = [message.get("role") for message in messages]
-    system = next((at for at, role in enumerate(roles) if role != "system"), len(roles))
-    users = [at for at, role in enumerate(roles) if role == "user"]
+    system = next((index for index, role in enumerate(roles) if role != "system"), len(roles))
+    users = [index for index, role in enumerate(roles) if role == "user"]
     last = users[-1] if users else 0
     ends: dict[int, int] = {0: 0}
     for count in sorted({system, last, last + 1, finished_messages} - {0}):
         end = _rendered_length(messages[:count], rendered, render)
         if end is not None:
             ends[count] = end
-    start = max(at for count, at in ends.items() if count <= last)
+    start = max(index for count, index in ends.items() if count <= last)
     last_user = (start, max(ends.get(last + 1, len(rendered)), start)) if users else None
     checkpoints = {end for count, end in ends.items() if count in (system, last, last + 1)}
     for breakpoint in dict.fromkeys(breakpoints):
@@ -85,11 +85,11 @@ def _rendered_length(messages: Messages, rendered: Pieces, render: Callable[[Mes
         return None  # some templates demand a user message first, or alternating roles
 
 
-def _truncated(messages: Messages, at: int, characters: int) -> Messages:
+def _truncated(messages: Messages, index: int, characters: int) -> Messages:
     """The messages up to a number of characters of the content of the last one."""
-    content = messages[at].get("content")
+    content = messages[index].get("content")
     if not isinstance(content, str) or characters >= len(content):
-        return messages[: at + 1]
+        return messages[: index + 1]
     # A template may trim spaces at the end, so a character other than the next one follows the truncation.
     last = "-" if content[characters] != "-" else "+"
-    return [*messages[:at], {**messages[at], "content": content[:characters] + last}]
+    return [*messages[:index], {**messages[index], "content": content[:characters] + last}]

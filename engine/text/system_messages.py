@@ -40,17 +40,17 @@ def fold_system_messages(messages: Messages) -> FoldedMessages:
     """The messages, with the text of system messages in the next user message, or at the end."""
     folded, waiting = FoldedMessages(), ""
     moved: list[int] = []
-    for at, message in enumerate(messages):
+    for index, message in enumerate(messages):
         content = str(message.get("content") or "")
         if message.get("role") == "system":
             folded.places.append((0, len(waiting)))
-            moved.append(at)
+            moved.append(index)
             waiting += content + _SEPARATOR
             continue
         folded.places.append((len(folded.messages), 0))
         if waiting and message.get("role") == "user":
             _move(folded, moved, characters=0)
-            folded.places[at] = (len(folded.messages), len(waiting))
+            folded.places[index] = (len(folded.messages), len(waiting))
             message, waiting = {**message, "content": waiting + content}, ""
         folded.messages.append(dict(message))
     if waiting:
@@ -73,6 +73,6 @@ def _append(folded: FoldedMessages, moved: list[int], text: str) -> None:
 
 def _move(folded: FoldedMessages, moved: list[int], *, characters: int) -> None:
     """System messages become part of the message that is added next."""
-    for at in moved:
-        folded.places[at] = (len(folded.messages), folded.places[at][1] + characters)
+    for index in moved:
+        folded.places[index] = (len(folded.messages), folded.places[index][1] + characters)
     moved.clear()

@@ -31,7 +31,7 @@ def extend_environment(template: str) -> None:
         return
     environment.filters["tojson"] = _to_json
     environment.filters["from_json"] = json.loads
-    environment.is_safe_attribute = lambda *found: SandboxedEnvironment.is_safe_attribute(environment, *found)
+    environment.is_safe_attribute = lambda *arguments: SandboxedEnvironment.is_safe_attribute(environment, *arguments)
     if _CONTENT.search(template):
         # transformers omits fields that are None.
         environment.tests["none"] = lambda value: value is None or isinstance(value, Undefined)

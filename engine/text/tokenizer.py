@@ -226,7 +226,9 @@ class Tokenizer:
             folded = fold_system_messages(messages)
             messages = folded.messages
             breakpoints = [
-                (index, start + characters) for at, characters in breakpoints for index, start in [folded.places[at]]
+                (index, start + characters)
+                for message, characters in breakpoints
+                for index, start in [folded.places[message]]
             ]
         converted, indices = self._call_format.convert_messages(messages)
         definitions = self._call_format.convert_tools(definitions)
@@ -238,7 +240,9 @@ class Tokenizer:
             "continue_final_message": continue_final_message,
         }
         try:
-            return self._render(converted, options, [(indices[at], characters) for at, characters in breakpoints])
+            return self._render(
+                converted, options, [(indices[message], characters) for message, characters in breakpoints]
+            )
         except TEMPLATE_ERRORS as error:
             raise InvalidRequest("messages", f"the model's chat template refuses this: {error}") from error
         except TemplateTooCostly as error:
@@ -316,21 +320,21 @@ class Tokenizer:
         with template_process().job() as job:
             if not self._tokenizer.is_fast or any(token in text for text in strings for token in self._added_tokens):
                 tokens = self._checked_tokens(self._render_tokens(job, messages, options))
-                by_token = find(tokens, lambda some: list(self._render_tokens(job, some, partial_options)))
+                by_token = find(tokens, lambda part: list(self._render_tokens(job, part, partial_options)))
                 generation_prompt = self._token_bytes.decode(by_token.generation_prompt)
                 keep, protected = by_token.system_end or None, _optional_range(by_token.last_user)
                 return RenderedPrompt(tuple(tokens), keep, by_token.checkpoints, protected, generation_prompt)
             text = self._render_text(job, messages, options)
-            found = find(text, lambda some: self._render_text(job, some, partial_options))
+            rendered = find(text, lambda part: self._render_text(job, part, partial_options))
         with self._lock:
             encoded = self._tokenizer(text, add_special_tokens=False, verbose=False)
         starts, stops = (_Offsets(encoded.encodings[0], edge) for edge in (0, 1))
-        checkpoints = tuple(bisect_right(stops, end) for end in found.checkpoints)
-        last_user = _optional_range(found.last_user)
+        checkpoints = tuple(bisect_right(stops, end) for end in rendered.checkpoints)
+        last_user = _optional_range(rendered.last_user)
         protected = tuple((bisect_right(stops, start), bisect_left(starts, stop)) for start, stop in last_user)
-        keep = bisect_right(stops, found.system_end) if found.system_end else None
+        keep = bisect_right(stops, rendered.system_end) if rendered.system_end else None
         checked = tuple(self._checked_tokens(encoded["input_ids"]))
-        return RenderedPrompt(checked, keep, checkpoints, protected, found.generation_prompt)
+        return RenderedPrompt(checked, keep, checkpoints, protected, rendered.generation_prompt)
 
     def _render_tokens(self, job: TemplateJob, messages: Messages, options: dict[str, Any]) -> list[int]:
         """The tokens of a conversation with special tokens in messages, which are encoded as plain text.

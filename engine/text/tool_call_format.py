@@ -78,8 +78,8 @@ class ToolCallFormat:
             return
         for number, call in enumerate(calls):
             yield 0, {**first, **({"content": ""} if number else {}), "tool_calls": [call]}
-            own = [index for index, result in results.items() if result.get("tool_call_id") == call.get("id")]
-            yield from [(index, results.pop(index)) for index in own]
+            matching = [index for index, result in results.items() if result.get("tool_call_id") == call.get("id")]
+            yield from [(index, results.pop(index)) for index in matching]
         yield from results.items()
 
     def _convert_message(self, message: Message) -> dict[str, object]:
@@ -121,20 +121,20 @@ def detect_tool_call_format(render: Render) -> ToolCallFormat:
         for candidate in (ToolCallFormat(), described)
         if _try_render(render, candidate, [_SAMPLE_USER_MESSAGE], tools) is not None
     ]
-    found = _first_accepted(render, (*accepted, ToolCallFormat())[0], tools)
+    detected = _first_accepted(render, (*accepted, ToolCallFormat())[0], tools)
     for changed, messages in (
-        (replace(found, no_content=True), _sample_messages(1, content="I look.")),
-        (replace(found, one_call_each=True), _sample_messages(2)),
-        (replace(found, object_arguments=True), _sample_messages(1, arguments=f"[{_SAMPLE_VALUE}")),
+        (replace(detected, no_content=True), _sample_messages(1, content="I look.")),
+        (replace(detected, one_call_each=True), _sample_messages(2)),
+        (replace(detected, object_arguments=True), _sample_messages(1, arguments=f"[{_SAMPLE_VALUE}")),
     ):
-        if not renders_value(found, messages) and renders_value(changed, messages):
-            found = _merge(found, changed)
-    return found
+        if not renders_value(detected, messages) and renders_value(changed, messages):
+            detected = _merge(detected, changed)
+    return detected
 
 
-def _merge(one: ToolCallFormat, other: ToolCallFormat) -> ToolCallFormat:
+def _merge(first: ToolCallFormat, second: ToolCallFormat) -> ToolCallFormat:
     """Both conversions."""
-    return ToolCallFormat(*map(operator.or_, astuple(one), astuple(other)))
+    return ToolCallFormat(*map(operator.or_, astuple(first), astuple(second)))
 
 
 def _first_accepted(render: Render, base: ToolCallFormat, tools: Sequence[dict[str, object]]) -> ToolCallFormat:

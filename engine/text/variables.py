@@ -1,4 +1,4 @@
-"""The variables that a chat template reads, and values of some. A module of its own: it imports no transformers."""
+"""The variables that a chat template reads, and values of some. A separate module, which imports no transformers."""
 
 from __future__ import annotations
 

@@ -17,8 +17,8 @@ def plain_name(model: str) -> str:
 
     Any other text is returned as it is.
     """
-    found = _address.fullmatch(model)
-    if found is None:
+    match = _address.fullmatch(model)
+    if match is None:
         return model
-    file = (found["file"] or "").rstrip("/")
-    return found["name"] + (f":{file}" if file.lower().endswith(".gguf") else found["tag"] or "")
+    file = (match["file"] or "").rstrip("/")
+    return match["name"] + (f":{file}" if file.lower().endswith(".gguf") else match["tag"] or "")
