@@ -136,7 +136,7 @@ def test_reasoning_is_folded(open_tab: Callable[..., Tab]) -> None:
     with serve_in_thread(FakeEngine(script=reason, tokenizer=FakeTokenizer(HERMES))) as port:
         tab = open_tab(f"http://127.0.0.1:{port}").ready()
         assert "Four." == tab.ask("2 + 2")
-        reasoning = tab.answers.last.locator("details")
+        reasoning = tab.answers.last.locator("details.reasoning")
         expect(reasoning.get_by_text("Two and two")).not_to_be_visible()
         reasoning.locator("summary").click()
         expect(reasoning.get_by_text("Two and two")).to_be_visible()
