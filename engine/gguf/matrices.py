@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.gguf.deferred import DeferredWeights
-from engine.gguf.sources import PLAIN_TYPES, FileMatrix, Matrices, ParameterSource
+from engine.gguf.sources import PLAIN_TYPES, FileMatrix, LatentExpansion, Matrices, ParameterSource
 from engine.kernels.blocks import EXACT_FORMATS, BlockReader
 from engine.kernels.formats import WeightFormat
 from engine.kernels.packing import PackedMatrix, PackedStorage
@@ -139,6 +139,15 @@ class FileMatrices:
         self._squared_error += float((packed.unpack(torch.float32) - weight).double().square().sum())
         self._squared_weights += float(weight.double().square().sum())
         return packed
+
+    def pack_latents(self, model: nn.Module) -> None:
+        """Give the layers with latent attention their projections in the formats of the file too."""
+        for name, module in model.named_modules():
+            source = self.sources.get(f"{name}.kv_b_proj.weight")
+            projection = getattr(module, "latent_projection", None)
+            if projection is not None and isinstance(source, LatentExpansion):
+                packed = source.packed(self.reader)
+                setattr(module, "latent_projection", replace(projection, packed=packed))  # noqa: B010
 
     def log_loss(self) -> None:
         """Log the error of matrices in types without an exact format, relative to their size."""

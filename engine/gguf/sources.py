@@ -15,6 +15,8 @@ from torch import Tensor
 
 from engine.gguf.container import Bytes, GgufError, GgufTensor, release_pages
 from engine.kernels.blocks import BlockReader
+from engine.kernels.latent import PackedProjection
+from engine.kernels.packing import PackedMatrix
 
 # Weights that one call of the gguf package dequantises: its temporaries take about 20 bytes each.
 _CHUNK_WEIGHTS = 2**22
@@ -200,6 +202,20 @@ class LatentExpansion:
             _read_rows(whole_rows(each), dtype, reader).view(each.shape) for each in (self.keys, self.values)
         )
         return torch.cat([keys.mT, values], dim=1).reshape(self.shape)
+
+    def packed(self, reader: BlockReader) -> PackedProjection | None:
+        """The projections in exact formats; None for types without one. Raises InfiniteScale."""
+        keys, values = (_packed_heads(tensor, reader) for tensor in (self.keys, self.values))
+        return None if keys is None or values is None else PackedProjection(keys, values)
+
+
+def _packed_heads(tensor: GgufTensor, reader: BlockReader) -> tuple[PackedMatrix, ...] | None:
+    """The matrices of a tensor [heads, outputs, columns]; None for a type without an exact format."""
+    if tensor.type in PLAIN_TYPES:
+        return None
+    heads = torch.split(torch.from_numpy(whole_rows(tensor).blocks), tensor.shape[1])
+    matrices = [matrix for blocks in heads if (matrix := reader.pack_blocks(blocks, tensor.type)) is not None]
+    return tuple(matrices) or None
 
 
 def whole_rows(tensor: GgufTensor) -> RowRange:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from engine.kernels import reference
 from engine.kernels.attention_input import AttentionInput
+from engine.kernels.packing import PackedMatrix
 from engine.types.request import MlaMode
 from kvcache.forward import Segment
 
@@ -25,11 +26,23 @@ _EXPANDED_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
+class PackedProjection:
+    """Quantised projections of latents by head: keys [latent_width, key_width], values [value_width, latent_width]."""
+
+    keys: tuple[PackedMatrix, ...]
+    values: tuple[PackedMatrix, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class LatentProjection:
-    """The projections of latents: keys [heads, key_width, latent_width], values [heads, value_width, latent_width]."""
+    """The projections of latents: keys [heads, key_width, latent_width], values [heads, value_width, latent_width].
+
+    packed  the same weights, quantised; None: they are not
+    """
 
     keys: Tensor
     values: Tensor
+    packed: PackedProjection | None = None
 
     @property
     def latent_width(self) -> int:

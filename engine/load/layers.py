@@ -113,6 +113,7 @@ def _repack(model: Any, plan: QuantizationPlan, matrices: FileMatrices, prepare:
         release_freed_memory()
     plan = matrices.limit(plan)
     repack(model, plan, matrices.embeddings(model, plan), matrices, prepare, label=matrices.label)
+    matrices.pack_latents(model)
     matrices.log_loss()
     return QuantizedLayers(matrices.label)
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from engine.kernels.packing import PackedMatrix
 from engine.model import hooks
 from engine.model.layers import CachedLayer
 from engine.native.attention import UNSUPPORTED, read_heads, rotary_scaling, rotated
@@ -38,6 +39,7 @@ def find_latent_attention(
     """The latent attention of a layer; see find_attention. Raises UnsupportedArchitecture."""
     projection = call.latent
     assert projection is not None
+    packed = projection.packed
     if call.layer != layer.index:
         raise UnsupportedArchitecture("some of its layers share their latents")
     if call.softcap or call.sinks is not None or call.bias is not None:
@@ -72,8 +74,8 @@ def find_latent_attention(
                 rotary_columns=rotary_columns,
                 separates_pairs=separates_pairs,
                 rotary=rotary,
-                keys=_matrices(projection.keys, transposed=True),
-                values=_matrices(projection.values),
+                keys=_matrices(projection.keys, transposed=True) if packed is None else _packed(packed.keys),
+                values=_matrices(projection.values) if packed is None else _packed(packed.values),
                 scale=call.scale,
             )
     raise UnsupportedArchitecture(UNSUPPORTED)
@@ -145,3 +147,7 @@ def _matrices(weights: Tensor, *, transposed: bool = False) -> tuple[Linear, ...
         return tuple(
             Linear((own.T if transposed else own).clone(memory_format=torch.contiguous_format)) for own in weights
         )
+
+
+def _packed(matrices: Sequence[PackedMatrix]) -> tuple[Linear, ...]:
+    return tuple(map(Linear, matrices))

@@ -48,6 +48,8 @@ WIDE: dict[str, Any] = {
     "mamba_head_dim": 64,
     "mamba_d_ssm": 512,
     "hidden_size_per_layer_input": 64,
+    "qk_nope_head_dim": 32,
+    "kv_lora_rank": 64,
 }
 TYPES = (Type.F32, Type.F16, Type.BF16, Type.Q8_0, Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1) + (
     Type.Q3_K,

@@ -17,6 +17,7 @@ from engine.errors import ModelUnsupported
 from engine.gguf.container import GgufError, read_model
 from engine.load.load import LoadedModel
 from engine.load.read.gguf_model import gguf_config, gguf_model, read_gguf_config, read_gguf_model
+from engine.model import hooks
 from engine.quantize.experts import QuantizedExperts
 from tests.engine.convert.checkpoints import CHECKPOINTS
 from tests.engine.gguf.files import (
@@ -32,6 +33,7 @@ from tests.engine.gguf.files import (
     write_types,
     write_wide,
 )
+from tests.libraries import built
 
 QUICK = ("llama", "gemma3", "deepseek_v3", "lfm2", "gpt_oss", "qwen3_5")
 ROUTED = ("qwen3_moe", "deepseek_v2")
@@ -68,8 +70,23 @@ def test_gates_and_ups_of_experts_keep_two_types(name: str, tmp_path: Path, capl
     experts = [module for module in served.model.modules() if isinstance(module, QuantizedExperts)]
     assert {("q4_k", "q6_k")} == {(first.format, second.format) for first, second, *_ in (each.up for each in experts)}
     assert [] == inexact_layers(served, dequantised)
-    assert (name in ("mixtral", "qwen3_moe")) == (served.info.not_native_reason is None)
+    assert served.info.not_native_reason is None
     assert "are stored as int8" not in caplog.text
+
+
+def test_projections_of_latents_keep_their_format(tmp_path: Path) -> None:
+    """The native step multiplies the codes of the file, whose weights are those of the modules."""
+    built("step")
+    file = tmp_path / "other.gguf"
+    write_types(read_model(write_wide("deepseek_v3", tmp_path)), file, Type.Q8_0)
+    served = load_file(file)
+
+    assert served.info.not_native_reason is None
+    for projection in hooks.latent_projections(served.model):
+        assert projection.packed is not None
+        for head, (keys, values) in enumerate(zip(projection.packed.keys, projection.packed.values, strict=True)):
+            assert torch.equal(keys.unpack(torch.float32).T, projection.keys[head])
+            assert torch.equal(values.unpack(torch.float32), projection.values[head])
 
 
 @pytest.mark.slow
