@@ -18,7 +18,7 @@ from engine.errors import ModelMissing, ModelUnsupported, PlanTooLarge
 from engine.load.load import load
 from engine.load.read.checkpoint import fingerprint, read_checkpoint, resolve, weight_files
 from engine.load.read.configuration import max_context
-from engine.load.read.tokenizer_files import read_model_tokenizer
+from engine.load.read.tokenizer_files import read_model_tokenizer, read_template
 from tests.engine.gguf.files import write_checkpoint
 from tests.engine.kit import encoders
 from tests.engine.kit.models import CONTEXT
@@ -325,7 +325,8 @@ def test_a_chat_template_from_a_file_replaces_the_one_of_the_model(tmp_path: Pat
     file.write_text("{{ date_string }}|{{ strftime_now('%d %b %Y') }}|{{ messages[0].content }}!")
     path = write_checkpoint("llama", tmp_path) if is_gguf else resolve(None)
     checkpoint = read_checkpoint(path)
-    tokenizer = read_model_tokenizer("model", checkpoint, str(file), vocabulary=10**6).with_context(512, 512)
+    template = read_template("model", str(file))
+    tokenizer = read_model_tokenizer("model", checkpoint, template, vocabulary=10**6).with_context(512, 512)
     rendered = tokenizer.render_chat([{"role": "user", "content": "hi"}])
 
     today = datetime.now().strftime("%d %b %Y")
