@@ -234,6 +234,7 @@ class StepFields(Structure):
         *((name, c_int64) for name in ("rows", "width")),
         ("embedding", EmbeddingFields),
         ("per_layer_inputs", POINTER(PerLayerInputsFields)),
+        ("initial_states", c_void_p),
         ("layers", POINTER(LayerFields)),
         ("layer_count", c_int64),
         ("rotaries", POINTER(RotaryFields)),

@@ -16,7 +16,7 @@ from engine.native.detection import find_decoder
 from engine.native.float32_mode import Float32Mode
 from engine.native.runner import NativeRunner
 from engine.native.step_library import step_library
-from engine.step.input import StepInput
+from engine.step.input import FINAL_NORM, HiddenRows, StepInput
 from kvcache.cache import Cache
 from kvcache.spec import Span
 from tests.engine.kit.tiny import VOCABULARY, settings
@@ -95,6 +95,22 @@ def test_limit_and_slope_of_expert_gates(limit: float, slope: float) -> None:
     assert isinstance(runners_of(model.runner)[0], NativeRunner)
     assert (limit, slope, 1.0, True) == (gate.limit, gate.slope, gate.shift, gate.interleaved)
     assert relative_error(expected[0], actual[0]) < 2e-5
+
+
+@pytest.mark.parametrize("family", ["gemma4_text", "gemma4_unified_text"])
+def test_layers_that_only_read_cells_are_computed_for_outputs(family: str) -> None:
+    """With the bits of a step that has outputs of all rows; a step may have none."""
+    model = native(family, 8)
+    caches = [model.cache(model.runner) for _ in range(2)]
+    for chunk, outputs in ((9, [8]), (20, []), (30, [4, 29, 4]), (1, [0]), (12, [11, 2])):
+        tokens = [token(0, position) for position in range(chunk)]
+        logits = []
+        for cache, rows in zip(caches, (list(range(chunk)), outputs), strict=True):
+            with cache.forward([Span(0, cache.cached_length(0), chunk)]) as forward:
+                output = model.runner.run(StepInput(forward, tokens, rows, HiddenRows(rows)))
+                logits.append((output.logits.clone(), output.hidden_states[FINAL_NORM].clone()))
+        assert torch.equal(logits[0][0][outputs], logits[1][0])
+        assert torch.equal(logits[0][1][outputs], logits[1][1])
 
 
 def test_values_may_be_keys_before_their_norm() -> None:

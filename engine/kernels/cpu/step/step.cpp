@@ -17,6 +17,7 @@
 #include "step/latent_attention.h"
 #include "build/layout.h"
 #include "step/multiplier.h"
+#include "step/output_layers.h"
 #include "step/row_operations.h"
 #include "step/state_space.h"
 #include "attention/attention_work.h"
@@ -73,6 +74,10 @@ class StepRunner {
     void run() {
         by_rows([&](int64_t row) { embedder.embed(row, states_of(row)); });
         if (step.per_layer_inputs) compute_per_layer_inputs(*step.per_layer_inputs);
+        if (step.initial_states)
+            by_rows([&](int64_t row) {
+                memcpy(states_of(row), step.initial_states + row * step.width, step.width * sizeof(float));
+            });
         for (int64_t at = 0; at < step.layer_count; ++at) {
             const Layer &layer = step.layers[at];
             begin_layer(layer, at);
@@ -412,14 +417,24 @@ class StepRunner {
 };
 
 template <class Tiles>
-int64_t run_step(const Step &step) {
-    StepRunner<Tiles> walk(step);
-    const Memory memory(walk.size());
+int64_t run_layers(const Step &step) {
+    StepRunner<Tiles> runner(step);
+    const Memory memory(runner.size());
     if (!memory.start) return NO_MEMORY;
-    walk.begin((char *)memory.start);
+    runner.begin((char *)memory.start);
 #pragma omp parallel num_threads((int)step.threads)
-    walk.run();
+    runner.run();
     return DONE;
+}
+
+template <class Tiles>
+int64_t run_step(const Step &step) {
+    if (!OutputLayers::apply(step)) return run_layers<Tiles>(step);
+    const Memory memory(OutputLayers::size(step));
+    if (!memory.start) return NO_MEMORY;
+    const OutputLayers parts(step, (char *)memory.start);
+    const int64_t outcome = run_layers<Tiles>(parts.lower);
+    return outcome == DONE && step.output_count ? run_layers<Tiles>(parts.upper) : outcome;
 }
 
 // Check the cells and tokens of a step.
@@ -500,7 +515,7 @@ EXPORT_LAYOUT(
            gated_convolution, state_space, stores_cells, values_are_keys, norms_all_heads, rotates_before_norm, gate_matrix, gate_offset, up_matrix,
            up_offset, activation, experts, parallel, per_layer, attention_residual_scale, mlp_residual_scale, output_scale, sinks, scale,
            softcap, rotary, cell_group, key_buffer, value_buffer, attention_range, attention_range_size)
-    LAYOUT(Step, tokens, rows, width, embedding, per_layer_inputs, layers, layer_count, rotaries, rotary_rows, cell_groups,
+    LAYOUT(Step, tokens, rows, width, embedding, per_layer_inputs, initial_states, layers, layer_count, rotaries, rotary_rows, cell_groups,
            cell_group_count, state_ranges, state_range_count, format, final_norm, head, output_rows, output_count,
            logit_count, hidden_states, state_layers, state_layer_count, layer_states, logits, rounds_to_bfloat16,
            threads)

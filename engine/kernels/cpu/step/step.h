@@ -198,6 +198,7 @@ struct Step {
     int64_t rows, width;
     Embedding embedding;
     const PerLayerInputs *per_layer_inputs;  // or null
+    const float *initial_states;             // [rows][width] before the first layer; null: the embeddings
     const Layer *layers;
     int64_t layer_count;
     const Rotary *rotaries;
