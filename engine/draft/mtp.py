@@ -34,6 +34,8 @@ from kvcache.spec import Span
 
 # Maximum hidden states of a sequence that are kept before the layer computes their tokens.
 _PENDING_STATES = 256
+# Rows for later states in a buffer of them.
+_SPARE_ROWS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,44 +101,52 @@ class MtpHead:
     weights_bytes: int
 
 
-@dataclass(slots=True)
 class _PendingStates:
-    """Hidden states [tokens, width] of a sequence, from the context token `start` on, whose pairs are not computed yet.
+    """Hidden states of a sequence, from the context token `start` on, whose pairs are not computed yet.
 
     dropped  context tokens that shifts had dropped when they came
     base     context token at which the layer began: its slot has the pairs from there on
     """
 
-    start: int
-    states: Tensor
-    dropped: int
-    base: int = 0
+    def __init__(self, start: int, dropped: int) -> None:
+        self.start, self.dropped, self.base = start, dropped, 0
+        # The states are [_first, _first + count) of the rows; a step copies its own behind them.
+        self._rows, self._first, self.count = torch.empty(0), 0, 0
 
     @property
     def stop(self) -> int:
         """The first token without a hidden state."""
-        return self.start + len(self.states)
+        return self.start + self.count
 
-    def append(self, computed: ComputedTokens, states: Tensor, dropped: int) -> None:
-        """Add the hidden states of computed tokens."""
+    def append(self, start: int, states: Tensor, dropped: int) -> None:
+        """Add the hidden states [tokens, width] of computed tokens from `start` on."""
         if dropped != self.dropped:
             # The states move with the context; a layer that had begun later than its start begins again.
             self.start -= dropped - self.dropped
             self.base = 0 if self.base == 0 else self.start
             self.dropped = dropped
-        if self.start <= computed.start <= self.stop and self.start >= 0:
-            self.states = torch.cat((self.states[: computed.start - self.start], states))
+        if self.start <= start <= self.stop and self.start >= 0:
+            self.count = start - self.start
         else:
-            self.start, self.states = computed.start, states
+            self.start, self.count = start, 0
+        stop = self._first + self.count + len(states)
+        if stop > len(self._rows):
+            rows = states.new_empty(2 * (self.count + len(states)) + _SPARE_ROWS, states.shape[1])
+            if self.count:
+                rows[: self.count] = self._rows[self._first : self._first + self.count]
+            self._rows, self._first, stop = rows, 0, self.count + len(states)
+        self._rows[stop - len(states) : stop] = states
+        self.count += len(states)
 
     def between(self, start: int, stop: int) -> Tensor:
         """The hidden states of tokens [start, stop)."""
-        return self.states[start - self.start : stop - self.start]
+        return self._rows[self._first + start - self.start : self._first + stop - self.start]
 
     def release(self, start: int) -> None:
         """Drop the hidden states of tokens before `start`."""
         if start > self.start:
-            self.states = self.states[start - self.start :].clone()
+            self._first += start - self.start
+            self.count -= start - self.start
             self.start = start
 
 
@@ -159,11 +169,13 @@ class MtpDrafter:
     def read_hidden_states(self, step: Sequence[ComputedTokens]) -> None:
         """Keep the hidden states of a step, and compute pairs where too many are kept."""
         for computed in step:
-            request, states = computed.request, computed.hidden_states.clone()
+            request = computed.request
             dropped = request.draw.position - len(request.tokens)
-            pending = self._pending.setdefault(request.sequence_id, _PendingStates(computed.start, states[:0], dropped))
-            pending.append(computed, states, dropped)
-            if len(pending.states) > self._max_pending:
+            pending = self._pending.get(request.sequence_id)
+            if pending is None:
+                pending = self._pending[request.sequence_id] = _PendingStates(computed.start, dropped)
+            pending.append(computed.start, computed.hidden_states, dropped)
+            if pending.count > self._max_pending:
                 self._catch_up(request, pending)
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:

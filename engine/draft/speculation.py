@@ -23,6 +23,9 @@ from engine.types.status import DraftCounts
 # A proposal of the quick or the forced drafter with fewer tokens is not taken where the slow one could draft.
 _LEAST_PROPOSAL = 4
 
+# Steps before the end of a drafter's cooldown in which it reads hidden states, so that its drafts have some context.
+_READ_STEPS = 16
+
 # Sequences that each drafter is asked for, by its kind.
 _Asked: TypeAlias = Mapping[str, frozenset[Running]]
 
@@ -74,6 +77,8 @@ class Speculation:
         self._sequences: list[Running] = []
         self._eligible: list[_Eligible] = []
         self._batch_tokens = self._idle_steps = 0
+        # Steps until the reader may draft.
+        self._reader_cooldown = 0 if reader is None else depth.cooldown(reader.kind, 1)
         # Of this step; seconds of choosing depths and of the slow drafter.
         self._outcome, self._drafting_seconds = StepOutcome(), 0.0
         # Tokens of each text that the slow drafter has computed, and the time to release finished ones.
@@ -82,8 +87,8 @@ class Speculation:
 
     @property
     def reads_hidden_states(self) -> bool:
-        """Whether a drafter reads hidden states (`computed`)."""
-        return self._reader is not None
+        """Whether a drafter reads the hidden states of this step (`computed`): not during a longer cooldown."""
+        return self._reader is not None and self._reader_cooldown <= _READ_STEPS
 
     @property
     def cost(self) -> StepCost:
@@ -110,9 +115,12 @@ class Speculation:
         free_cells    for a number of draft tokens, or fewer
         """
         self._outcome, self._drafting_seconds = StepOutcome(batch_tokens), 0.0
-        if sequences != self._sequences:
+        are_new = sequences != self._sequences
+        if are_new:
             self._sequences, self._eligible = list(sequences), self._find_eligible(sequences)
-        elif self._idle_steps and batch_tokens == self._batch_tokens:
+        if self._reader is not None and sequences:
+            self._update_reader_cooldown(self._reader.kind)
+        if not are_new and self._idle_steps and batch_tokens == self._batch_tokens:
             self._idle_steps -= 1
             return {}
         self._batch_tokens = batch_tokens
@@ -170,6 +178,13 @@ class Speculation:
                     _Eligible(drafter.kind, frozenset(allowed), frozenset(filter(_has_fixed_depth, allowed)))
                 )
         return eligible
+
+    def _update_reader_cooldown(self, kind: str) -> None:
+        """Find the steps until the reader may draft for the sequences; prefill does not change them."""
+        if any(one.kind == kind and one.fixed for one in self._eligible):
+            self._reader_cooldown = 0
+        elif not self._depth.cost.work.has_prefill:
+            self._reader_cooldown = self._depth.cooldown(kind, len(self._sequences))
 
     def _asked(self, batch_tokens: int) -> tuple[_Asked, int]:
         """The sequences that drafters are asked for, and the steps until the first cooldown of the others ends."""

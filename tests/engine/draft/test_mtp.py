@@ -27,6 +27,7 @@ from engine.model.graph_runner import CallRecorder, GraphRunner
 from engine.model.model_runner import runners_of
 from engine.native.runner import NativeRunner
 from engine.schedule.draft import DraftRequest
+from engine.types.events import Delta
 from engine.types.request import Request, SamplingParams, SpeculationParams
 from kvcache.cache import Cache
 from tests.engine.convert.checkpoints import conversion
@@ -221,6 +222,55 @@ def test_a_cached_prefix_of_the_head_gives_the_same_drafts(headed: Headed) -> No
 
     assert recorded[1]
     assert recorded[1][-10:] == recorded[0][-10:]
+
+
+@dataclass
+class CooldownDepth(FixedDepth):
+    """A fixed depth with a cooldown of as many steps as the test says."""
+
+    steps: int
+
+    def __post_init__(self) -> None:
+        super().__init__(DEPTH)
+
+    def cooldown(self, kind: str, batch_tokens: int) -> int:
+        return self.steps
+
+
+def test_states_are_read_near_the_end_of_a_cooldown_only(headed: Headed) -> None:
+    """Later drafts have the context from then on; they are accepted."""
+    target, heads = headed("deepseek_v3", agreeing=True)
+    head, depth = drafter(heads), CooldownDepth(40)
+    run = core(target, speculation=Speculation(None, head, depth, lambda: 0.0, reader=head))
+    request = ask("own", tuple(range(3, 33)), 60, ignore_eos=True)
+    run.submit(request)
+    read, output = [], []
+    while run.busy:
+        output += [token for _, event in run.step() if isinstance(event, Delta) for token in event.tokens]
+        read.append(run._speculation.reads_hidden_states)
+        depth.steps = max(depth.steps - 1, 0)
+
+    assert read[:20] == [False] * 20
+    assert read[-1]
+    assert alone(target, [request])["own"] == output
+    (counts,) = run.stats().drafts
+    assert sum(counts.accepted) > 10
+
+
+@pytest.mark.parametrize(("tokens", "reads"), [(None, False), (2, True)])
+def test_states_are_read_at_depth_0_for_requests_with_a_depth_only(
+    headed: Headed, tokens: int | None, reads: bool
+) -> None:
+    target, heads = headed("deepseek_v3", agreeing=True)
+    head = drafter(heads)
+    run = core(target, speculation=Speculation(None, head, FixedDepth(0), lambda: 0.0, reader=head))
+    fields = {} if tokens is None else {"speculation": SpeculationParams(tokens=tokens)}
+
+    play(run, [Job(ask("own", tuple(range(3, 33)), 20, ignore_eos=True, **fields))])
+
+    assert reads == run._speculation.reads_hidden_states
+    (counts,) = run.stats().drafts
+    assert reads == (sum(counts.accepted) > 5)
 
 
 def test_the_head_caches_nothing_of_an_uncacheable_request(headed: Headed) -> None:
