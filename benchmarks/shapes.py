@@ -45,6 +45,25 @@ SHAPES: dict[str, dict[str, Any]] = {
     | {"model_type": "llama", "vocab_size": 128_256, "hidden_size": 2048, "intermediate_size": 8192, "head_dim": 64}
     | {"num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8}
     | {"max_position_embeddings": 131_072, "rope_theta": 500_000.0},
+    # Large models with fewer layers.
+    "qwen3-30b-a3b-4-layers": COMMON
+    | {"model_type": "qwen3_moe", "vocab_size": 151_936, "hidden_size": 2048, "intermediate_size": 6144}
+    | {"num_hidden_layers": 4, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128}
+    | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True}
+    | {"max_position_embeddings": 40_960, "rope_theta": 1_000_000.0, "tie_word_embeddings": False},
+    "deepseek-v2-lite-3-layers": COMMON
+    | {"model_type": "deepseek_v2", "vocab_size": 102_400, "hidden_size": 2048, "intermediate_size": 10_944}
+    | {"num_hidden_layers": 3, "num_attention_heads": 16, "num_key_value_heads": 16, "first_k_dense_replace": 1}
+    | {"kv_lora_rank": 512, "q_lora_rank": None, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
+    | {"n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6, "moe_intermediate_size": 1408}
+    | {"n_group": 1, "topk_group": 1, "topk_method": "greedy", "norm_topk_prob": False, "routed_scaling_factor": 1.0}
+    | {"max_position_embeddings": 32_768, "tie_word_embeddings": False},
+    "gemma-4-e2b-10-layers": COMMON
+    | {"model_type": "gemma4_text", "vocab_size": 262_144, "hidden_size": 1536, "intermediate_size": 6144}
+    | {"num_hidden_layers": 10, "num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 256}
+    | {"global_head_dim": 512, "num_kv_shared_layers": 5, "use_double_wide_mlp": True, "sliding_window": 512}
+    | {"layer_types": [*["sliding_attention"] * 4, "full_attention"] * 2, "vocab_size_per_layer_input": 262_144}
+    | {"hidden_size_per_layer_input": 256, "max_position_embeddings": 32_768},
 }
 
 
