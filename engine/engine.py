@@ -137,13 +137,14 @@ class Engine(EngineClient):
 
     @property
     def alive(self) -> bool:
-        """Whether the thread is running and not stuck in a step, nor a worker thread in the tokenizer; a load of any
+        """Whether the thread is running and not stuck in a step, nor a worker thread in a tokenizer; a load of any
         duration is alive.
         """
         if self._failure is not None or not self._thread.is_alive():
             return False
-        stuck_worker = self._loaded is not None and self._loaded.tokenizer.is_stuck()
-        return not self._watchdog.is_stuck() and not stuck_worker
+        tokenizers = [each.tokenizer for each in (self._loaded, self._embedder) if each is not None]
+        stuck_workers = [tokenizer.is_stuck() for tokenizer in tokenizers]
+        return not self._watchdog.is_stuck() and not any(stuck_workers)
 
     @property
     def phase(self) -> str:

@@ -29,7 +29,7 @@ from engine.embedder.embedder import Embedder
 from engine.embedder.head import EmbeddingHead, ScoreHead, VectorHead
 from engine.embedder.layout import Layout, read_layout
 from engine.embedder.tokenizer import EmbeddingTokenizer
-from engine.errors import EmbedderTooLarge, ModelUnsupported
+from engine.errors import EmbedderTooLarge, InvalidRequest, ModelUnsupported
 from engine.load.machine.available_memory import available_bytes
 from engine.load.read.checkpoint import (
     READ_ERRORS,
@@ -44,6 +44,7 @@ from engine.load.read.checkpoint import (
 from engine.load.read.weight_bars import reported_weights
 from engine.model.rope import original_length
 from engine.quantize.quantize import bytes_of
+from engine.text.regex_limit import check_repetitions
 from engine.types.request import EmbeddingInput
 from engine.types.status import EmbeddingModelInfo, ModelInfo
 
@@ -78,6 +79,8 @@ def load_embedder(config: EngineConfig, on_phase: Callable[[str], None]) -> Load
     try:
         with reported_weights():
             return _load(name, folder, config)
+    except InvalidRequest as error:
+        raise ModelUnsupported(name, error.reason) from error
     except READ_ERRORS as error:
         raise ModelUnsupported(name, error_line(error)) from error
 
@@ -135,6 +138,7 @@ def _read(name: str, layout: Layout, settings: EngineConfig) -> tuple[Any, Embed
     reranks = kind is AutoModelForSequenceClassification
     head = ScoreHead(config) if reranks else VectorHead(layout, _pooling(config, layout))
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    check_repetitions(tokenizer)
     # Checkpoints may lack BERT's pooler, which is not used.
     missing = sorted(key for key in report["missing_keys"] if not key.startswith("pooler."))
     missing += sorted(str(key) for key in report["mismatched_keys"])

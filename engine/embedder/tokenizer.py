@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +9,9 @@ from tokenizers.normalizers import Lowercase
 
 from engine.embedder.layout import Layout
 from engine.errors import ContextTooLong, InvalidRequest
+from engine.text.regex_limit import RegexLimit
 from engine.types.request import EmbeddingInput
+from engine.watchdog import WatchedLock
 
 # Accepted names of each purpose, in order, from sentence-transformers, Cohere, Voyage and NVIDIA.
 _PURPOSES = {
@@ -28,11 +29,15 @@ class EmbeddingTokenizer:
 
     def __init__(self, tokenizer: Any, layout: Layout, *, vocabulary: int, max_length: int) -> None:
         self._tokenizer, self._lowercase = tokenizer, layout.lowercase
-        self._lock = threading.Lock()
+        self._lock = WatchedLock()
         self._prompts, self._default_prompt = dict(layout.prompts), layout.default_prompt
         self._max_token_bytes = max(len(token.encode(errors="surrogatepass")) for token in tokenizer.get_vocab())
         self.max_length, self.vocabulary = max_length, vocabulary
         self._prompt_lengths = {text: self._prompt_length(text) for text in self._prompts.values()}
+
+    def is_stuck(self) -> bool:
+        """Observe the worker threads; whether one has been in the tokenizer for minutes."""
+        return self._lock.is_stuck()
 
     def prompt(self, purpose: str | None) -> str:
         """The prefix of a text for a purpose; None: the default prompt.
@@ -76,7 +81,7 @@ class EmbeddingTokenizer:
         if max_tokens is None and min_tokens > self.max_length:
             raise ContextTooLong(min_tokens, self.max_length, exact=False)
         lower = [Lowercase().normalize_str(text) if self._lowercase else text for text in texts]
-        with self._lock:
+        with self._lock, RegexLimit("input"):
             encoded = self._tokenizer(*lower, truncation=max_tokens is not None, max_length=max_tokens, verbose=False)
         if max_tokens is not None and len(encoded["input_ids"]) > max_tokens:
             raise InvalidRequest(

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerFast
 
+from engine.text.regex_limit import RegexLimit
 from engine.text.vocabulary import VocabularySummary
 
 _REPLACEMENT = "\ufffd"
@@ -57,7 +58,7 @@ class TokenBytes:
 
     def __init__(self, tokenizer: Any, vocabulary: VocabularySummary) -> None:
         self._tokenizer = tokenizer
-        self._decode = _decode_function(tokenizer)
+        self._decode, self._regex_limit = _decode_function(tokenizer), RegexLimit("tokens")
         self._size = vocabulary.size
         self._is_fast = _decodes_in_rust(tokenizer)
         self._byte_level = self._is_fast and _is_byte_level(tokenizer.backend_tokenizer)
@@ -77,7 +78,8 @@ class TokenBytes:
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of tokens, special ones included; invalid ids have no text."""
         if self._is_fast:
-            return self._decode(list(tokens))
+            with self._regex_limit:
+                return self._decode(list(tokens))
         return self._decode([token for token in tokens if 0 <= token < self._size])
 
     def raw_bytes(self, token: int) -> bytes | None:
@@ -89,7 +91,8 @@ class TokenBytes:
     def encode(self, text: str) -> list[int]:
         """The tokens of a text, without special tokens."""
         if self._is_fast:
-            return list(self._tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids)
+            with RegexLimit("prompt"):
+                return list(self._tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids)
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def is_token(self, token: int) -> bool:

@@ -20,6 +20,7 @@ from engine.errors import ContextTooLong, InvalidRequest, Overloaded
 from engine.text.detokenizer import Detokenizer, IncrementalDetokenizer, TokenBytes, detokenize
 from engine.text.fill_in_middle import detect_fill_in_middle
 from engine.text.outline import TEMPLATE_ERRORS, Messages, outline
+from engine.text.regex_limit import RegexLimit
 from engine.text.system_messages import fold_system_messages, has_system_role
 from engine.text.template_process import (
     TemplateJob,
@@ -326,7 +327,7 @@ class Tokenizer:
                 return RenderedPrompt(tuple(tokens), keep, by_token.checkpoints, protected, generation_prompt)
             text = self._render_text(job, messages, options)
             rendered = find(text, lambda part: self._render_text(job, part, partial_options))
-        with self._lock:
+        with self._lock, RegexLimit("messages"):
             encoded = self._tokenizer(text, add_special_tokens=False, verbose=False)
         starts, stops = (_Offsets(encoded.encodings[0], edge) for edge in (0, 1))
         checkpoints = tuple(bisect_right(stops, end) for end in rendered.checkpoints)
@@ -348,14 +349,16 @@ class Tokenizer:
             template, [messages], tools, None, variables, True, False
         )
         text = self._render_text(job, marked, {**variables, "tools": tools})
-        with self._lock:
+        with self._lock, RegexLimit("messages"):
             encoded = self._tokenizer(text, add_special_tokens=False, sanitize_control_tokens=True)
         return list(encoded["input_ids"])
 
     def _encode(self, text: str, *, special: bool) -> list[int]:
         # It calls encode_batch, which releases the GIL; `encode` of the Rust tokenizer would hold it for 4.5 s at 2 M
         # characters (measured).
-        return self._checked_tokens(self._tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
+        with RegexLimit("prompt"):
+            encoded = self._tokenizer(text, add_special_tokens=special, verbose=False)
+        return self._checked_tokens(encoded["input_ids"])
 
     def _checked_tokens(self, tokens: Sequence[int], field: str = "prompt") -> list[int]:
         """The tokens, if each has an embedding row; one without would fail its whole batch. Raises InvalidRequest."""

@@ -8,10 +8,11 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from engine.errors import ModelUnsupported
+from engine.errors import InvalidRequest, ModelUnsupported
 from engine.gguf.container import Metadata, read_metadata
 from engine.gguf.tokenizer import read_tokenizer as read_gguf_tokenizer
 from engine.load.read.checkpoint import READ_ERRORS, Checkpoint, error_line, is_gguf
+from engine.text.regex_limit import RegexLimit, check_repetitions
 from engine.text.template_process import TemplateTooCostly, TemplateUnavailable
 from engine.text.tokenizer import Tokenizer
 from engine.text.variables import syntax_error
@@ -51,10 +52,15 @@ def read_model_tokenizer(
     template  a chat template in place of the model's own
     """
     try:
-        tokenizer = read_tokenizer(checkpoint.path, checkpoint.metadata)
+        # Added tokens are normalised, by a regular expression too.
+        with RegexLimit("prompt"):
+            tokenizer = read_tokenizer(checkpoint.path, checkpoint.metadata)
+        check_repetitions(tokenizer)
         if template is not None:
             tokenizer.chat_template = template
         return Tokenizer(tokenizer, vocabulary_size=vocabulary, context=sys.maxsize)
+    except InvalidRequest as error:
+        raise ModelUnsupported(name, error.reason) from error
     except READ_ERRORS as error:
         raise ModelUnsupported(name, f"its tokenizer cannot be read: {error_line(error)}") from error
     except (TemplateTooCostly, TemplateUnavailable) as error:

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import cache
 from os.path import commonprefix
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -53,6 +54,15 @@ def spaced(mark: str, *, behind: bool = False) -> list[str]:
     """Pieces, some with a mark for a space at the start or the end."""
     marked = [piece + mark if behind else mark + piece for piece in WHOLE]
     return [mark, mark * 2, *WHOLE, *marked] if not behind else [*WHOLE, *marked]
+
+
+def split_before(folder: Path, expression: str) -> None:
+    """Split texts by a regular expression before the pre-tokenizer of the folder's tokenizer."""
+    file = folder / "tokenizer.json"
+    backend = Backend.from_file(str(file))
+    split = pre_tokenizers.Split(Regex(expression), "isolated")
+    backend.pre_tokenizer = pre_tokenizers.Sequence([split, backend.pre_tokenizer])
+    backend.save(str(file))
 
 
 class Letters(PreTrainedTokenizer):
