@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import httpx
 import pytest
@@ -52,12 +52,15 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         embedding_model=str(embedder),
     )
     with serve_in_thread(Engine(settings.engine_config()), settings) as port:
-        with httpx.Client(transport=httpx.HTTPTransport(retries=5)) as waiting:
-            while waiting.get(f"http://127.0.0.1:{port}/ready").status_code != 200:
-                pass
+        with httpx.Client(transport=httpx.HTTPTransport(retries=5), timeout=60) as waiting:
+            deadline = time.monotonic() + 120
+            while (ready := waiting.get(f"http://127.0.0.1:{port}/ready")).status_code != 200:
+                assert time.monotonic() < deadline, ready.text
+                time.sleep(0.05)
         yield f"http://127.0.0.1:{port}"
 
 
+@pytest.mark.slow
 def test_a_text_that_the_tokenizer_cannot_split_is_a_400(address: str) -> None:
     """In every API, while another request generates; nothing of the server is lost."""
     body = {"prompt": "a", "max_tokens": 64, "ignore_eos": True, "stream": True}
