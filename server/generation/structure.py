@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from engine.chat_format.message import AnswerConstraint
-from server.http.errors import invalid_value
+from server.http.errors import invalid_value, missing_parameter
 from server.http.parsing import StrictJsonError, parse
 from server.schemas.common import Generation
-from server.schemas.structure import JsonObjectFormat, JsonSchemaFormat, StructuredOutputs
+from server.schemas.structure import JsonObjectFormat, JsonSchemaFormat, NamedSchema, StructuredOutputs
 from server.schemas.tools import Schema
 
 # Fields with a constraint.
@@ -54,7 +54,13 @@ def _constraints(body: Generation) -> Iterator[tuple[str, AnswerConstraint | Non
 
 def _format(body: Generation) -> tuple[str, AnswerConstraint | None]:
     match body.response_format:
-        case JsonSchemaFormat(json_schema=named):
+        case JsonSchemaFormat(json_schema=None, schema_=None):
+            raise missing_parameter("response_format.json_schema")
+        case JsonSchemaFormat(json_schema=None, schema_=schema):
+            return "response_format", _schema("response_format.schema", schema)
+        case JsonSchemaFormat(schema_=dict()):
+            raise invalid_value("response_format.schema", "'json_schema' has the schema already; give one of them")
+        case JsonSchemaFormat(json_schema=NamedSchema() as named):
             # A name without schema means any JSON object, as in OpenAI's API.
             place = "response_format.json_schema.schema"
             constraint = _schema(place, named.schema_) or AnswerConstraint("json_object")

@@ -39,11 +39,22 @@ def _bias_pairs(value: Any) -> Any:
     return {str(token): -100 if bias is False else bias for token, bias in value}
 
 
+_SAMPLER_LETTERS = {
+    **{"e": "penalties", "d": "dry", "s": "top_n_sigma", "k": "top_k", "y": "typ_p", "p": "top_p", "m": "min_p"},
+    **{"x": "xtc", "t": "temperature", "i": "infill"},
+}
+
+
+def _sampler_names(value: Any) -> Any:
+    """llama.cpp's short form, a letter for each sampler, as names."""
+    return [_SAMPLER_LETTERS.get(letter, letter) for letter in value] if isinstance(value, str) else value
+
+
 class LlamaGeneration(Generation):
     """A request of llama.cpp's server. Accepted without effect: `id_slot`, `n_cache_reuse` and the limits of time.
 
     n_predict        tokens of the answer; -1: up to the context, 0: the prompt is only computed and cached
-    samplers         the samplers in use, in any order; a parameter of another one has no effect
+    samplers         the samplers in use by name or letter, in any order; a parameter of another one has no effect
     response_fields  the fields of the answer, with a slash for inner ones
     """
 
@@ -58,7 +69,10 @@ class LlamaGeneration(Generation):
     ] = None
     n_predict: Annotated[int, Field(ge=-2, le=2**31 - 1)] | None = None
     n_probs: Annotated[int, Field(ge=0, le=20)] | None = None
-    samplers: Annotated[list[Label], Field(max_length=64)] | None = None
+    samplers: Annotated[
+        Annotated[list[Label], Field(max_length=64)] | None,
+        BeforeValidator(_sampler_names, json_schema_input_type=str | list[str] | None),
+    ] = None
     return_tokens: bool | None = None
     response_fields: Annotated[list[Label], Field(max_length=64)] | None = None
     id_slot: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None

@@ -102,6 +102,8 @@ EXTENSIONS: NeutralValues = {
     "n_probs": (0,),
     "no_stop_trim": (False,),
     "reasoning_format": ("auto", "deepseek"),
+    # All samplers of llama.cpp by their letters, in its order of today and of before.
+    "samplers": ("edskypmxt", "edkypmxt"),
     "return_hidden_states": (False,),
     "separate_reasoning": (True,),
     "spaces_between_special_tokens": (True,),
@@ -126,6 +128,7 @@ CUSTOM_CALL: NeutralValues = {
 
 # The same for responses and the parts of their requests.
 RESPONSES: NeutralValues = {
+    **{name: values for name, values in EXTENSIONS.items() if name != "truncation"},
     "access_programs": (),
     "background_options": (),
     "context_management": ([],),

@@ -58,10 +58,11 @@ class NamedSchema(Strict):
 
 
 class JsonSchemaFormat(Strict):
-    """JSON that follows a schema."""
+    """JSON that follows a schema; `schema` in place of `json_schema` is llama.cpp's form."""
 
     type: Literal["json_schema"]
-    json_schema: NamedSchema
+    json_schema: NamedSchema | None = None
+    schema_: Annotated[Schema | None, Field(alias="schema")] = None
 
 
 def _format(value: object) -> str:

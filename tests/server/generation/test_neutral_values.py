@@ -9,12 +9,16 @@ import pytest
 from server.app import create_app
 from tests.server.fakes import FakeEngine, ask, settings
 
-CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-BODIES: dict[str, dict[str, Any]] = {CHAT: {"messages": [{"role": "user", "content": "hi"}]}, TEXT: {"prompt": "hi"}}
+CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+BODIES: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": [{"role": "user", "content": "hi"}]},
+    TEXT: {"prompt": "hi"},
+    RESPONSES: {"input": "hi"},
+}
 both = pytest.mark.parametrize("path", [CHAT, TEXT])
 
 
-@both
+@pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -35,6 +39,7 @@ both = pytest.mark.parametrize("path", [CHAT, TEXT])
 def test_a_value_without_effect_is_accepted(path: str, name: str, value: object) -> None:
     engine = FakeEngine()
     app = create_app(engine, settings())  # type: ignore[arg-type]
+    name = "max_output_tokens" if (path, name) == (RESPONSES, "max_tokens") else name
     answer = ask(app, "POST", path, json_body={**BODIES[path], name: value})
 
     assert (answer.status, answer.json.get("warnings")) == (200, None)

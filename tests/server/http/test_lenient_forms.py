@@ -59,6 +59,33 @@ def test_a_schema_needs_no_name(app: Any) -> None:
     assert ask(app, "POST", CHAT, json_body={"messages": MESSAGES, "response_format": form}).status == 200
 
 
+def test_a_schema_may_stand_beside_its_type() -> None:
+    """As in llama.cpp; the schema is enforced."""
+    engine = FakeEngine()
+    app = create_app(engine, settings())  # type: ignore[arg-type]
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    forms = [{"type": "json_schema", "json_schema": {"schema": schema}}, {"type": "json_schema", "schema": schema}]
+    statuses = [
+        ask(app, "POST", CHAT, json_body={"messages": MESSAGES, "response_format": form}).status for form in forms
+    ]
+
+    assert [200, 200] == statuses
+    assert engine.requests[0].grammar == engine.requests[1].grammar is not None
+
+
+@pytest.mark.parametrize(
+    ("form", "param"),
+    [
+        ({"type": "json_schema"}, "response_format.json_schema"),
+        ({"type": "json_schema", "schema": {}, "json_schema": {"schema": {}}}, "response_format.schema"),
+    ],
+)
+def test_a_format_has_one_schema(app: Any, form: dict[str, Any], param: str) -> None:
+    answer = ask(app, "POST", CHAT, json_body={"messages": MESSAGES, "response_format": form})
+
+    assert (answer.status, answer.json["error"]["param"]) == (400, param)
+
+
 @pytest.mark.parametrize(
     "part",
     [{"type": "input_text", "text": "a"}, {"type": "output_text", "text": "a"}, {"type": "refusal", "refusal": "a"}],

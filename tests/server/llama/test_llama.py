@@ -13,7 +13,8 @@ from engine.types.status import Stats
 from server.app import create_app
 from tests.server.fakes import FakeEngine, ask, finished, settings
 
-# The body of llama.vim and llama.vscode while one types.
+# The bodies of ggml-org/llama.vim (autoload/llama.vim) and ggml-org/llama.vscode (src/llama-server.ts), from their sources.
+# The first one is sent while one types.
 TYPING = {
     "input_prefix": "a\n",
     "input_suffix": "\nz\n",
@@ -30,7 +31,9 @@ TYPING = {
     "t_max_predict_ms": 1500,
     "response_fields": ["content", "timings/prompt_n", "truncated", "tokens_cached", "nothing"],
 }
-# Their body that fills the cache with other files.
+# llama.vscode names fewer fields.
+TYPING_IN_VSCODE = {name: value for name, value in TYPING.items() if name != "response_fields"}
+# llama.vim's body that fills the cache with other files.
 WARMING = {
     "input_prefix": "",
     "input_suffix": "",
@@ -44,6 +47,44 @@ WARMING = {
     "t_max_prompt_ms": 1,
     "t_max_predict_ms": 1,
     "response_fields": [""],
+}
+
+WARMING_IN_VSCODE = {
+    "input_prefix": "",
+    "input_suffix": "",
+    "input_extra": [{"text": "x", "time": 1, "filename": "b.c"}],
+    "prompt": "",
+    "n_predict": 0,
+    "samplers": [],
+    "cache_prompt": True,
+    "t_max_prompt_ms": 500,
+    "t_max_predict_ms": 1,
+}
+# llama.vscode's request to edit a text, to /v1/chat/completions.
+EDITING_IN_VSCODE = {
+    "messages": [{"role": "system", "content": "You are an expert coder."}, {"role": "user", "content": "x"}],
+    "stream": False,
+    "cache_prompt": True,
+    "samplers": "edkypmxt",
+    "temperature": 0.8,
+    "dynatemp_range": 0,
+    "dynatemp_exponent": 1,
+    "top_k": 40,
+    "top_p": 0.95,
+    "min_p": 0.05,
+    "typical_p": 1,
+    "xtc_probability": 0,
+    "xtc_threshold": 0.1,
+    "repeat_last_n": 64,
+    "repeat_penalty": 1,
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "dry_multiplier": 0,
+    "dry_base": 1.75,
+    "dry_allowed_length": 2,
+    "dry_penalty_last_n": -1,
+    "max_tokens": -1,
+    "timings_per_token": False,
 }
 
 
@@ -125,9 +166,39 @@ def test_an_editor_gets_the_gap_filled(engine: FakeEngine) -> None:
     assert (1.0, 0.0, 0.99) == (request.sampling.temperature, request.sampling.min_p, request.sampling.top_p)
 
 
-def test_other_files_are_cached_in_advance(engine: FakeEngine) -> None:
-    assert {} == post(engine, "/infill", WARMING).json
+def test_llama_vscode_gets_the_gap_filled(engine: FakeEngine) -> None:
+    answer = post(engine, "/infill", TYPING_IN_VSCODE).json
+
+    # What it reads of an answer.
+    assert ("Hello world", False) == (answer["content"], answer["truncated"])
+    assert {"prompt_n", "prompt_ms", "prompt_per_second", "predicted_n", "predicted_ms", "predicted_per_second"} <= {
+        *answer["timings"]
+    }
+    assert isinstance(answer["tokens_cached"], int)
+
+
+@pytest.mark.parametrize("body", [WARMING, WARMING_IN_VSCODE], ids=["llama.vim", "llama.vscode"])
+def test_other_files_are_cached_in_advance(engine: FakeEngine, body: dict[str, Any]) -> None:
+    answer = post(engine, "/infill", body)
+
+    assert (200, body is WARMING) == (answer.status, answer.json == {})
     assert [(0, True)] == [(request.max_tokens, request.prefill_only) for request in engine.requests]
+
+
+def test_llama_vscode_gets_a_text_edited(engine: FakeEngine) -> None:
+    answer = post(engine, "/v1/chat/completions", EDITING_IN_VSCODE).json
+
+    assert "Hello world" == answer["choices"][0]["message"]["content"]
+    assert "warnings" not in answer
+
+
+@pytest.mark.parametrize(("samplers", "min_p"), [("kpmt", 0.05), ("kpt", 0.0)])
+def test_samplers_have_letters(engine: FakeEngine, samplers: str, min_p: float) -> None:
+    post(engine, "/completion", {"prompt": "hi", "samplers": samplers})
+
+    assert [(0.8, 40, min_p)] == [
+        (request.sampling.temperature, request.sampling.top_k, request.sampling.min_p) for request in engine.requests
+    ]
 
 
 def test_infill_needs_a_vocabulary_for_it() -> None:
