@@ -136,7 +136,7 @@ def _details(info: ModelInfo) -> dict[str, Any]:
 def _model_info(info: ModelInfo) -> dict[str, Any]:
     return {
         "general.architecture": _family(info),
-        "general.basename": info.name.rstrip("/").rpartition("/")[2],
+        "general.basename": info.name.rstrip("/").rpartition("/")[2].removesuffix(".gguf"),
         "general.parameter_count": info.parameters,
         f"{_family(info)}.context_length": info.context,
         f"{_family(info)}.vocab_size": info.vocabulary,

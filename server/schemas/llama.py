@@ -40,8 +40,16 @@ def _bias_pairs(value: Any) -> Any:
 
 
 _SAMPLER_LETTERS = {
-    **{"e": "penalties", "d": "dry", "s": "top_n_sigma", "k": "top_k", "y": "typ_p", "p": "top_p", "m": "min_p"},
-    **{"x": "xtc", "t": "temperature", "i": "infill"},
+    "e": "penalties",
+    "d": "dry",
+    "s": "top_n_sigma",
+    "k": "top_k",
+    "y": "typ_p",
+    "p": "top_p",
+    "m": "min_p",
+    "x": "xtc",
+    "t": "temperature",
+    "i": "infill",
 }
 
 

@@ -13,8 +13,8 @@ from engine.types.status import Stats
 from server.app import create_app
 from tests.server.fakes import FakeEngine, ask, finished, settings
 
-# The bodies of ggml-org/llama.vim (autoload/llama.vim) and ggml-org/llama.vscode (src/llama-server.ts), from their sources.
-# The first one is sent while one types.
+# From the sources of ggml-org/llama.vim (autoload/llama.vim) and ggml-org/llama.vscode (src/llama-server.ts).
+# The body that is sent while one types.
 TYPING = {
     "input_prefix": "a\n",
     "input_suffix": "\nz\n",

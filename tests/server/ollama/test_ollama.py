@@ -6,6 +6,7 @@ import json
 import struct
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -366,6 +367,13 @@ def test_model_is_listed_and_shown() -> None:
     assert 64 == card["model_info"]["fake.context_length"]
     # Copilot's name of the model.
     assert card["model_info"]["general.basename"] == "model"
+
+
+def test_the_name_of_a_file_is_without_its_ending() -> None:
+    engine = engine_emitting("x")
+    engine.info_value = replace(engine.info_value, name="folder/Model.Q4_1.gguf")
+
+    assert post(engine, "show").json["model_info"]["general.basename"] == "Model.Q4_1"
 
 
 def test_embed() -> None:
