@@ -51,10 +51,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     | {"num_hidden_layers": 4, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128}
     | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True}
     | {"max_position_embeddings": 40_960, "rope_theta": 1_000_000.0, "tie_word_embeddings": False},
-    "deepseek-v2-lite-3-layers": COMMON
+    "deepseek-v2-16-heads-3-layers": COMMON
     | {"model_type": "deepseek_v2", "vocab_size": 102_400, "hidden_size": 2048, "intermediate_size": 10_944}
     | {"num_hidden_layers": 3, "num_attention_heads": 16, "num_key_value_heads": 16, "first_k_dense_replace": 1}
-    | {"kv_lora_rank": 512, "q_lora_rank": None, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
+    | {"kv_lora_rank": 512, "q_lora_rank": 768, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
     | {"n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6, "moe_intermediate_size": 1408}
     | {"n_group": 1, "topk_group": 1, "topk_method": "greedy", "norm_topk_prob": False, "routed_scaling_factor": 1.0}
     | {"max_position_embeddings": 32_768, "tie_word_embeddings": False},

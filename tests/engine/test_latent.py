@@ -13,7 +13,9 @@ import torch
 from engine.kernels import latent, reference
 from engine.kernels.attention_input import AttentionInput
 from engine.load.load import LoadedModel
+from engine.model.model_runner import runners_of
 from engine.model.runner import PackedRunner
+from engine.native.runner import NativeRunner
 from engine.types.request import MlaMode, Request
 from kvcache.forward import Segment
 from kvcache.kv_buffer import FloatKVBuffer, LayerKV
@@ -46,8 +48,10 @@ def test_any_batch_equals_separate_runs(
 
 @pytest.mark.parametrize("mla", ["auto", "absorb", "expand"])
 def test_the_mla_setting_selects_the_kernel(mla: MlaMode, folder: Callable[[str], Path], ways: list[str]) -> None:
-    """A fixed setting applies to segments of any length; "auto" uses both."""
+    """A fixed setting applies to segments of any length; "auto" uses both. The native step absorbs all."""
     model = load_model(folder("deepseek_v3"), "float32", mla=mla)
+    assert isinstance(runners_of(model.runner)[0], NativeRunner) == (mla != "expand")
+    model = replace(model, runner=runners_of(model.runner)[-1])
     ways.clear()
 
     play(core(model, chunk=32), [Job(Request(id="a", prompt=tuple(range(40)), sampling=GREEDY, max_tokens=3))])
