@@ -35,7 +35,7 @@ from engine.load.read.checkpoint import (
     resolve,
 )
 from engine.load.read.configuration import choose_dtype, max_context, read_config
-from engine.load.read.skeleton import install_hooks, install_rope, make_skeleton
+from engine.load.read.skeleton import install_hooks, install_rope, make_skeleton, unread_modalities
 from engine.load.read.tokenizer_files import read_model_tokenizer, read_template
 from engine.load.read.weight_bars import reported_weights
 from engine.load.read.weights import read_model
@@ -181,6 +181,7 @@ def _load(config: EngineConfig, on_phase: Callable[[str], None], reserved_bytes:
         not_native_reason=selection.reason,
         kernel_variants=step_variants() if selection.reason is None else (),
         quantization_estimate=_quantization_estimate(config, model, available, quantised.format),
+        unread_modalities=unread_modalities(model_config),
         default_max_tokens=_default_max_tokens(model),
     )
     ends = _end_tokens(model, tokenizer)

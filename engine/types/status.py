@@ -51,6 +51,7 @@ class ModelInfo:
     not_native_reason        why steps run in torch operations; None: each is one call of the C++ library
     kernel_variants          of the native step and of its products with quantised weights; empty without it
     quantization_estimate    None: the weights are quantised, or cannot be
+    unread_modalities        inputs of the model beside text ("image", "video", "audio"), whose weights are not read
     default_max_tokens       of answers whose request has no limit (max_new_tokens of the generation configuration);
                              None: the context
     """
@@ -72,6 +73,7 @@ class ModelInfo:
     not_native_reason: str | None = None
     kernel_variants: tuple[str, ...] = ()
     quantization_estimate: QuantizationEstimate | None = None
+    unread_modalities: tuple[str, ...] = ()
     default_max_tokens: int | None = None
 
 

@@ -415,6 +415,17 @@ def test_the_start_up_screen_of_the_bundled_model_offers_others() -> None:
     assert "demonstration" not in banner(INFO, memory, DraftingInfo(), Settings(model="someone/model"), url)
 
 
+def test_the_start_up_screen_shows_the_parts_that_are_not_loaded() -> None:
+    """Of a model with images or audio."""
+    multimodal = replace(INFO, unread_modalities=("image", "audio"))
+    url = "http://127.0.0.1:8000"
+
+    assert "text only: its image, audio parts are not loaded" in banner(
+        multimodal, MEMORY, DraftingInfo(), Settings(), url
+    )
+    assert "not loaded" not in banner(INFO, MEMORY, DraftingInfo(), Settings(), url)
+
+
 def test_the_start_up_screen_shows_batch_invariance() -> None:
     """Where logits depend on the batch by rounding, it says so."""
     rounding = replace(INFO, batch_invariant=False)

@@ -121,6 +121,10 @@ def find_runner(name: str, model: Any, traits: ModelTraits) -> PackedRunner | Se
                 name, f"its keys or values do not fit into {traits.kv_dtype}; choose another --kv-dtype"
             )
         return runner
+    if not batches.is_causal():
+        raise ModelUnsupported(
+            name, "tokens of its prompts attend to later ones (as in a prefix LM), so none can be cached"
+        )
     packed, *_, sequential = reasons
     raise ModelUnsupported(
         name, f"it cannot run in packed batches ({packed}), nor one sequence at a time ({sequential})"
@@ -331,6 +335,28 @@ class _CheckBatches:
         logits: Tensor = output.logits[0]
         # A model that ignores logits_to_keep returns every row.
         return logits if logits.shape[0] == len(ends) else logits[rows]
+
+    def is_causal(self) -> bool:
+        """Whether the logits of the unmodified model after part of a prompt do not depend on the tokens after it.
+
+        True for a model with an encoder, without a comparison.
+        """
+        first = self._sequences[0]
+        if self.traits.encoder is not None:
+            return True
+        self.model.set_attn_implementation(default_attention(self.model))
+        length = len(first.prompt) // 2
+        part = _CheckBatches(
+            self.model,
+            self.traits,
+            [
+                _TestSequence(
+                    first.prompt[:length], {**first.inputs, "input_ids": first.inputs["input_ids"][:, :length]}
+                )
+            ],
+        )
+        alone, within_prompt = (batches._logits_alone(0, [length]) for batches in (part, self))
+        return _error(within_prompt, alone) <= _tolerance(self.traits.dtype)
 
     def batched_logits(self, runner: ModelRunner, kv_dtype: torch.dtype) -> list[Tensor]:
         """For each kind of rotary factors and each sequence, the logits [ends, vocabulary] at the ends of its spans."""

@@ -13,16 +13,18 @@ from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
     AutoModelForSeq2SeqLM,
     AutoModelForSpeechSeq2Seq,
 )
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from engine.errors import ModelUnsupported
-from engine.load.read.checkpoint import READ_ERRORS, error_line
+from engine.load.read.checkpoint import error_line
+from engine.load.read.text_part import RUN_ERRORS, text_class
 from engine.model import hooks, recurrence, rope
 from engine.model.encoder import has_encoder
-from engine.model.layers import cached_layers_without_rotation, calibrate
+from engine.model.layers import CalibrationBackend, cached_layers_without_rotation, calibrate
 from engine.model.rope import RopeSwitch
 from engine.quantize.plan import LayerSurvey, QuantizationPlan
 
@@ -46,13 +48,9 @@ def make_skeleton(name: str, config: Any, dtype: torch.dtype) -> Skeleton:
             model = model_class(config).from_config(config, dtype=dtype, attn_implementation="eager")
             model = model.to("meta").eval().requires_grad_(False)
             model.tie_weights()
-        install_rope(name, model)
-        install_hooks(model)
-        model.set_attn_implementation(hooks.ATTENTION_NAME)
-        model.set_experts_implementation(_EXPERTS)
         survey = LayerSurvey(model)
-        calls = calibrate(model, config.get_text_config().vocab_size)
-    except (*READ_ERRORS, NotImplementedError) as error:
+        calls = _run_packed(name, model)
+    except RUN_ERRORS as error:
         raise ModelUnsupported(
             name, f"its layers cannot be found without its weights, as they decide how it runs ({error_line(error)})"
         ) from error
@@ -69,10 +67,43 @@ ALL_EXPERTS_FUNCTIONS.register(_EXPERTS, _experts_shape)
 
 
 def model_class(config: Any) -> Any:
-    """The Auto class of transformers: one with the encoder if the configuration has an encoder."""
+    """The Auto class of transformers: one with the encoder if the configuration has an encoder.
+
+    Of a model with images, video or audio beside its text, a class without the modules that a text does not use.
+    """
     kinds = (AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq, AutoModelForImageTextToText)
     classes = [kind for kind in kinds if has_encoder(config) and type(config) in kind._model_mapping]
-    return classes[0] if classes else AutoModelForCausalLM
+    if classes:
+        return classes[0]
+    whole = _multimodal_class(config)
+    if whole is None:
+        return AutoModelForCausalLM
+    auto = AutoModelForCausalLM if type(config) in AutoModelForCausalLM._model_mapping else whole
+    return text_class(auto, config, lambda model: _run_packed(config.model_type, model))
+
+
+def unread_modalities(config: Any) -> tuple[str, ...]:
+    """The inputs beside text of a model of this configuration whose weights `model_class` leaves out, by name."""
+    whole = None if has_encoder(config) else _multimodal_class(config)
+    if whole is None:
+        return ()
+    inputs = whole._model_mapping[type(config)].input_modalities
+    return tuple(name for name in ((inputs,) if isinstance(inputs, str) else inputs) if name != "text")
+
+
+def _multimodal_class(config: Any) -> Any | None:
+    """The Auto class of a configuration with inputs beside text; None: it has none."""
+    wholes = (AutoModelForImageTextToText, AutoModelForMultimodalLM)
+    return next((kind for kind in wholes if type(config) in kind._model_mapping), None)
+
+
+def _run_packed(name: str, model: Any) -> CalibrationBackend:
+    """The calls of one forward of a model on the meta device."""
+    install_rope(name, model)
+    install_hooks(model)
+    model.set_attn_implementation(hooks.ATTENTION_NAME)
+    model.set_experts_implementation(_EXPERTS)
+    return calibrate(model, model.config.get_text_config().vocab_size)
 
 
 def install_rope(name: str, model: Any) -> RopeSwitch | None:
