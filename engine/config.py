@@ -1,7 +1,7 @@
 """The settings of the engine, declared once: type, default and help text.
 
 The server makes the options of its command line from them, its environment variables, the keys of its configuration
-file and the tables of docs/options.md. A field without `Setting` is no option.
+file and the tables of docs/options.md. A field without `Setting` is not an option.
 """
 
 from __future__ import annotations
