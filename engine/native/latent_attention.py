@@ -44,9 +44,9 @@ def find_latent_attention(
         raise UnsupportedArchitecture("some of its layers share their latents")
     if call.softcap or call.sinks is not None or call.bias is not None:
         raise UnsupportedArchitecture("its latent attention has sinks, or caps or biases its scores")
-    projections = [own for own in events if isinstance(own, TracedLinear) and is_close(inputs, own.input)]
-    others = [own for own in events if isinstance(own, TracedLinear) and not is_close(inputs, own.input)]
-    norms = [own for own in events if isinstance(own, TracedNorm)]
+    projections = [event for event in events if isinstance(event, TracedLinear) and is_close(inputs, event.input)]
+    others = [event for event in events if isinstance(event, TracedLinear) and not is_close(inputs, event.input)]
+    norms = [event for event in events if isinstance(event, TracedNorm)]
     if len(others) > 1 or len(norms) != len(others) + 1:
         raise UnsupportedArchitecture(UNSUPPORTED)
     latent_width, rotation = projection.latent_width, layer.spec.rotation or Rotation()
@@ -64,7 +64,7 @@ def find_latent_attention(
         ):
             return LatentAttentionSpec(
                 norm=norm_before,
-                projections=tuple(own.linear for own in projections),
+                projections=tuple(event.linear for event in projections),
                 cells=cells,
                 query_norm=query_norm,
                 query_expansion=others[0].linear if others else None,
@@ -86,11 +86,11 @@ def _find_latents(
 ) -> tuple[HeadColumns, Norm]:
     """The columns of latents [rows, width] before their norm, and the norm."""
     width = latents.shape[1]
-    for own, (matrix, linear) in itertools.product(norms, enumerate(projections)):
+    for traced, (matrix, linear) in itertools.product(norms, enumerate(projections)):
         for offset in {0, linear.output.shape[1] - width}:
             before = linear.output[:, offset : offset + width]
-            if offset >= 0 and is_close(before, own.input) and is_close(own.output, latents):
-                return HeadColumns(matrix, offset, width, 1, width), own.norm
+            if offset >= 0 and is_close(before, traced.input) and is_close(traced.output, latents):
+                return HeadColumns(matrix, offset, width, 1, width), traced.norm
     raise UnsupportedArchitecture(UNSUPPORTED)
 
 
@@ -109,9 +109,9 @@ def _find_queries(
         columns = HeadColumns(matrix, 0, width, heads, width)
         if not expansions and linear.output.shape[1] == heads * width:
             return columns, NO_NORM
-        for own in norms if expansions else ():
-            if is_close(linear.output, own.input) and is_close(own.output, expansions[0].input):
-                return columns, own.norm
+        for traced in norms if expansions else ():
+            if is_close(linear.output, traced.input) and is_close(traced.output, expansions[0].input):
+                return columns, traced.norm
     raise UnsupportedArchitecture(UNSUPPORTED)
 
 
@@ -144,9 +144,8 @@ def _matrices(weights: Tensor, *, transposed: bool = False) -> tuple[Linear, ...
     """The matrix of each head [outputs, columns] in the model's dtype, from [heads, outputs, columns]."""
     # Float32Mode converts weights.
     with torch._C.DisableTorchFunction():
-        return tuple(
-            Linear((own.T if transposed else own).clone(memory_format=torch.contiguous_format)) for own in weights
-        )
+        matrices = weights.mT if transposed else weights
+        return tuple(Linear(matrix.clone(memory_format=torch.contiguous_format)) for matrix in matrices)
 
 
 def _packed(matrices: Sequence[PackedMatrix]) -> tuple[Linear, ...]:
