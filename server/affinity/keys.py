@@ -63,7 +63,7 @@ def request_keys(body: Mapping[str, Any], *, session: str = "", owner: str = "")
     conversation = ""
     for message in _messages(body):
         if not conversation and isinstance(message, dict) and message.get("role") == "user":
-            # A prompt_cache_key names a conversation, or all of an application: the first message counts beside it.
+            # A prompt_cache_key names a conversation, or all of an application: the first message counts, too.
             beginning = "\0".join((str(body.get("prompt_cache_key")), *islice(texts(message.get("content")), PARTS)))
             conversation = session_key(f"{hasher.digest()}{beginning[:LONGEST_PREFIX]}", owner)
         hasher.add_all(texts(message))
@@ -97,9 +97,9 @@ def _messages(body: Mapping[str, Any]) -> Iterator[object]:
 
 
 def _named_session(body: Mapping[str, Any]) -> str:
-    found = (body.get(name) for name in SESSIONS)
+    values = (body.get(name) for name in SESSIONS)
     # The responses API has a conversation as an ID or as an object with one.
-    names = (value.get("id") if isinstance(value, dict) else value for value in found)
+    names = (value.get("id") if isinstance(value, dict) else value for value in values)
     return next((name for name in names if isinstance(name, str) and name), "")
 
 

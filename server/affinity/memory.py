@@ -23,15 +23,15 @@ class PrefixMemory:
 
     def add(self, replica: str, keys: Iterable[str]) -> None:
         """Record that a replica has keys."""
-        own = self._keys.setdefault(replica, OrderedDict())
+        replica_keys = self._keys.setdefault(replica, OrderedDict())
         for key in keys:
-            if key in own:
-                own.move_to_end(key)
+            if key in replica_keys:
+                replica_keys.move_to_end(key)
             else:
-                own[key] = None
+                replica_keys[key] = None
                 self._holders.setdefault(key, []).append(replica)
-        while len(own) > self._limit:
-            self._drop(replica, own.popitem(last=False)[0])
+        while len(replica_keys) > self._limit:
+            self._drop(replica, replica_keys.popitem(last=False)[0])
 
     def move(self, replica: str, key: str) -> None:
         """Record that a replica has a key, and that no other one has it."""
@@ -46,7 +46,7 @@ class PrefixMemory:
             self._drop(replica, key)
 
     def __len__(self) -> int:
-        return sum(len(own) for own in self._keys.values())
+        return sum(len(replica_keys) for replica_keys in self._keys.values())
 
     def _drop(self, replica: str, key: str) -> None:
         holders = self._holders[key]

@@ -37,11 +37,11 @@ class HashRing:
     def walk(self, key: str) -> Iterator[str]:
         """The replicas in the order of their distance from a key, each once; O(log n) for the first."""
         start = bisect_right(self._positions, position(key))
-        found: set[str] = set()
+        owners: set[str] = set()
         for index in range(start, start + len(self._owners)):
             owner = self._owners[index % len(self._owners)]
-            if owner not in found:
-                found.add(owner)
+            if owner not in owners:
+                owners.add(owner)
                 yield owner
 
 

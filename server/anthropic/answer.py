@@ -96,7 +96,7 @@ class _EventEncoder:
     def encode(self, choice: int, event: Event) -> bytes:
         """Encode Anthropic's events for an engine event."""
         parsed = self._parser.parse(event)
-        return b"".join([named_frame(body) for each in parsed for body in self._answer.events(each, self._blocks)])
+        return b"".join([named_frame(body) for part in parsed for body in self._answer.events(part, self._blocks)])
 
     async def close(self) -> bytes:
         """The last event."""

@@ -53,7 +53,7 @@ class BatchRun:
 
     client          sends requests to the app
     max_line_bytes  of a request
-    blocking_bytes  of other files, beside which the results had no space
+    blocking_bytes  of other files, which left no space for the results
     """
 
     stored: StoredBatch

@@ -1,4 +1,4 @@
-"""The service behind /v1/files and /v1/batches."""
+"""The service of /v1/files and /v1/batches."""
 
 from __future__ import annotations
 
@@ -97,15 +97,15 @@ class BatchService:
     async def add_file(
         self, content: AsyncIterator[bytes], owner: str, name: str, seconds: Callable[[], int | None]
     ) -> FileBody:
-        """Store an uploaded file; `seconds` is called behind the content, and returns the time until it expires."""
+        """Store an uploaded file; `seconds` is called after the content, and returns the time until it expires."""
         self._check_stored()
         await self._check_file_count(owner)
         now = int(time.time())
         file = StoredFile(f"file-{uuid.uuid4().hex}", owner, PURPOSE, name[:MAX_NAME], now)
 
         def expires() -> int | None:
-            found = seconds()
-            return None if found is None else now + found
+            lifetime = seconds()
+            return None if lifetime is None else now + lifetime
 
         try:
             return _file_body(await self._files.create(file, content, expires))
@@ -173,8 +173,8 @@ class BatchService:
         batches = await self._batches.page(owner, limit + 1, after)
         if batches is None:
             raise no_such_item()
-        found = first_page(batches, [stored.id for stored in batches], limit)
-        return {**found, "data": [await self._body(stored) for stored in found["data"]]}
+        body = first_page(batches, [stored.id for stored in batches], limit)
+        return {**body, "data": [await self._body(stored) for stored in body["data"]]}
 
     async def cancel(self, id: str, owner: str) -> BatchBody:
         """End a batch; requests that run are cancelled, results are kept."""

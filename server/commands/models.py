@@ -46,26 +46,26 @@ def remove_model(name: str, *, confirmed: bool) -> int:
     """Remove a model from the cache, after a question on a terminal; the exit code."""
     messages = Console(stderr=True, highlight=False)
     try:
-        found = find_cached(name)
+        revisions = find_cached(name)
     except ModelKept as error:
         messages.print(Text(f"cellar: {error}"), soft_wrap=True)
         return EXIT_FAILED
-    if not found:
-        known = ", ".join(dict.fromkeys(each.id for each in cached_models()))
+    if not revisions:
+        known = ", ".join(dict.fromkeys(revision.id for revision in cached_models()))
         others = f"has no model {name}, only {known}" if known else "is empty"
         messages.print(Text(f"cellar: the cache {others}"), soft_wrap=True)
         return EXIT_FAILED
-    size = format_file_size(sum(each.size_bytes for each in found))
+    size = format_file_size(sum(revision.size_bytes for revision in revisions))
     if not confirmed:
         if not sys.stdin.isatty():
             messages.print("cellar: nothing is removed without --yes or a terminal", soft_wrap=True)
             return EXIT_USAGE
-        messages.print(Text(f"Remove {name} ({len(found)} revisions, up to {size})? [y/N] "), end="")
+        messages.print(Text(f"Remove {name} ({len(revisions)} revisions, up to {size})? [y/N] "), end="")
         if sys.stdin.readline().strip().lower() not in ("y", "yes"):
             messages.print("cellar: nothing is removed")
             return EXIT_KEPT
     try:
-        freed = remove_revisions(found)
+        freed = remove_revisions(revisions)
     except ModelKept as error:
         messages.print(Text(f"cellar: {error}"), soft_wrap=True)
         return EXIT_FAILED

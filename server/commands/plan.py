@@ -86,7 +86,7 @@ def _lines(planned: ModelPlan) -> Iterator[tuple[str, str]]:
 
 
 def _draft_text(draft: ModelPlan) -> str:
-    """The memory of the draft model, which is beside the total of the model."""
+    """The memory of the draft model, which the total of the model does not include."""
     if draft.memory is None or draft.total_bytes is None:
         return f"{draft.model} does not fit"
     parts = {"weights": draft.memory.weights_bytes, "cache": draft.memory.cache_bytes}
@@ -108,7 +108,7 @@ def _table(planned: ModelPlan) -> Table:
     for slots in sorted({entry.slots for entry in planned.table}):
         table.add_column("1 slot" if slots == 1 else f"{slots} slots", justify="right")
     for context in sorted({entry.context for entry in planned.table}):
-        entries = sorted((entry for entry in planned.table if entry.context == context), key=lambda each: each.slots)
+        entries = sorted((entry for entry in planned.table if entry.context == context), key=lambda entry: entry.slots)
         table.add_row(
             f"{context}", *(f"{format_size(entry.total_bytes)}{' ' if entry.fits else '*'}" for entry in entries)
         )

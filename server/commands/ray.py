@@ -71,16 +71,16 @@ def _serve(options: RayOptions, settings: Settings) -> int:
     from server.replicas import cluster
 
     low, high = options.bounds
-    own = cluster.shared(settings, high) if options.cluster is None else settings
+    shared = cluster.shared(settings, high) if options.cluster is None else settings
     earlier = deployed = None
     try:
         print_line(f"cellar: Ray {'starts' if options.cluster is None else f'at {options.cluster}'}")
-        cluster.start(own, high, options.cluster)
+        cluster.start(shared, high, options.cluster)
         _interrupt_by_signals()
         earlier = cluster.owner()
-        cluster.open_port(own)
+        cluster.open_port(shared)
         print_line(f"cellar: {low} replica{'' if low == 1 else 's'} load the model")
-        deployed = cluster.deploy(own, (low, high), on_wait=partial(_show_load, low))
+        deployed = cluster.deploy(shared, (low, high), on_wait=partial(_show_load, low))
         print_line(f"Cellar serves {', '.join(settings.model_names)} on Ray, replicas: {options.replicas}")
         print_line(f"  API        http://{settings.host}:{settings.port}/v1")
         _watch(cluster.running, lambda: cluster.owner() in (deployed, None))

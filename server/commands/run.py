@@ -70,7 +70,7 @@ def _fail(messages: Console, text: str, code: int) -> int:
 
 
 def read_prompt(prompt: str | None) -> str:
-    """The prompt and the text from a pipe behind it. Raises PromptError."""
+    """The prompt and the text from a pipe after it. Raises PromptError."""
     try:
         piped = "" if sys.stdin is None or sys.stdin.isatty() else sys.stdin.buffer.read().decode()
     except UnicodeDecodeError as error:

@@ -27,6 +27,6 @@ def _explanation(error: CycloptsError) -> str | None:
         return None if remedy is None else f"Unknown option: {flag}. {remedy}"
     if isinstance(error, UnknownCommandError | UnusedCliTokensError) and error.unused_tokens:
         name = error.unused_tokens[0]
-        own = command_remedy(name)
-        return None if own is None else f'Unknown command "{name}". Did you mean "{own}"?'
+        remedy = command_remedy(name)
+        return None if remedy is None else f'Unknown command "{name}". Did you mean "{remedy}"?'
     return None

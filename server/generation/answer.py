@@ -55,20 +55,20 @@ async def _respond(opening: AbstractAsyncContextManager[ChoiceEvents], writer: A
 
 async def cancel_on_disconnect(http: HttpRequest, work: Coroutine[None, None, Response]) -> Response:
     """The response of `work`, which is cancelled when the client disconnects."""
-    own, disconnect = asyncio.current_task(), asyncio.create_task(_disconnected(http))
-    assert own is not None, "requests run in tasks"
+    current, disconnect = asyncio.current_task(), asyncio.create_task(_disconnected(http))
+    assert current is not None, "requests run in tasks"
     working = True
 
     def stop(task: asyncio.Task[None]) -> None:
         if working and not task.cancelled():
-            own.cancel()
+            current.cancel()
 
     disconnect.add_done_callback(stop)
     try:
         return await work
     except asyncio.CancelledError:
         # The task may also be cancelled by a shutdown.
-        if not disconnect.done() or own.uncancel():
+        if not disconnect.done() or current.uncancel():
             raise
         return Response(status_code=CLIENT_CLOSED)
     finally:

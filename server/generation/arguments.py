@@ -15,10 +15,10 @@ def read_arguments(text: str) -> dict[str, object]:
     range of a float become the largest float.
     """
     try:
-        found = from_json(text, allow_partial=True)
+        arguments = from_json(text, allow_partial=True)
     except ValueError:
         return {}
-    return json.loads(json.dumps(found), parse_constant=_largest) if isinstance(found, dict) else {}
+    return json.loads(json.dumps(arguments), parse_constant=_largest) if isinstance(arguments, dict) else {}
 
 
 def _largest(name: str) -> float:

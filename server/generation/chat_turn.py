@@ -54,16 +54,18 @@ class MessageLocator:
         return await anyio.to_thread.run_sync(self._message, token)
 
     def _message(self, token: int) -> int | None:
-        behind = bisect_right(range(len(self.messages)), token, key=self._start)
-        return behind - 1 if behind else None
+        following = bisect_right(range(len(self.messages)), token, key=self._start)
+        return following - 1 if following else None
 
-    def _start(self, at: int) -> int:
+    def _start(self, index: int) -> int:
         """The first token of a message's text."""
-        content = str(self.messages[at]["content"])
-        changed = {**self.messages[at], "content": ("+" if content.startswith("-") else "-") + content}
-        other = self.render([*self.messages[:at], changed, *self.messages[at + 1 :]])
+        content = str(self.messages[index]["content"])
+        changed = {**self.messages[index], "content": ("+" if content.startswith("-") else "-") + content}
+        other = self.render([*self.messages[:index], changed, *self.messages[index + 1 :]])
         pairs = zip(self.prompt, other, strict=False)
-        return next((place for place, (one, two) in enumerate(pairs) if one != two), len(self.prompt))
+        return next(
+            (place for place, (token, changed_token) in enumerate(pairs) if token != changed_token), len(self.prompt)
+        )
 
 
 @dataclass(frozen=True, slots=True)

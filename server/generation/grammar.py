@@ -89,11 +89,11 @@ def _build_grammar(
 
 def _unsupported_tool(chat_format: ChatFormat, tool_set: ToolSet, generation_prompt: str) -> str:
     """Field of the first custom tool with a grammar that the chat format does not support."""
-    for at, tool in enumerate(tool_set.tools):
+    for index, tool in enumerate(tool_set.tools):
         try:
             chat_format.grammar((tool,), ToolChoice("required", (tool.name,)), None, generation_prompt)
         except InvalidRequest:
-            return f"{tool_path(at, tool, legacy=tool_set.legacy)}.format"
+            return f"{tool_path(index, tool, legacy=tool_set.legacy)}.format"
     return "tools"
 
 
@@ -113,14 +113,14 @@ def _lenient_tools(
 ) -> tuple[tuple[Tool, ...], tuple[str, ...]]:
     """Tools without the schemas that cannot be enforced, and a warning for each; InvalidRequest for strict tools."""
     tools, warnings = list(tool_set.tools), []
-    for at, tool in enumerate(tools):
+    for index, tool in enumerate(tools):
         tool_grammar = chat_format.grammar((tool,), ToolChoice("required", (tool.name,)), None, generation_prompt)
         part = "parameters" if tool.kind == "function" else "format"
-        field = f"{tool_path(at, tool, legacy=tool_set.legacy)}.{part}"
+        field = f"{tool_path(index, tool, legacy=tool_set.legacy)}.{part}"
         reason = None if tool_grammar is None else _compile_error(service, tool_grammar, field)
         if reason is not None and tool.strict:
             raise InvalidRequest(field, reason)
         if reason is not None:
-            tools[at] = replace(tool, parameters=json.dumps(ANY_OBJECT))
+            tools[index] = replace(tool, parameters=json.dumps(ANY_OBJECT))
             warnings.append(PARTIALLY_ENFORCED.format(field, reason))
     return tuple(tools), tuple(warnings)

@@ -18,7 +18,7 @@ IMPOSSIBLE = -9999.0
 
 @dataclass(frozen=True, slots=True)
 class LogprobFormat:
-    """Number of top tokens beside the sampled one, and whether tokens are named by their ids.
+    """Number of top tokens besides the sampled one, and whether tokens are named by their ids.
 
     omitted_bytes  of tokens that the text leaves out: null, or none
 

@@ -49,24 +49,24 @@ def tool_set(body: ChatRequest) -> ToolSet:
     if body.functions and body.tools:
         raise invalid_value("functions", "it is the older name of 'tools'; give one of them")
     if body.functions:
-        tools = _tools([(f"functions[{at}]", function) for at, function in enumerate(body.functions)])
+        tools = _tools([(f"functions[{index}]", function) for index, function in enumerate(body.functions)])
         choice = _legacy_choice(body, tools)
     else:
-        tools = _tools([_defined(at, tool) for at, tool in enumerate(body.tools or ())])
+        tools = _tools([_defined(index, tool) for index, tool in enumerate(body.tools or ())])
         choice = _choice(body, tools)
     # Tools are not rendered with mode "none": the model cannot call them.
     return ToolSet(() if choice.mode == "none" else tools, choice, legacy=bool(body.functions))
 
 
-def tool_path(at: int, tool: Tool, *, legacy: bool) -> str:
+def tool_path(index: int, tool: Tool, *, legacy: bool) -> str:
     """Path of tool number `at` in a body."""
-    return f"functions[{at}]" if legacy else f"tools[{at}].{tool.kind}"
+    return f"functions[{index}]" if legacy else f"tools[{index}].{tool.kind}"
 
 
-def _defined(at: int, tool: ToolDefinition) -> tuple[str, Definition]:
+def _defined(index: int, tool: ToolDefinition) -> tuple[str, Definition]:
     if isinstance(tool, CustomTool):
-        return f"tools[{at}].custom", tool.custom
-    return f"tools[{at}].function", tool.function
+        return f"tools[{index}].custom", tool.custom
+    return f"tools[{index}].function", tool.function
 
 
 def _tools(definitions: Sequence[tuple[str, Definition]]) -> tuple[Tool, ...]:
@@ -137,11 +137,11 @@ def _legacy_choice(body: ChatRequest, tools: Sequence[Tool]) -> ToolChoice:
 def _check_names(chosen: Sequence[NamedChoice], tools: Sequence[Tool], place: str) -> tuple[str, ...]:
     """The chosen names; `place`: their path in the body."""
     known = {(tool.kind, tool.name) for tool in tools}
-    found = [(choice.type, _named(choice).name) for choice in chosen]
-    for at, (kind, name) in enumerate(found):
+    names = [(choice.type, _named(choice).name) for choice in chosen]
+    for index, (kind, name) in enumerate(names):
         if (kind, name) not in known:
-            raise invalid_value(f"{place.format(at)}.{kind}.name", "there is no tool of this name")
-    return tuple(dict.fromkeys(name for _, name in found))
+            raise invalid_value(f"{place.format(index)}.{kind}.name", "there is no tool of this name")
+    return tuple(dict.fromkeys(name for _, name in names))
 
 
 def _named(choice: NamedChoice) -> ToolName:

@@ -80,7 +80,7 @@ class ApiKeys:
 class AuthMiddleware:
     """ASGI middleware: answers 401 to requests without a valid key. Without keys it accepts every request.
 
-    open_paths  that need no key, beside OPEN_PATHS
+    open_paths  that need no key, besides OPEN_PATHS
     """
 
     def __init__(self, app: ASGIApp, keys: ApiKeys, open_paths: Collection[str] = ()) -> None:
@@ -143,7 +143,7 @@ def _organisation_id(name: str) -> str:
 
 
 def _owner_id(owner: bytes) -> str:
-    # A prefix of the digest: it is stored beside the owner's data.
+    # A prefix of the digest: it is stored with the owner's data.
     return _digest(owner).hex()[:16]
 
 

@@ -28,11 +28,11 @@ def exceeded_limit(text: str) -> str | None:
     if opened <= MAX_DEPTH and opened + text.count('"') <= MAX_NODES and not counting:
         return None
     depth = nodes = separators = position = 0
-    while (found := _next_structural(text, position)) >= 0:
+    while (structural := _next_structural(text, position)) >= 0:
         if counting:
             # Commas inside strings do not count.
-            separators += text.count(",", position, found)
-        position, character = found + 1, text[found]
+            separators += text.count(",", position, structural)
+        position, character = structural + 1, text[structural]
         if character in "]}":
             depth -= 1
             continue
@@ -63,7 +63,7 @@ def _next_structural(text: str, position: int) -> int:
 
 
 def _string_end(text: str, position: int) -> int:
-    """The position behind the closing quote of a string with its first character at `position`."""
+    """The position after the closing quote of a string with its first character at `position`."""
     quote = text.find('"', position)
     if quote < 0:
         return len(text)

@@ -72,16 +72,16 @@ def left_out_warnings(body: object, context: IgnoredFields) -> Iterator[str]:
 
 def _paths_of(body: object, identities: set[int]) -> dict[int, tuple[Step, ...]]:
     """The paths of objects in a body, by their identities."""
-    found: dict[int, tuple[Step, ...]] = {}
+    paths: dict[int, tuple[Step, ...]] = {}
     pending: list[tuple[object, tuple[Step, ...]]] = [(body, ())]
-    while pending and len(found) < len(identities):
+    while pending and len(paths) < len(identities):
         value, path = pending.pop()
         if id(value) in identities:
-            found[id(value)] = path
+            paths[id(value)] = path
         inner: Sequence[tuple[Step, object]] = ()
         if isinstance(value, dict):
             inner = list(value.items())
         elif isinstance(value, list):
             inner = list(enumerate(value))
         pending.extend((item, (*path, step)) for step, item in inner if isinstance(item, dict | list))
-    return found
+    return paths

@@ -34,12 +34,12 @@ def page(
 
 def first_page(items: Sequence[Item], ids: Sequence[str], limit: int) -> Page[Item]:
     """The first `limit` items."""
-    found = ids[:limit]
+    page_ids = ids[:limit]
     return Page(
         object="list",
         data=list(items[:limit]),
-        first_id=found[0] if found else None,
-        last_id=found[-1] if found else None,
+        first_id=page_ids[0] if page_ids else None,
+        last_id=page_ids[-1] if page_ids else None,
         has_more=limit < len(items),
     )
 

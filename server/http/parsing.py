@@ -141,7 +141,7 @@ def validated(model: type[Model], value: object, context: object = None) -> Mode
     try:
         return model.model_validate(value, context=context)
     except ValidationError as error:
-        errors = [{**each, "loc": ("body", *each["loc"])} for each in error.errors(include_url=False)]
+        errors = [{**details, "loc": ("body", *details["loc"])} for details in error.errors(include_url=False)]
         raise first_error(errors, value) from error
 
 

@@ -1,6 +1,6 @@
 """HTTP/1.1, strictly: uvicorn's h11 protocol with deadlines and without ambiguous forms.
 
-h11 accepts Content-Length beside Transfer-Encoding (request smuggling), folded headers, bare line feeds and any number
+h11 accepts Content-Length with Transfer-Encoding (request smuggling), folded headers, bare line feeds and any number
 of headers, and uvicorn waits without limit for the rest of a request. All of them get an error envelope and a closed
 connection here. A blocked send has a deadline, too.
 """

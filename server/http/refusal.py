@@ -1,7 +1,7 @@
 """Refusals of a full queue from the bytes of a connection: no HTTP parser, task or middleware runs for them.
 
 An overloaded server spends most of its refusals' time there (benchmarks/serving/overload.py). Only usual requests
-are refused here, by their head: many clients send the body in a segment of its own. All others pass the middleware,
+are refused here, by their head: many clients send the body in a separate segment. All others pass the middleware,
 whose response is the same (admission.py).
 """
 

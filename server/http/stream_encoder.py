@@ -33,7 +33,7 @@ class StreamEncoder(Protocol):
         """The bytes of an event; often none."""
 
     async def close(self) -> bytes:
-        """The bytes behind the last event."""
+        """The bytes after the last event."""
 
 
 async def encode_stream(

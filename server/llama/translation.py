@@ -107,8 +107,11 @@ async def _prepared(
 
 def _settings(body: LlamaGeneration) -> dict[str, Any]:
     """The parameters in effect, by the names of a completion request."""
-    given = {name: getattr(body, name) for name in body.model_fields_set if getattr(body, name) is not None}
-    settings = {**DEFAULTS, **{name: value for name, value in given.items() if name not in (*_OWN_FIELDS, "prompt")}}
+    arguments = {name: getattr(body, name) for name in body.model_fields_set if getattr(body, name) is not None}
+    settings = {
+        **DEFAULTS,
+        **{name: value for name, value in arguments.items() if name not in (*_OWN_FIELDS, "prompt")},
+    }
     settings = {name: value for name, value in settings.items() if name in CompletionRequest.model_fields}
     if settings.get("seed", 0) < 0:
         # llama.cpp's -1: a random one.

@@ -86,10 +86,10 @@ def _drafts(counts: Sequence[DraftCounts]) -> Iterator[Metric]:
     labels = ("drafter", "position")
     drafted = CounterMetricFamily("cellar_draft_tokens", "Draft tokens.", labels=labels)
     accepted = CounterMetricFamily("cellar_draft_accepted_tokens", "Accepted draft tokens.", labels=labels)
-    for each in counts:
-        for position, (offered, right) in enumerate(zip(each.drafted, each.accepted, strict=True), start=1):
-            drafted.add_metric((each.kind, str(position)), offered)
-            accepted.add_metric((each.kind, str(position)), right)
+    for drafter in counts:
+        for position, (offered, right) in enumerate(zip(drafter.drafted, drafter.accepted, strict=True), start=1):
+            drafted.add_metric((drafter.kind, str(position)), offered)
+            accepted.add_metric((drafter.kind, str(position)), right)
     yield from (drafted, accepted)
 
 

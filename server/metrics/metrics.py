@@ -77,18 +77,18 @@ class Metrics:
         return generate_latest(self.registry)
 
     def _vllm_names(self) -> dict[str, Histogram]:
-        own = self._histograms
+        histograms = self._histograms
         return {
-            "vllm:time_to_first_token_seconds": own.first_token,
-            "vllm:inter_token_latency_seconds": own.inter_token,
+            "vllm:time_to_first_token_seconds": histograms.first_token,
+            "vllm:inter_token_latency_seconds": histograms.inter_token,
             "vllm:e2e_request_latency_seconds": self._total,
-            "vllm:request_queue_time_seconds": own.queue,
-            "vllm:request_prefill_time_seconds": own.prefill,
-            "vllm:request_decode_time_seconds": own.decode,
-            "vllm:request_prompt_tokens": own.prompt_tokens,
-            "vllm:request_generation_tokens": own.generated_tokens,
-            # Of the sequences of a request: here each choice is a request of its own.
-            "vllm:request_max_num_generation_tokens": own.generated_tokens,
+            "vllm:request_queue_time_seconds": histograms.queue,
+            "vllm:request_prefill_time_seconds": histograms.prefill,
+            "vllm:request_decode_time_seconds": histograms.decode,
+            "vllm:request_prompt_tokens": histograms.prompt_tokens,
+            "vllm:request_generation_tokens": histograms.generated_tokens,
+            # Of the sequences of a request: here each choice is a separate request.
+            "vllm:request_max_num_generation_tokens": histograms.generated_tokens,
         }
 
     def _counter(self, name: str, text: str, labels: tuple[str, ...]) -> Counter:

@@ -79,7 +79,7 @@ class GenerationTraces:
         self._provider.shutdown()
 
     def _attributes(self, timer: GenerationTimer, operation: str, end: float) -> dict[str, Any]:
-        found: dict[str, Any] = {
+        attributes: dict[str, Any] = {
             "gen_ai.operation.name": operation,
             "gen_ai.provider.name": "cellar",
             "gen_ai.request.model": self._model,
@@ -87,14 +87,14 @@ class GenerationTraces:
         }
         if isinstance(timer.finished, Finished):
             usage = timer.finished.usage
-            found |= {
+            attributes |= {
                 "gen_ai.usage.input_tokens": usage.prompt_tokens,
                 "gen_ai.usage.cache_read.input_tokens": usage.cached_tokens,
                 "gen_ai.usage.output_tokens": usage.completion_tokens,
             }
         if timer.first_token_at is not None:
-            found["gen_ai.response.time_to_first_chunk"] = timer.first_token_at - timer.started
-        return found
+            attributes["gen_ai.response.time_to_first_chunk"] = timer.first_token_at - timer.started
+        return attributes
 
 
 def make_traces(url: str, model: str, version: str) -> GenerationTraces:
@@ -120,5 +120,5 @@ def _parts(timer: GenerationTimer, end: float) -> Iterator[tuple[str, float, flo
         yield "decode", first_token_at, end
 
 
-def _nanoseconds(at: float, offset: int) -> int:
-    return int(at * 1e9) + offset
+def _nanoseconds(seconds: float, offset: int) -> int:
+    return int(seconds * 1e9) + offset

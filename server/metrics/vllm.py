@@ -71,8 +71,8 @@ def _engine_numbers(stats: Stats) -> Iterator[Metric]:
 
 def _drafts(counts: Sequence[DraftCounts]) -> Iterator[Metric]:
     """Draft tokens of all drafters together."""
-    drafted = [sum(column) for column in zip_longest(*(each.drafted for each in counts), fillvalue=0)]
-    accepted = [sum(column) for column in zip_longest(*(each.accepted for each in counts), fillvalue=0)]
+    drafted = [sum(column) for column in zip_longest(*(drafter.drafted for drafter in counts), fillvalue=0)]
+    accepted = [sum(column) for column in zip_longest(*(drafter.accepted for drafter in counts), fillvalue=0)]
     # Each draft has a first position.
     yield _counter("spec_decode_num_drafts", "Drafts.", drafted[0] if drafted else 0)
     yield _counter("spec_decode_num_draft_tokens", "Draft tokens.", sum(drafted))

@@ -13,14 +13,14 @@ from server.service import Service
 
 def remove_cached(service: Service, name: str) -> None:
     """Delete `organisation/model` or `organisation/model@revision`; ApiError for others. For a worker thread."""
-    id, at, revision = name.partition("@")
+    id, separator, revision = name.partition("@")
     model = hub_name(id)
     if ":" in model:
         raise invalid_value("model", "all files of a repository are deleted together; leave out the tag")
     try:
-        if not (found := find_cached(f"{model}{at}{revision}")):
+        if not (revisions := find_cached(f"{model}{separator}{revision}")):
             raise ApiError(MODEL_NOT_FOUND, f"The cache of this server has no model '{name[:128]}'.", param="model")
-        remove_revisions(found, [*_loaded(service)])
+        remove_revisions(revisions, [*_loaded(service)])
     except ModelKept as error:
         raise invalid_value("model", error.reason) from error
 

@@ -182,7 +182,7 @@ class OllamaAnswer:
         if thinking:
             message["thinking"] = thinking
         if calls:
-            message["tool_calls"] = [_tool_call(at, call) for at, call in enumerate(calls)]
+            message["tool_calls"] = [_tool_call(index, call) for index, call in enumerate(calls)]
         return line
 
 
@@ -192,7 +192,7 @@ class _LineEncoder:
 
     def encode(self, choice: int, event: Event) -> bytes:
         """Encode the lines of an event."""
-        return b"".join([json_line(each) for parsed in self._parser.parse(event) for each in self._lines(parsed)])
+        return b"".join([json_line(line) for parsed in self._parser.parse(event) for line in self._lines(parsed)])
 
     async def close(self) -> bytes:
         return b""
@@ -220,9 +220,9 @@ def _joined(deltas: Sequence[AnswerDelta], kind: type[TextDelta | ReasoningDelta
     return "".join(delta.text for delta in deltas if isinstance(delta, kind))
 
 
-def _tool_call(at: int, call: CompletedToolCall) -> OllamaCall:
+def _tool_call(index: int, call: CompletedToolCall) -> OllamaCall:
     return OllamaCall(
-        id=call.id, function={"index": at, "name": call.name, "arguments": read_arguments(call.arguments)}
+        id=call.id, function={"index": index, "name": call.name, "arguments": read_arguments(call.arguments)}
     )
 
 
@@ -279,7 +279,7 @@ def _messages(messages: Sequence[OllamaMessage]) -> Iterator[dict[str, Any]]:
         if message.thinking:
             converted["reasoning_content"] = message.thinking
         if message.tool_calls:
-            ids = [call.id or f"call_{index}_{at}" for at, call in enumerate(message.tool_calls)]
+            ids = [call.id or f"call_{index}_{call_index}" for call_index, call in enumerate(message.tool_calls)]
             open_calls += ids
             converted["tool_calls"] = [
                 {"id": id, "type": "function", "function": _function(call.function.name, call.function.arguments)}

@@ -126,20 +126,20 @@ class ChatChunkEncoder:
                 return {"function_call": {"name": name, "arguments": ""}}
             case ToolCallDelta(text=text) if self._turn.tool_set.legacy:
                 return {"function_call": {"arguments": text}}
-            case ToolCallStart(at, name, kind):
+            case ToolCallStart(call_index, name, kind):
                 if kind == "custom":
-                    self._custom_calls.add((index, at))
-                start = self._call_delta(index, at, {"name": name, "arguments": ""})
-                return {"tool_calls": [{**start, "id": self._turn.call_id(index, at), "type": kind}]}
-            case ToolCallDelta(at, text):
-                return {"tool_calls": [self._call_delta(index, at, {"arguments": text})]}
+                    self._custom_calls.add((index, call_index))
+                start = self._call_delta(index, call_index, {"name": name, "arguments": ""})
+                return {"tool_calls": [{**start, "id": self._turn.call_id(index, call_index), "type": kind}]}
+            case ToolCallDelta(call_index, text):
+                return {"tool_calls": [self._call_delta(index, call_index, {"arguments": text})]}
 
-    def _call_delta(self, index: int, at: int, delta: FunctionDelta) -> CallDelta:
+    def _call_delta(self, index: int, call_index: int, delta: FunctionDelta) -> CallDelta:
         """A delta of a tool call; custom tools have other field names."""
-        if (index, at) not in self._custom_calls:
-            return {"index": at, "function": delta}
+        if (index, call_index) not in self._custom_calls:
+            return {"index": call_index, "function": delta}
         custom: CustomDelta = {"input": delta["arguments"]}
-        return {"index": at, "custom": {"name": delta["name"], **custom} if "name" in delta else custom}
+        return {"index": call_index, "custom": {"name": delta["name"], **custom} if "name" in delta else custom}
 
     def _end(self, index: int, end: ChoiceEnd) -> ChatChunk:
         self._usage.end(index, end.finished, end.reasoning_tokens)

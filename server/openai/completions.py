@@ -51,7 +51,7 @@ class CompletionAnswer:
             model=self.prepared.model,
             system_fingerprint=self.prepared.fingerprint,
             service_tier=service_tier(self.body),
-            choices=[self._choice(at, index, choices) for at, index in enumerate(self._best(choices))],
+            choices=[self._choice(position, index, choices) for position, index in enumerate(self._best(choices))],
             usage=usage([finished[start : start + width] for start in range(0, len(finished), width)]),
         )
         self._add(answer, finished)
@@ -71,13 +71,13 @@ class CompletionAnswer:
             best.extend(group[: self.prepared.returned_choices])
         return best
 
-    def _choice(self, at: int, index: int, choices: Sequence[CompletedChoice]) -> TextChoice:
+    def _choice(self, position: int, index: int, choices: Sequence[CompletedChoice]) -> TextChoice:
         choice, body = choices[index], self.body
         # The prompt is scored with the first of its choices.
         scored = choices[index - index % self.prepared.width].scored
         prompt = self.prepared.prompt(index)
         answer = TextChoice(
-            index=at,
+            index=position,
             text=(prompt.text if prompt else "") + choice.text + stop_text(body, choice.finished),
             logprobs=self._logprobs(index, choices),
             finish_reason=choice.finished.reason,

@@ -32,7 +32,7 @@ class EmbeddingOptions:
     """Options of an embedding request.
 
     purpose     input type, for embedding models with prompts
-    max_tokens  truncation of each input; 0: none; -1: to the model's maximum
+    max_tokens  length to which each input is truncated; 0: not truncated; -1: the model's maximum
     pooling     pooling of the language model's hidden states
     """
 
@@ -76,7 +76,7 @@ async def embed(
     if service.embedder is not None:
         return await run_embedding_job(service, _readers(service, inputs, options), id, endpoint)
     prompts = await anyio.to_thread.run_sync(_read, service, inputs, options.max_tokens)
-    requests = [Request(f"{id}-{at}", prompt, pooling=options.pooling) for at, prompt in enumerate(prompts)]
+    requests = [Request(f"{id}-{index}", prompt, pooling=options.pooling) for index, prompt in enumerate(prompts)]
     results = await run_all(service, requests, endpoint)
     tokens = sum(result.finished.usage.prompt_tokens for result in results)
     return EmbeddingResult([result.vector for result in results], tokens)
@@ -110,7 +110,7 @@ def _readers(service: Service, inputs: Inputs, options: EmbeddingOptions) -> lis
             raise InvalidRequest("input_type", "its prompt can be prepended to text only, not to tokens")
         return tokenizer.truncate(text, max_tokens=max_tokens)
 
-    return [(_field(inputs, at), functools.partial(read, text)) for at, text in enumerate(inputs)]
+    return [(_field(inputs, index), functools.partial(read, text)) for index, text in enumerate(inputs)]
 
 
 def _read(service: Service, inputs: Inputs, max_tokens: int) -> list[tuple[int, ...]]:
@@ -119,24 +119,24 @@ def _read(service: Service, inputs: Inputs, max_tokens: int) -> list[tuple[int, 
     tokenizer = service.engine.tokenizer
     encode = tokenizer.encode_truncated if max_tokens else tokenizer.encode
     limit = {0: None, -1: service.engine.info.context}.get(max_tokens, max_tokens)
-    for at, text in enumerate(inputs):
+    for index, text in enumerate(inputs):
         tokens = (encode(text) if isinstance(text, str) else text)[:limit]
         if not tokens:
-            raise invalid_value(_field(inputs, at), "it has no tokens")
+            raise invalid_value(_field(inputs, index), "it has no tokens")
         check_token_ids("input", tokens, vocabulary)
         prompts.append(tuple(tokens))
     return prompts
 
 
-def _field(inputs: Inputs, at: int) -> str:
-    return f"input[{at}]" if len(inputs) > 1 else "input"
+def _field(inputs: Inputs, index: int) -> str:
+    return f"input[{index}]" if len(inputs) > 1 else "input"
 
 
 def _data(body: EmbeddingRequest, vectors: Sequence[bytes]) -> list[EmbeddingBody]:
     """For a worker thread: many vectors have millions of numbers."""
     return [
-        EmbeddingBody(object="embedding", index=at, embedding=_written(vector(data, body.dimensions), body))
-        for at, data in enumerate(vectors)
+        EmbeddingBody(object="embedding", index=index, embedding=_written(vector(data, body.dimensions), body))
+        for index, data in enumerate(vectors)
     ]
 
 

@@ -81,14 +81,14 @@ async def prepare_completion(service: Service, body: CompletionRequest, id: str)
     compiled = await answer_grammar(service, body, PLAIN_TEXT_FORMAT, ToolSet(), "")
     requests: list[Request] = []
     prompts: list[CompletionPrompt] = []
-    for at, prompt in enumerate(body.prompt):
+    for index, prompt in enumerate(body.prompt):
         tokenized = await _tokens(service, prompt, body.suffix)
         rendering = truncated_prompt(service, body, tokenized, body.max_tokens)
         if rendering is not tokenized:
             prompt = list(rendering.tokens)
         if body.echo:
             prompts.append(await anyio.to_thread.run_sync(_prompt, service, prompt, rendering.tokens))
-        single = await _request(service, body, rendering, f"{id}-{at}", ranked=width > returned)
+        single = await _request(service, body, rendering, f"{id}-{index}", ranked=width > returned)
         requests.extend(_spread(replace(single, grammar=compiled.grammar), body, width))
     check_capacity(service, requests)
     return PreparedCompletion(

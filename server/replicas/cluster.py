@@ -136,10 +136,10 @@ def deploy(
 
 def _serves() -> bool:
     """Whether all replicas serve. Raises ClusterError if one cannot start."""
-    found = serve.status().applications[NAME]
-    if found.status == ApplicationStatus.DEPLOY_FAILED:
-        raise ClusterError(_reason() or found.message)
-    return bool(found.status == ApplicationStatus.RUNNING)
+    application = serve.status().applications[NAME]
+    if application.status == ApplicationStatus.DEPLOY_FAILED:
+        raise ClusterError(_reason() or application.message)
+    return bool(application.status == ApplicationStatus.RUNNING)
 
 
 def owner() -> str | None:

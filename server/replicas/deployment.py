@@ -23,7 +23,7 @@ from server.replicas.routing_header import REPLICA_HEADER
 from server.terminal.load_screen import LineScreen, print_line
 
 NAME = "cellar"
-# Of Ray's processes; replicas write an access log of their own.
+# Of Ray's processes; replicas write their own access log.
 LOGGING = {"log_level": "WARNING", "enable_access_log": False}
 # Seconds beyond --grace until Ray kills a replica that it stops.
 SHUTDOWN_MARGIN_SECONDS = 10.0
@@ -114,10 +114,10 @@ async def _answer_lifespan(receive: Receive, send: Send) -> None:
 
 def target_replicas(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
     """The number of replicas at which their mean utilisation is TARGET_UTILIZATION; Ray applies the bounds."""
-    found: Mapping[object, float] = context.aggregated_metrics.get("utilization", {})
-    if not found:
+    utilizations: Mapping[object, float] = context.aggregated_metrics.get("utilization", {})
+    if not utilizations:
         return context.target_num_replicas, {}
-    return max(1, math.ceil(sum(found.values()) / TARGET_UTILIZATION)), {}
+    return max(1, math.ceil(sum(utilizations.values()) / TARGET_UTILIZATION)), {}
 
 
 def application(
@@ -157,5 +157,5 @@ def application(
         max_constructor_retry_count=max(low, 2),
         **scale,
     )
-    # Replicas write through their proxy, never to a socket of their own.
+    # Replicas write through their proxy, never to their own socket.
     return deployment.bind(replace(settings, direct_writes=False), revision)

@@ -33,5 +33,5 @@ class RayOptions:
     @property
     def bounds(self) -> tuple[int, int]:
         """Least and most replicas; (0, 0) if they cannot be read."""
-        found = _range.fullmatch(self.replicas.strip())
-        return (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+        match = _range.fullmatch(self.replicas.strip())
+        return (int(match[1]), int(match[2] or match[1])) if match else (0, 0)

@@ -129,9 +129,9 @@ class _Attempt:
 
 def _one_request_id(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
     """Headers with the request id of the replica only: Ray's proxy adds another one."""
-    found = list(headers)
-    ids = [header for header in found if header[0].lower() == b"x-request-id"]
-    return [header for header in found if header not in ids] + ids[:1]
+    all_headers = list(headers)
+    ids = [header for header in all_headers if header[0].lower() == b"x-request-id"]
+    return [header for header in all_headers if header not in ids] + ids[:1]
 
 
 def _error_event(error: ApiError, path: str) -> bytes:

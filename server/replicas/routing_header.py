@@ -76,9 +76,9 @@ class RequestRoutes:
 
     def record(self, request: RoutedRequest, first: bytes) -> None:
         """Record the ID of a new response, from the first bytes of an answer."""
-        found = _response_id.search(first) if request.creates_response else None
-        if found is not None:
-            self._aliases.add(session_key(found[1].decode("utf-8", "replace"), request.owner), request.conversation)
+        match = _response_id.search(first) if request.creates_response else None
+        if match is not None:
+            self._aliases.add(session_key(match[1].decode("utf-8", "replace"), request.owner), request.conversation)
 
     def _keys(self, session: str, path: re.Match[str] | None, body: bytes, owner: str) -> RequestKeys:
         session = session or (path[1] if path else None) or ""

@@ -37,7 +37,10 @@ class PromptComparison:
 def compare(earlier: ResponseBody, old: Sequence[int], later: ResponseBody, new: Sequence[int]) -> PromptComparison:
     """The comparison of the prompt `new` of `later` with the prompt `old` of `earlier`."""
     pairs = zip(old, new, strict=False)
-    shared = next((at for at, (one, other) in enumerate(pairs) if one != other), min(len(old), len(new)))
+    shared = next(
+        (position for position, (earlier_token, later_token) in enumerate(pairs) if earlier_token != later_token),
+        min(len(old), len(new)),
+    )
     return PromptComparison(shared, len(new), None if shared == len(old) else _miss_reason(earlier, later))
 
 

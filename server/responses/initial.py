@@ -79,7 +79,7 @@ def _choice(body: ResponseRequest) -> str | dict[str, object]:
 def _tool(tool: ResponseFunctionTool | ResponseCustomTool | NamespaceTool) -> dict[str, object]:
     """All fields of a tool, since openai's types require them."""
     if isinstance(tool, NamespaceTool):
-        return {**plain(tool), "tools": [_tool(each) for each in tool.tools]}
+        return {**plain(tool), "tools": [_tool(member) for member in tool.tools]}
     if isinstance(tool, ResponseCustomTool):
         return {"format": {"type": "text"}, **plain(tool)}
     fields = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}

@@ -1,4 +1,4 @@
-"""The service behind the Responses API: creates, reads, cancels, deletes and compacts responses."""
+"""The service of the Responses API: creates, reads, cancels, deletes and compacts responses."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class ResponseService:
         self._check(body)
         input_items = await self._input_items(body)
         items = await self._prompt_items(body, input_items, latest)
-        # The generation has a lease of its own, as it may outlive the request.
+        # The generation has its own lease, as it may outlive the request.
         with self._models.lease(body.model):
             turn = await self._turn(body, items, new_id("resp"))
             response = initial_response(body, turn, stored=body.stored and self._archive is not None)

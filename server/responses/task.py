@@ -93,13 +93,13 @@ class ResponseTask:
         self._task = asyncio.create_task(self._work(events))
 
     async def follow(self, after: int = -1) -> AsyncGenerator[bytes, None]:
-        """Yield the events behind number `after` up to the last one."""
-        at = after + 1
-        while not self._done or at < len(self._frames):
+        """Yield the events after number `after` up to the last one."""
+        position = after + 1
+        while not self._done or position < len(self._frames):
             changed = self._changed
-            if at < len(self._frames):
-                yield b"".join(self._frames[at:])
-                at = len(self._frames)
+            if position < len(self._frames):
+                yield b"".join(self._frames[position:])
+                position = len(self._frames)
             else:
                 await changed.wait()
 

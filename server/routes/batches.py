@@ -70,8 +70,7 @@ def _add_file_routes(app: FastAPI, batches: BatchService) -> None:
         after: str | None = None,
     ) -> Response:
         """List files."""
-        found = await batches.list_files(owner(request), purpose, limit, after, ascending=order == "asc")
-        return JsonResponse(found)
+        return JsonResponse(await batches.list_files(owner(request), purpose, limit, after, ascending=order == "asc"))
 
     @app.get(f"{FILES}/{{file_id}}", responses={**ERROR_RESPONSES, 200: {"model": FileBody}})
     async def retrieve_file(file_id: str, request: Request) -> Response:

@@ -46,7 +46,7 @@ def _state(snapshot: EngineSnapshot) -> EngineState:
         drafters=[_drafter(counts) for counts in snapshot.stats.drafts],
         cells=[_cells(group) for group in snapshot.groups],
         slots=[_slot(slot) for slot in snapshot.slots],
-        finished=[_finished(each, snapshot.time) for each in snapshot.finished],
+        finished=[_finished(sequence, snapshot.time) for sequence in snapshot.finished],
         prefixes=[
             EnginePrefix(id=node.id, parent=node.parent, start=node.start, length=node.length, slots=list(node.slots))
             for node in snapshot.prefixes

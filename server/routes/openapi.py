@@ -1,4 +1,4 @@
-"""/openapi.json: the types of responses and errors beside FastAPI's request types."""
+"""/openapi.json: the types of responses and errors next to FastAPI's request types."""
 
 from __future__ import annotations
 

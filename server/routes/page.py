@@ -75,10 +75,10 @@ def add(app: FastAPI, service: Service) -> None:
     @app.get(PREFIX + "{name}", include_in_schema=False)
     async def file(name: str, request: Request) -> Response:
         """A file of the page."""
-        found = files.get(PREFIX + name)
-        if found is None:
+        page_file = files.get(PREFIX + name)
+        if page_file is None:
             raise ApiError(UNKNOWN_URL, "There is nothing at this URL.")
-        return found.response(request)
+        return page_file.response(request)
 
 
 def open_paths() -> frozenset[str]:

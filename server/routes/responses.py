@@ -99,14 +99,14 @@ def _add_read_routes(app: FastAPI, responses: ResponseService, limits: ClientLim
     async def retrieve_response(
         response_id: str, request: Request, stream: bool = False, starting_after: After = -1
     ) -> Response:
-        """Return the current response, or stream its events behind number `starting_after` up to its end."""
-        own = responses.for_owner(owner(request))
+        """Return the current response, or stream its events after number `starting_after` up to its end."""
+        service = responses.for_owner(owner(request))
         if not stream:
-            return JsonResponse(await own.response(response_id))
-        task = own.running(response_id)
+            return JsonResponse(await service.response(response_id))
+        task = service.running(response_id)
         if task is not None:
             return FrameStreamResponse(task.follow(starting_after), limits)
-        return FrameStreamResponse(_joined_frames((await own.frames(response_id))[starting_after + 1 :]), limits)
+        return FrameStreamResponse(_joined_frames((await service.frames(response_id))[starting_after + 1 :]), limits)
 
     @app.delete(f"{PATH}/{{response_id}}", responses={**ERROR_RESPONSES, 200: {"model": ResponseDeleted}})
     async def delete_response(response_id: str, request: Request) -> Response:

@@ -108,7 +108,7 @@ class AnthropicMessage(Strict):
 
 def _own(kind: object) -> object:
     if isinstance(kind, str) and kind != "custom":
-        raise PydanticCustomError("unsupported_value", "this server has no tools of its own, only those of the client")
+        raise PydanticCustomError("unsupported_value", "this server has no tools, only those of the client")
     return kind
 
 

@@ -36,7 +36,7 @@ class BatchRequest(Strict):
 
 
 class UploadFields(BaseModel):
-    """The fields of an upload beside its file; texts of a form, so numbers are converted."""
+    """The fields of an upload next to its file; texts of a form, so numbers are converted."""
 
     purpose: str
     anchor: Literal["created_at"] = Field(default="created_at", alias="expires_after[anchor]")

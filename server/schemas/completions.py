@@ -28,7 +28,7 @@ MAX_PROMPTS = 64
 MAX_TOKEN_ID = 2**31 - 1
 
 
-def read_prompts(value: Any, *, most: int) -> list[str | list[int]]:
+def read_prompts(value: Any, *, max_prompts: int) -> list[str | list[int]]:
     """One or several prompts as a list of at most `most` prompts; a flat list of integers is one prompt."""
     match value:
         case str():
@@ -39,8 +39,8 @@ def read_prompts(value: Any, *, most: int) -> list[str | list[int]]:
             raise PydanticCustomError("invalid_value", f"it may hold {MAX_TOKENS} tokens at most")
         case [int(), *_] if _ids(value):
             return [value]
-        case list() if len(value) > most:
-            raise PydanticCustomError("invalid_value", f"it may hold {most} prompts at most")
+        case list() if len(value) > max_prompts:
+            raise PydanticCustomError("invalid_value", f"it may hold {max_prompts} prompts at most")
         case [str(), *_] if all(isinstance(prompt, str) for prompt in value):
             return list(value)
         case [list(), *_] if all(isinstance(prompt, list) and prompt and _ids(prompt) for prompt in value):
@@ -58,7 +58,7 @@ def _ids(value: list[Any]) -> bool:
 Prompts = Annotated[
     list[str | list[int]],
     PlainValidator(
-        functools.partial(read_prompts, most=MAX_PROMPTS),
+        functools.partial(read_prompts, max_prompts=MAX_PROMPTS),
         json_schema_input_type=str | list[str] | list[int] | list[list[int]],
     ),
 ]
@@ -67,7 +67,7 @@ Prompts = Annotated[
 class CompletionRequest(Generation):
     """A completion request. Every prompt has its choices, in order.
 
-    suffix  text behind the answer, for models with tokens for fill-in-the-middle
+    suffix  text after the answer, for models with tokens for fill-in-the-middle
     """
 
     documented: ClassVar[Mapping[str, tuple[object, ...]]] = {**policy.EXTENSIONS, **policy.COMPLETIONS}

@@ -94,11 +94,11 @@ class Strict(BaseModel):
 
 def one_of(*kinds: str) -> BeforeValidator:
     """A validator whose error lists all kinds, for the fallback member of a union."""
-    *some, last = (f"'{kind}'" for kind in kinds)
+    *first_kinds, last_kind = (f"'{kind}'" for kind in kinds)
 
     def check(kind: object) -> object:
         if kind not in kinds:
-            raise PydanticCustomError("invalid_value", f"Input should be {', '.join(some)} or {last}")
+            raise PydanticCustomError("invalid_value", f"Input should be {', '.join(first_kinds)} or {last_kind}")
         return kind
 
     return BeforeValidator(check)

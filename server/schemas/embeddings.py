@@ -21,7 +21,7 @@ MAX_INPUTS = 2048
 Inputs = Annotated[
     list[str | list[int]],
     PlainValidator(
-        functools.partial(read_prompts, most=MAX_INPUTS),
+        functools.partial(read_prompts, max_prompts=MAX_INPUTS),
         json_schema_input_type=str | list[str] | list[int] | list[list[int]],
     ),
 ]

@@ -17,8 +17,8 @@ def fail_fast(schema: Any) -> None:
             return
         case {"type": "list"}:
             schema["fail_fast"] = True
-        case {"type": "dict", "max_length": most}:
-            checked = core_schema.no_info_before_validator_function(_size_check(most), schema.copy())
+        case {"type": "dict", "max_length": max_size}:
+            checked = core_schema.no_info_before_validator_function(_size_check(max_size), schema.copy())
             schema.clear()
             schema.update(checked)
             return
@@ -42,12 +42,12 @@ def field_names(model: type[BaseModel]) -> frozenset[str]:
     return frozenset(names)
 
 
-def _size_check(most: int) -> Callable[[Any], Any]:
+def _size_check(max_size: int) -> Callable[[Any], Any]:
     """pydantic checks the size of an object only after all of its values."""
 
     def check(value: Any) -> Any:
-        if isinstance(value, dict) and len(value) > most:
-            limit = {"field_type": "Dictionary", "max_length": most, "actual_length": None}
+        if isinstance(value, dict) and len(value) > max_size:
+            limit = {"field_type": "Dictionary", "max_length": max_size, "actual_length": None}
             raise PydanticKnownError("too_long", limit)
         return value
 

@@ -105,7 +105,7 @@ class InputFile(Strict):
 
 
 class InfillRequest(LlamaGeneration):
-    """A gap between two texts: `input_prefix` and `prompt` before it, `input_suffix` behind it."""
+    """A gap between two texts: `input_prefix` and `prompt` before it, `input_suffix` after it."""
 
     input_prefix: str = ""
     input_suffix: str = ""

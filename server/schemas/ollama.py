@@ -131,7 +131,7 @@ class GenerateRequest(OllamaGenerationFields):
     """POST /api/generate.
 
     raw       the prompt is continued without the chat template
-    suffix    the text behind the answer, also without the chat template
+    suffix    the text after the answer, also without the chat template
     template  the model's own one only
     """
 

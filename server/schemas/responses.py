@@ -78,7 +78,7 @@ class ResponseCustomTool(Strict):
 
 
 class NamespaceTool(Strict):
-    """Functions in a group, as Codex sends them. Calls name the group beside the function."""
+    """Functions in a group, as Codex sends them. Calls name the group and the function."""
 
     type: Literal["namespace"]
     name: FunctionName

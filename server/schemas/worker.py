@@ -11,7 +11,7 @@ class WorkerModel(TypedDict):
     """The model of a worker, by the names of SGLang.
 
     model_path      the main name of the model in requests
-    tokenizer_path  the same; null: a router loads no tokenizer of its own
+    tokenizer_path  the same; null: a router loads no tokenizer
     """
 
     model_path: str

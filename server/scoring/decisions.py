@@ -163,15 +163,15 @@ def transcript(input: str | Sequence[Item]) -> str:
         return input
     called: dict[str, str] = {}
     lines = []
-    for at, item in enumerate(input):
+    for index, item in enumerate(input):
         match item:
             case DecisionMessageItem():
                 lines.append(f"[{item.role}]\n{text_of(item.content)}")
             case DecisionCallItem():
                 called[item.call_id] = item.name
-                lines.append(f"[call of {item.name}]\n{_arguments(item, at)}")
+                lines.append(f"[call of {item.name}]\n{_arguments(item, index)}")
             case DecisionCallOutputItem():
-                lines.append(f"[answer of {_tool_name(called, item.call_id, at)}]\n{text_of(item.output)}")
+                lines.append(f"[answer of {_tool_name(called, item.call_id, index)}]\n{text_of(item.output)}")
     return "\n\n".join(lines)
 
 
@@ -186,20 +186,20 @@ def _written(part: Part) -> str:
     return part.refusal if isinstance(part, DecisionRefusalPart) else part.text
 
 
-def _arguments(item: DecisionCallItem, at: int) -> str:
+def _arguments(item: DecisionCallItem, index: int) -> str:
     """Arguments or input of a call, by its type."""
     expected, other = ("arguments", "input") if item.type == "function_call" else ("input", "arguments")
     value, extra = getattr(item, expected), getattr(item, other)
     if value is None or extra is not None:
-        place = f"input[{at}].{expected if value is None else other}"
+        place = f"input[{index}].{expected if value is None else other}"
         if value is None:
             raise missing_parameter(place)
         raise ApiError(UNKNOWN_PARAMETER, f"Unknown parameter: '{place}'.", param=place)
     return str(value)
 
 
-def _tool_name(called: dict[str, str], call_id: str, at: int) -> str:
+def _tool_name(called: dict[str, str], call_id: str, index: int) -> str:
     if call_id not in called:
-        place = f"input[{at}].call_id"
+        place = f"input[{index}].call_id"
         raise invalid_value(place, "no call before it has this id")
     return called[call_id]

@@ -52,9 +52,9 @@ class LabelScorer:
 
     def requests(self, id: str) -> Iterator[Request]:
         """Requests to run; `scores` takes their results in this order."""
-        for at, (prefix, tokens) in enumerate(self._tokens_by_prefix().items()):
+        for index, (prefix, tokens) in enumerate(self._tokens_by_prefix().items()):
             yield Request(
-                f"{id}-{at}",
+                f"{id}-{index}",
                 (*self.prompt, *prefix),
                 sampling=SamplingParams(temperature=0.0),
                 max_tokens=1,
@@ -69,7 +69,9 @@ class LabelScorer:
         logprobs = {
             prefix: _label_logprobs(result) for prefix, result in zip(self._tokens_by_prefix(), results, strict=True)
         }
-        weights = [sum(logprobs[label[:at]][label[at]] for at in range(len(label))) for label in self.labels]
+        weights = [
+            sum(logprobs[label[:position]][label[position]] for position in range(len(label))) for label in self.labels
+        ]
         max_weight = max(weights)
         parts = [math.exp(weight - max_weight) for weight in weights]
         whole = math.fsum(parts)
@@ -81,8 +83,8 @@ class LabelScorer:
         """Next tokens of the labels, by the tokens before them."""
         tokens_by_prefix: dict[Path, dict[int, None]] = {}
         for label in self.labels:
-            for at, token in enumerate(label):
-                tokens_by_prefix.setdefault(label[:at], {})[token] = None
+            for position, token in enumerate(label):
+                tokens_by_prefix.setdefault(label[:position], {})[token] = None
         return {prefix: tuple(tokens) for prefix, tokens in tokens_by_prefix.items()}
 
 
@@ -112,7 +114,7 @@ def _prepare(
     build: Callable[[], Sequence[LabelScorer]], id: str
 ) -> tuple[Sequence[LabelScorer], list[tuple[Request, ...]]]:
     scorers = build()
-    return scorers, [tuple(scorer.requests(f"{id}-{at}")) for at, scorer in enumerate(scorers)]
+    return scorers, [tuple(scorer.requests(f"{id}-{index}")) for index, scorer in enumerate(scorers)]
 
 
 def _scores(
@@ -120,4 +122,4 @@ def _scores(
 ) -> list[LabelScores]:
     remaining = iter(results)
     pairs = zip(scorers, requests, strict=True)
-    return [scorer.scores(list(itertools.islice(remaining, len(own)))) for scorer, own in pairs]
+    return [scorer.scores(list(itertools.islice(remaining, len(scorer_requests)))) for scorer, scorer_requests in pairs]

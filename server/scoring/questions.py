@@ -97,4 +97,7 @@ class QuestionEncoder:
 def _common_end(left: Path, right: Path) -> int:
     """Number of common tokens at the end."""
     pairs = zip(reversed(left), reversed(right), strict=False)
-    return next((at for at, (one, other) in enumerate(pairs) if one != other), min(len(left), len(right)))
+    return next(
+        (length for length, (token, other_token) in enumerate(pairs) if token != other_token),
+        min(len(left), len(right)),
+    )

@@ -59,8 +59,8 @@ async def rerank(models: ModelRegistry, body: RerankRequest, id: str) -> Ranking
         texts = await anyio.to_thread.run_sync(_truncated, tokenizer, texts, body.max_tokens_per_doc)
     pairs = [(body.query, text) for text in texts]
     model, scores, usage = await _scores(models, body, pairs, id, "rerank")
-    order = sorted(range(len(texts)), key=lambda at: -scores[at])[: body.top_n]
-    results = [RankedDocument(index=at, relevance_score=scores[at]) for at in order]
+    order = sorted(range(len(texts)), key=lambda index: -scores[index])[: body.top_n]
+    results = [RankedDocument(index=index, relevance_score=scores[index]) for index in order]
     if body.return_documents is not False:
         for ranked in results:
             ranked["document"] = {"text": texts[ranked["index"]]}
@@ -91,14 +91,14 @@ async def _rank_texts(models: ModelRegistry, body: AnyRerankRequest, texts: list
         raise with_client_field_names(error, "/rerank", {r"documents(.*)": r"texts\1"}) from error
     ranked = [
         RankedText(
-            index=each["index"],
-            score=_log_odds(each["relevance_score"]) if body.raw_scores else each["relevance_score"],
+            index=result["index"],
+            score=_log_odds(result["relevance_score"]) if body.raw_scores else result["relevance_score"],
         )
-        for each in ranking["results"]
+        for result in ranking["results"]
     ]
     if body.return_text:
-        for each in ranked:
-            each["text"] = texts[each["index"]]
+        for result in ranked:
+            result["text"] = texts[result["index"]]
     return ranked
 
 
@@ -111,7 +111,7 @@ async def score(models: ModelRegistry, body: ScoreRequest, id: str) -> ScoreList
         object="list",
         created=int(time.time()),
         model=model,
-        data=[{"index": at, "object": "score", "score": value} for at, value in enumerate(scores)],
+        data=[{"index": index, "object": "score", "score": value} for index, value in enumerate(scores)],
         usage=usage,
     )
 

@@ -14,7 +14,7 @@ def adopt(database: Database, table: str, owner: str) -> None:
     if not owner:
         return
     try:
-        # Without it each start reads the whole table: `owner` may be stored behind long columns.
+        # Without it each start reads the whole table: `owner` may be stored after long columns.
         database.run(f"CREATE INDEX IF NOT EXISTS {table}_without_owner ON {table} (id) WHERE owner = ''")
         rows = database.run(f"UPDATE {table} SET owner = ? WHERE owner = '' RETURNING id", [owner])
     except StoreError as error:
@@ -22,4 +22,4 @@ def adopt(database: Database, table: str, owner: str) -> None:
         logger.warning("rows of '%s' without an owner could not be given to the first key: %s", table, error)
         return
     if rows:
-        logger.info("%d rows of '%s', stored without a key of their own, belong to the first key now", len(rows), table)
+        logger.info("%d rows of '%s', stored without a key, belong to the first key now", len(rows), table)

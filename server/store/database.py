@@ -92,7 +92,7 @@ class SqliteDatabase:
         return nullcontext()
 
     def reserve(self) -> None:
-        """Keep a file of RESERVE_BYTES beside the database."""
+        """Keep a file of RESERVE_BYTES next to the database."""
         path = _reserve_path(self._location)
         if self._location == MEMORY or path.exists():
             return

@@ -64,13 +64,13 @@ class StoredFile:
 
 
 class StorageFullError(Exception):
-    """A file does not fit beside the others.
+    """A file does not fit next to the others.
 
     other_bytes  of all other files
     """
 
     def __init__(self, other_bytes: int) -> None:
-        super().__init__(f"no space beside {other_bytes} bytes of files")
+        super().__init__(f"no space next to {other_bytes} bytes of files")
         self.other_bytes = other_bytes
 
 
@@ -98,7 +98,7 @@ class FileStore:
     ) -> StoredFile:
         """Store a file, in place of one with its id; an error, such as StorageFullError, leaves nothing.
 
-        expires  called behind the content: the expiry, in place of that of `file`
+        expires  called after the content: the expiry, in place of that of `file`
         """
         await self._worker.run(partial(self._begin, file))
         number, complete = 0, False
@@ -130,14 +130,14 @@ class FileStore:
         sign, order = (">", "ASC") if ascending else ("<", "DESC")
 
         def read(database: Database) -> list[StoredFile] | None:
-            behind, bound = "", list[Value]()
+            after_anchor, bound = "", list[Value]()
             if after is not None:
-                found = database.run(f"SELECT created, id FROM files WHERE id = ? AND {where}", [after, *visible])
-                if not found:
+                anchors = database.run(f"SELECT created, id FROM files WHERE id = ? AND {where}", [after, *visible])
+                if not anchors:
                     return None
-                behind, bound = f" AND (created, id) {sign} (?, ?)", [*found[0]]
+                after_anchor, bound = f" AND (created, id) {sign} (?, ?)", [*anchors[0]]
             statement = (
-                f"SELECT {COLUMNS} FROM files WHERE {where}{behind} ORDER BY created {order}, id {order} LIMIT ?"
+                f"SELECT {COLUMNS} FROM files WHERE {where}{after_anchor} ORDER BY created {order}, id {order} LIMIT ?"
             )
             return [_file(row) for row in database.run(statement, [*visible, *bound, limit])]
 
@@ -188,8 +188,8 @@ class FileStore:
             database.run(ADD_BYTES, [len(chunk), id])
             ((used,),) = database.run(SUM_BYTES)
             if used > self.max_bytes:
-                ((own,),) = database.run("SELECT bytes FROM files WHERE id = ?", [id])
-                raise StorageFullError(used - own)
+                ((file_bytes,),) = database.run("SELECT bytes FROM files WHERE id = ?", [id])
+                raise StorageFullError(used - file_bytes)
 
     async def _remove(self, id: str) -> None:
         try:

@@ -1,4 +1,4 @@
-"""The store of responses: records behind one worker thread, limited in number, bytes and age.
+"""The store of responses: records read and written by one worker thread, limited in number, bytes and age.
 
 The least recently read records are deleted first. The server that generates a response renews its lease; an expired
 lease marks a response of a dead server. The content of a record is opaque bytes of server/responses.
@@ -144,7 +144,7 @@ class ResponseStore:
         return await self._worker.run(lambda database: self._get(database, id, owner))
 
     async def events(self, id: str, owner: str = "") -> bytes:
-        """The bytes stored beside the record."""
+        """The bytes stored with the record."""
         statement = f"SELECT events FROM responses WHERE {VISIBLE}"
         rows = await self._worker.query(statement, [id, owner])
         return zlib.decompress(rows[0][0]) if rows else b""
@@ -154,7 +154,7 @@ class ResponseStore:
 
         def read(database: Database) -> list[Record]:
             ids = [row[0] for row in database.run(SELECT_HISTORY, [id, MAX_HISTORY])]
-            return [record for each in ids if (record := self._get(database, each, owner)) is not None]
+            return [record for record_id in ids if (record := self._get(database, record_id, owner)) is not None]
 
         return await self._worker.run(read)
 
@@ -162,8 +162,10 @@ class ResponseStore:
         """The records with these items."""
 
         def read(database: Database) -> list[Record]:
-            found = {row[0] for item in items for row in database.run(SELECT_BY_ITEM, [item])}
-            return [record for each in sorted(found) if (record := self._get(database, each, owner)) is not None]
+            ids = {row[0] for item in items for row in database.run(SELECT_BY_ITEM, [item])}
+            return [
+                record for record_id in sorted(ids) if (record := self._get(database, record_id, owner)) is not None
+            ]
 
         return await self._worker.run(read)
 

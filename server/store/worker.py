@@ -1,4 +1,4 @@
-"""A database behind one worker thread, so that no query blocks the event loop."""
+"""A database used by one worker thread, so that no query blocks the event loop."""
 
 from __future__ import annotations
 

@@ -65,12 +65,12 @@ def connected(
             yield _named(stack.enter_context(ChatClient(url, keys[0] if keys else None)), model)
             return
         client = stack.enter_context(ChatClient(_address(settings), keys[0] if keys else None))
-        found = _running(client, model, settings, note)
-        if found is None:
-            found = stack.enter_context(_started(model, settings, note))
+        served = _running(client, model, settings, note)
+        if served is None:
+            served = stack.enter_context(_started(model, settings, note))
         elif [*serve_arguments(settings)]:
-            note(f"{found.name} is served at {client.url}: options of a new server have no effect")
-        yield found
+            note(f"{served.name} is served at {client.url}: options of a new server have no effect")
+        yield served
 
 
 def _address(settings: Settings) -> str:
@@ -124,7 +124,7 @@ def _wait_for_models(client: ChatClient, note: Callable[[str], None]) -> list[di
 
 @contextmanager
 def _started(model: str | None, settings: Settings, note: Callable[[str], None]) -> Iterator[ServedModel]:
-    """A new server on a free port of this machine, with a key of its own."""
+    """A new server on a free port of this machine, with its own key."""
     key = secrets.token_urlsafe()
     # Nothing reads its store of responses.
     store = () if settings.store is not None else ("--store", "none")

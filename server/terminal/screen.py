@@ -134,7 +134,7 @@ class _Block:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         lines = console.render_lines(Markdown(self.text), options.update(height=None), pad=False)
-        # Lists, tables, quotes and code begin with an empty line of their own.
+        # Lists, tables, quotes and code begin with an empty line.
         own_gap = bool(lines) and not any(segment.text.strip() for segment in lines[0])
         rows = [*([[]] if self.gap else []), *lines[own_gap:]]
         for row in rows if self.whole else rows[-max(options.size.height - 1, 1) :]:

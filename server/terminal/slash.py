@@ -44,7 +44,7 @@ def run_command(chat: Chat, line: str) -> None:
             "A space before / makes it text."
         )
     if argument.strip() and not command.argument:
-        raise CommandError(f"{name} takes nothing behind it")
+        raise CommandError(f"{name} takes no argument")
     try:
         command.run(chat, argument.strip())
     except (ConversationError, ImageError) as error:

@@ -199,7 +199,7 @@ def test_commands_and_their_errors(url: str, home: Home, tmp_path: Path) -> None
         assert "system prompt: none" in session.ask("/system none")
         assert "* cellar-tiny" in session.ask("/model")
         assert "no model other, only cellar-tiny" in session.ask("/model other")
-        assert "/clear takes nothing behind it" in session.ask("/clear all")
+        assert "/clear takes no argument" in session.ask("/clear all")
         for file in (image, large, fake):
             assert "cellar-tiny on this server reads text only, no images" in session.ask(f"/image {file}")
         session.ask("/set temperature 9")
