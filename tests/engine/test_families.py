@@ -1,4 +1,4 @@
-"""Every family that docs/models.md promises, checked against transformers alone."""
+"""Every family that docs/models-checked.md promises, checked against transformers alone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from tests.engine.kit.families import CHECKS, FAMILIES, Family, build, rotated, shifted
 
-PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+PAGE = Path(__file__).parents[2] / "docs" / "models-checked.md"
 # One of each mechanism in every run; the others are slow only by their number.
 ALWAYS = {
     "gpt_oss",
@@ -53,7 +53,7 @@ def test_a_family_rotates_as_generate_does_beyond_the_original_length(name: str)
 
 
 def test_the_page_has_every_family() -> None:
-    """docs/models.md has a row for each family that is checked, and for no other, and none of them fails."""
+    """docs/models-checked.md has a row for each family that is checked, and for no other, and none of them fails."""
     rows = documented()
 
     assert sorted(FAMILIES) == sorted(rows)

@@ -13,6 +13,7 @@ import pytest
 from docs import endpoints
 from docs import options as options_page
 from server.configuration.options import options
+from tests.engine.kit.checkpoint_list import PUBLISHED
 from tests.house.source import ROOT
 
 FLAG = re.compile(r"--[a-z][a-z0-9-]*")
@@ -26,6 +27,18 @@ def test_the_tables_are_up_to_date(page: ModuleType) -> None:
     text = page.PAGE.read_text()
 
     assert page.generated(text) == text
+
+
+def test_the_page_of_models_has_fifty_checkpoints() -> None:
+    """Their names and types are those of `checkpoint_list`, and the totals those of the rows."""
+    table, totals = (ROOT / "docs" / "models.md").read_text().split("| checkpoint |")[1].split("\n\n")[:2]
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines()[2:]]
+    starting = sum(not row[2].startswith("no") for row in rows)
+    native = sum(row[3] == "yes" for row in rows)
+
+    assert [(published.name, published.model_type) for published in PUBLISHED] == [(row[0], row[1]) for row in rows]
+    assert len({published.hub for published in PUBLISHED}) == len(rows) == 50
+    assert totals.startswith(f"Of 50, {starting} start (goal: 45) and {native} run natively (goal: 35).")
 
 
 def test_every_endpoint_has_a_purpose() -> None:

@@ -57,15 +57,15 @@ def save_headed(kind: str, folder: Path, change: Change | None = None) -> Path:
     save_tokenizer(folder)
     file = folder / "model.safetensors"
     weights = load_file(file)
-    weights |= _head(weights, config.num_hidden_layers, apart=kind.startswith("qwen"))
+    weights |= mtp_weights(weights, config.num_hidden_layers, apart=kind.startswith("qwen"))
     if change is not None:
         change(weights)
     save_file(weights, file, metadata={"format": "pt"})
     return folder
 
 
-def _head(weights: dict[str, Tensor], layers: int, *, apart: bool) -> dict[str, Tensor]:
-    """Weights of a head, apart from the model's layers (Qwen) or after them (DeepSeek)."""
+def mtp_weights(weights: dict[str, Tensor], layers: int, *, apart: bool) -> dict[str, Tensor]:
+    """Weights of a head for a model, apart from its layers (Qwen) or after them (DeepSeek)."""
     last = f"model.layers.{layers - 1}."
     block = {key.removeprefix(last): value for key, value in weights.items() if key.startswith(last)}
     width = weights["model.norm.weight"].shape[0]

@@ -8,7 +8,8 @@ play         steps a core: jobs that arrive and leave at steps, and their answer
 mixes        random mixes of requests, for properties of any batch
 machine      an engine over a simulated machine, with step times by their work
 encoders     tiny models with images and audio
-tiny         settings of one tiny model for every family of docs/models.md
+tiny         settings of one tiny model for every family of docs/models-checked.md
+checkpoints  published checkpoints with tiny widths (list: checkpoint_list), and the table of docs/models.md
 families     the checks of that table; outliers: calibration; invariance: batch invariance; resumed: cached prefixes
 speculated   greedy text with and without drafts
 tokenizers   tokenizers of every kind, and random token streams

@@ -1,4 +1,4 @@
-"""One tiny random model for each family, and the checks of the table in docs/models.md.
+"""One tiny random model for each family, and the checks of the table in docs/models-checked.md.
 
 `python -m tests.engine.kit.families` runs every check on every family and prints the table (minutes).
 """

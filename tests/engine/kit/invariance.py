@@ -1,7 +1,8 @@
 """Whether the logits of a sequence in a quantised model are bit for bit independent of the batch.
 
-`python -W ignore -m tests.engine.kit.invariance` prints the second table of docs/models.md (minutes). Arguments: names
-of families; `int4`; `torch`: no C++ library; `variant`: no row-invariant products; `texts`: compare greedy texts.
+`python -W ignore -m tests.engine.kit.invariance` prints the second table of docs/models-checked.md (minutes).
+Arguments: names of families; `int4`; `torch`: no C++ library; `variant`: no row-invariant products; `texts`: compare
+greedy texts.
 """
 
 from __future__ import annotations
@@ -182,7 +183,7 @@ def texts(model: Quantised, count: int = 10) -> dict[str, int]:
 
 
 def table(names: Sequence[str], bits: Bits, **choices: Any) -> Iterator[str]:
-    """The lines of the table of docs/models.md."""
+    """The lines of the table of docs/models-checked.md."""
     yield f"| family | int{bits}, computed | {' | '.join(f'int{bits}, {check}' for check in CHECKS)} |"
     yield f"|{'---|' * (2 + len(CHECKS))}"
     for name in names:

@@ -1,4 +1,4 @@
-"""Settings of one tiny random model for each family of docs/models.md (tests/engine/kit/families.py)."""
+"""Settings of one tiny random model for each family of docs/models-checked.md (tests/engine/kit/families.py)."""
 
 from __future__ import annotations
 

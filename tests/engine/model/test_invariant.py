@@ -40,7 +40,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 ALWAYS = ("deepseek_v3", "gemma4_text", "opt", "falcon_h1", "falcon_mamba", "mpt")
 # Its position bias counts from the end of a chunk.
 EXCEPTIONS = {"mpt": {"batched = alone": True, "chunks": False, "prefix hit": False}}
-PAGE = Path(__file__).parents[3] / "docs" / "models.md"
+PAGE = Path(__file__).parents[3] / "docs" / "models-checked.md"
 ROWS = (1, 2, 3, 5, 8, 15, 16, 17, 33)
 
 
@@ -181,7 +181,7 @@ def holds(model: invariance.Quantised) -> dict[str, bool]:
     "name", [pytest.param(name, marks=[] if name in ALWAYS else [pytest.mark.slow]) for name in sorted(FAMILIES)]
 )
 def test_quantised_family_is_batch_invariant(name: str) -> None:
-    """In batches, in chunks and behind prefix hits, as docs/models.md says; the check at load agrees."""
+    """In batches, in chunks and behind prefix hits, as docs/models-checked.md says; the check at load agrees."""
     model = quantised(name)
     expected = EXCEPTIONS.get(name, dict.fromkeys(CHECKS, True))
 
@@ -190,7 +190,7 @@ def test_quantised_family_is_batch_invariant(name: str) -> None:
 
 
 def test_models_page_has_every_family() -> None:
-    """Exceptions in docs/models.md are explained there."""
+    """Exceptions in docs/models-checked.md are explained there."""
     table = PAGE.read_text().split("| family | int8, computed |")[1].split("\n\n")[0]
     rows = {cells[0]: cells[2:] for cells in (line.strip("| ").split(" | ") for line in table.splitlines()[2:])}
 

@@ -1,4 +1,4 @@
-"""The families of docs/models.md in the native step: tiny models, and the reasons of unsupported ones.
+"""The families of docs/models-checked.md in the native step: tiny models, and the reasons of unsupported ones.
 
 `python -W ignore -m tests.engine.native.families [NAME ...]` prints all of them (a minute), or some.
 """
