@@ -221,6 +221,14 @@ class EngineConfig:
     draft_quantize: Annotated[
         Quantize | None, Setting("Weight quantisation of the draft model.", default_text="as --quantize")
     ] = None
+    lora: Annotated[
+        tuple[str, ...],
+        Setting(
+            "LoRA adapter as name=FOLDER, of PEFT with safetensors; requests choose it by the name as their model "
+            "(docs/adapters.md). Repeatable.",
+            default_text="none",
+        ),
+    ] = ()
     embedding_model: Annotated[
         str | None,
         Setting("Folder or hub id of a second model, for embeddings or for ranking.", default_text="none"),
@@ -271,6 +279,7 @@ class EngineConfig:
             drafter="none",
             draft_model=None,
             draft_quantize=None,
+            lora=(),
             chat_template=None,
             context=context,
             slots=slots,
@@ -278,6 +287,11 @@ class EngineConfig:
             # Rank 0 drafts alone.
             tensor_parallel=1,
         )
+
+    @property
+    def adapters(self) -> dict[str, str]:
+        """The folders of adapters by name."""
+        return {name: folder for name, _, folder in (entry.partition("=") for entry in self.lora)}
 
     @property
     def records_steps(self) -> bool:
@@ -307,6 +321,7 @@ class EngineConfig:
         self._check_text_file("calibration", self.calibration)
         self._check_text_file("chat_template", self.chat_template)
         self._check_drafts()
+        self._check_adapters()
         if self.tensor_parallel > 1:
             self._check_tensor_parallel()
 
@@ -345,6 +360,16 @@ class EngineConfig:
             raise ConfigError(setting, f"{file} cannot be read as UTF-8 text: {error}") from error
         if not text.strip():
             raise ConfigError(setting, f"{file} is empty")
+
+    def _check_adapters(self) -> None:
+        for entry in self.lora:
+            name, _, folder = entry.partition("=")
+            if not name or not folder or not name.isprintable() or name != name.strip():
+                raise ConfigError("lora", f"must be name=FOLDER, not {entry}")
+        if len(self.adapters) < len(self.lora):
+            raise ConfigError("lora", "has a name twice")
+        if self.lora and self.tensor_parallel > 1:
+            raise ConfigError("lora", "is not supported with --tensor-parallel")
 
     def _check_drafts(self) -> None:
         if self.draft_tokens != "auto" and not 0 <= self.draft_tokens <= MAX_DRAFT_TOKENS:

@@ -83,8 +83,9 @@ class Core:
         """Queue a request; without a `matcher` its grammar is compiled here. Its first event is Started."""
         if request.grammar is not None and matcher is None:
             matcher = self._loaded.grammars.matcher(request.grammar)
+        adapters = self._loaded.adapters
         sequence = Sequence(
-            request,
+            adapters.with_salt(request),
             self._loaded.tokenizer,
             vocabulary=self._loaded.info.vocabulary,
             capacity=self.capacity,
@@ -95,6 +96,7 @@ class Core:
             matcher=matcher,
             rope_switch=self._loaded.switch,
         )
+        sequence.adapter = adapters.acquire(request.adapter)
         self._sequences[request.id] = sequence
         self._scheduler.submit(sequence)
 
@@ -357,6 +359,7 @@ class Core:
         self._totals["reused"] += usage.cached_tokens > 0
         self._totals["shifts"] += usage.context_shifts
         del self._sequences[sequence.request.id]
+        self._loaded.adapters.release(sequence.adapter)
         self._speculation.forget(sequence)
         self.encoder_inputs.release(sequence)
 

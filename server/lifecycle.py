@@ -314,6 +314,9 @@ def _lines(
         f"= {format_size(memory.weights_bytes + memory.cache_bytes + memory.workspace_bytes)} "
         f"of {format_size(memory.available_bytes)} free",
     )
+    for adapter in info.adapters:
+        targets = ", ".join(adapter.targets)
+        yield "adapter", f"{adapter.name}: rank {adapter.rank}, {targets}, {format_size(adapter.bytes)} of the weights"
     yield "drafts", _draft_text(drafting, settings.draft_tokens)
     if settings.disk_cache_folder is not None:
         yield "disk cache", f"{settings.disk_cache_folder}, {format_size(settings.disk_cache_bytes)} at most"

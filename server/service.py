@@ -40,6 +40,7 @@ class Service:
     """One engine with its settings, metrics and traces, under one name of the model.
 
     name             for the response: the one of the request, or the main name
+    adapter          name of the LoRA adapter that requests run with; "": none
     grammar_threads  limits the worker threads that wait for grammars, so that others stay free
     """
 
@@ -49,6 +50,7 @@ class Service:
     name: str
     traces: GenerationTraces | None = None
     created: int = field(default_factory=lambda: int(time.time()))
+    adapter: str = ""
     grammar_threads: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(MAX_GRAMMAR_THREADS))
 
     def check_alive(self) -> None:
@@ -66,9 +68,10 @@ class Service:
             raise Loading(self.engine.phase)
 
     def fingerprint(self) -> str:
-        """A digest of everything that may change the text: weights, number format, version."""
+        """A digest of everything that may change the text: weights, adapter, number format, version."""
         info = self.engine.info
-        return _fingerprint(info.fingerprint, info.architecture, info.dtype, version())
+        adapter = [adapter.digest for adapter in info.adapters if adapter.name == self.adapter]
+        return _fingerprint(info.fingerprint, info.architecture, info.dtype, version(), *adapter)
 
     @property
     def embedder(self) -> EmbeddingModelInfo | None:
@@ -105,14 +108,16 @@ class Service:
         return await self.engine.snapshot(owner, _owner_salt(owner, b""))
 
     def _scoped_to_owner(self, request: Request) -> Request:
-        """The request with its owner: the salt excludes cached prefixes of other owners, and the id is unique for the
-        owner.
+        """The request with its adapter and its owner: the salt excludes cached prefixes of other owners, and the id is
+        unique for the owner.
 
         All requests to the model pass here, so no route can omit it.
         """
         owner, group = caller().owner, caller().request
         salt = _owner_salt(owner, request.salt)
-        return replace(request, id=_scoped_id(owner, request.id), salt=salt, owner=owner, group=group)
+        return replace(
+            request, id=_scoped_id(owner, request.id), salt=salt, owner=owner, group=group, adapter=self.adapter
+        )
 
     @asynccontextmanager
     async def _observed(self, stream: EventStream, endpoint: Endpoint, choice: int) -> AsyncIterator[ChoiceEvents]:
@@ -156,7 +161,7 @@ def _owner_salt(owner: str, salt: bytes) -> bytes:
     return hashlib.sha256(owner.encode() + salt).digest() if owner else salt
 
 
-@functools.lru_cache(maxsize=1)
+@functools.lru_cache(maxsize=16)
 def _fingerprint(*parts: str) -> str:
     return f"fp_{hashlib.sha256(repr(parts).encode()).hexdigest()[:12]}"
 

@@ -10,16 +10,18 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import deepcopy
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 
+from engine.adapters.store import AdapterStore
 from engine.config import BUNDLED_NAME, EngineConfig
 from engine.errors import ModelUnsupported
 from engine.grammar.compiler import GrammarCompiler
 from engine.kernels.cpu.build.libraries import compile_ahead
+from engine.load.adapters import load_adapters
 from engine.load.check.checking import EarlierChecks, ModelChecks, log_margins, read_earlier_checks
 from engine.load.fusion import fuse
 from engine.load.layers import LayersToQuantize, QuantizedLayers, quantize_layers
@@ -64,6 +66,7 @@ _ENCODER_MEMORY_DIVISOR = 8
 class LoadedModel:
     """A checked model, and everything that serving it requires.
 
+    adapters  that requests can name
     on_move  of its cache, see Cache
     margins  of the decisions by tolerance at this load, the narrowest first; empty with the outcome of an earlier start
     """
@@ -81,6 +84,7 @@ class LoadedModel:
     encoder: Encoder | None = None
     on_move: Callable[[int, CellArray, CellArray, int], None] | None = None
     identity: str = ""
+    adapters: AdapterStore = field(default_factory=AdapterStore)
     margins: tuple[Margin, ...] = ()
 
     @property
@@ -137,8 +141,7 @@ def _load(config: EngineConfig, on_phase: Callable[[str], None], reserved_bytes:
     plan_names = partial(_plan_names, name, model_config, dtype)
     quantised = _move_to_device(config, layers, checks, plan_names if quantises else None)
     on_phase("calibrate")
-    switch = install_rope(name, model)
-    recurrent = install_hooks(model)
+    switch, recurrent = install_rope(name, model), install_hooks(model)
     on_phase("kernels")
     encoder = _encoder(name, model, budget_bytes=available // _ENCODER_MEMORY_DIVISOR)
     checks.set_traits(text_config.vocab_size, recurrent=recurrent, encoder=encoder, switch=switch)
@@ -148,12 +151,13 @@ def _load(config: EngineConfig, on_phase: Callable[[str], None], reserved_bytes:
     quantised = quantize_layers(config, layers, checks.quantization_plan()) if on_cpu else quantised
     selection, invariant = checks.select(quantised.format, context=max_context(text_config))
     compute_dtype = torch.float32 if selection.reason is None else dtype
+    adapters = load_adapters(config, model, selection.runner, recurrent=recurrent)
     _fuse(config, selection.runner, text_config.vocab_size, on_phase)
     sizes = model_sizes(
         config,
         text_config,
         tuple(layer.spec for layer in selection.runner.layers),
-        weights_bytes=bytes_of(model),
+        weights_bytes=bytes_of(model) + adapters.bytes,
         dtype=compute_dtype,
         kv_dtype=kv_dtype,
         longest=max_context(text_config),
@@ -180,6 +184,7 @@ def _load(config: EngineConfig, on_phase: Callable[[str], None], reserved_bytes:
         batch_invariant=invariant,
         not_native_reason=selection.reason,
         kernel_variants=step_variants() if selection.reason is None else (),
+        adapters=adapters.infos,
         quantization_estimate=_quantization_estimate(config, model, available, quantised.format),
         unread_modalities=unread_modalities(model_config),
         default_max_tokens=_default_max_tokens(model),
@@ -197,6 +202,7 @@ def _load(config: EngineConfig, on_phase: Callable[[str], None], reserved_bytes:
         eos=ends,
         grammars=GrammarCompiler(tokenizer, vocabulary_size=text_config.vocab_size, end_tokens=ends),
         encoder=encoder,
+        adapters=adapters,
     )
     return replace(loaded, identity=_identity(checkpoint, loaded, quantised.key))
 

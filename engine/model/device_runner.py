@@ -15,7 +15,7 @@ from engine.model.hooks import OutputIndices
 from engine.model.runner import BatchInputs, PackedRunner, output_arrays, single_rows
 from engine.sample.device_sampler import DeviceReport, DeviceSampler
 from engine.sample.device_sampling import SamplingBatch, sample_batch
-from engine.step.input import StepInput
+from engine.step.input import StepFeatures, StepInput
 from engine.step.output import StepOutput
 from kvcache.forward import Forward
 from kvcache.row_forward import StateRows, batch_positions
@@ -30,6 +30,12 @@ class DeviceRunner(PackedRunner):
         self._staging = StagingBuffer(self._device)
         self.sampler = DeviceSampler(self._staging)
         self._vocabulary = int(model.config.get_text_config().vocab_size)
+
+    def supports(self, features: StepFeatures) -> str | None:
+        """See ModelRunner."""
+        if features.adapters:
+            return "adapters are computed on a CPU only"
+        return super().supports(features)
 
     def run(self, step: StepInput) -> StepOutput:
         """See ModelRunner."""

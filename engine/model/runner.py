@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from engine.adapters.modules import use_adapters
 from engine.kernels import latent, reference
 from engine.kernels.attention_input import AttentionFunction, AttentionInput
 from engine.kernels.cell_kernels import CellKernels
@@ -163,7 +164,8 @@ class PackedRunner(LocalRunner):
         invariant = self._invariant or nullcontext()
         factors = rope.use_long_factors(None if self.switch is None else self.switch.long_factors(forward.spans))
         backend = self._backend(forward, masks, inputs.state_rows)
-        with torch.inference_mode(), hooks.use_backend(backend), factors, invariant:
+        adapters = use_adapters([span.length for span in forward.spans], step.adapters)
+        with torch.inference_mode(), hooks.use_backend(backend), factors, adapters, invariant:
             cross_mask = self._cross_mask(forward, masks)
             if inputs.hidden is None or step.hidden is None:
                 return hooks.forward(self.model, *rows, cross_mask=cross_mask), {}

@@ -147,6 +147,8 @@ class NativeRunner(LocalRunner):
         """See ModelRunner."""
         if features.encoder or features.bidirectional:
             return "the native step attends to earlier tokens only"
+        if features.adapters:
+            return "the native step has no adapters"
         missing = [layer for layer in decoder_layers_of(features.hidden_layers) if layer not in self._named_layers]
         return f"the native step has no layer {missing[0]}" if missing else None
 

@@ -26,6 +26,8 @@ class TensorParallelRunner(ModelRunner):
     def supports(self, features: StepFeatures) -> str | None:
         if features.bidirectional or features.encoder:
             return "media are not supported with --tensor-parallel"
+        if features.adapters:
+            return "adapters are not supported with --tensor-parallel"
         return self._runner.supports(features)
 
     def run(self, step: StepInput) -> StepOutput:

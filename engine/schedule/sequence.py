@@ -115,6 +115,7 @@ class Sequence:
     tokens          those of the context, in one list for good; longer than the capacity where shifts are due
     output          generated tokens
     encoder_mask    which encoder entries each token attends to; required before it gets a slot (`is_ready`)
+    adapter         the slot of its adapter; 0: none
     is_unread       whether the client leaves its output unread
     scores, pooler  of the prompt; None where the request asks for none, or they are complete and delivered
     long_factors    whether all its keys are rotated by the long factors of LongRoPE (engine/model/rope.py)
@@ -142,6 +143,7 @@ class Sequence:
         self.output: list[int] = []
         self.slot: int | None = None
         self.encoder_mask: EncoderMask | None = None
+        self.adapter = 0
         self.is_unread = False
         self.overflow = request.overflow or overflow
         self.scores = None if request.score_from is None else PromptScores(request.prompt, request.score_from)

@@ -16,7 +16,6 @@ from engine.load.load import LoadedModel
 from engine.sample.logprobs import SAMPLED, LogprobQuery
 from engine.sample.verify import VerifyTokens, contexts_of, verify
 from engine.schedule.scheduler import ScheduledSequence
-from engine.step.encoder_mask import EncoderMask
 from engine.step.input import FINAL_NORM, HiddenRows, Sampling, StepInput
 from engine.step.output import StepOutput
 from engine.types.events import Logprob, TokenLogprob
@@ -105,7 +104,7 @@ class Stepper:
         verified = _tokens_to_verify(batch)
         hidden = HiddenRows(range(len(tokens))) if returns_states else None
         sampling = Sampling(contexts_of(verified))
-        output = self._runner.run(StepInput(forward, tokens, logit_rows, hidden, _encoder_masks(batch), sampling))
+        output = self._runner.run(_step_input(batch, forward, tokens, logit_rows, hidden, sampling))
         sampled = _verify_drafts(batch, verified, output.tokens)
         if not returns_states:
             return [StepResult(scheduled, tuple(emitted)) for scheduled, emitted in zip(batch, sampled, strict=True)]
@@ -129,12 +128,12 @@ class Stepper:
         ]
         pooled = [row for batch_slice in slices for row in batch_slice.pooled_tokens]
         hidden_rows = range(len(tokens)) if returns_states else pooled
-        step = StepInput(
+        step = _step_input(
+            batch,
             forward,
             tokens,
             [row for batch_slice in slices for row in batch_slice.logit_tokens],
             HiddenRows(hidden_rows) if hidden_rows else None,
-            _encoder_masks(batch),
             Sampling(contexts_of(verified), rows, queries),
         )
         output = self._runner.run(step)
@@ -199,8 +198,18 @@ def _batch_slices(batch: Sequence[ScheduledSequence], spans: Sequence[Span]) -> 
     return slices
 
 
-def _encoder_masks(batch: Sequence[ScheduledSequence]) -> list[EncoderMask | None]:
-    return [scheduled.sequence.encoder_mask for scheduled in batch]
+def _step_input(
+    batch: Sequence[ScheduledSequence],
+    forward: Forward,
+    tokens: Sequence[int],
+    logit_rows: Sequence[int],
+    hidden: HiddenRows | None,
+    sampling: Sampling,
+) -> StepInput:
+    """A step with the encoder masks and the adapters of its sequences."""
+    masks = [scheduled.sequence.encoder_mask for scheduled in batch]
+    adapters = [scheduled.sequence.adapter for scheduled in batch]
+    return StepInput(forward, tokens, logit_rows, hidden, masks, sampling, adapters)
 
 
 def _tokens_to_verify(batch: Sequence[ScheduledSequence]) -> list[VerifyTokens]:

@@ -56,11 +56,13 @@ class StepFeatures:
     hidden_layers  layers after which hidden states are returned (HiddenRows)
     bidirectional  tokens of a range attend to each other
     encoder        tokens attend to the output of an encoder
+    adapters       tokens have a LoRA adapter
     """
 
     hidden_layers: Sequence[int] = ()
     bidirectional: bool = False
     encoder: bool = False
+    adapters: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,7 @@ class StepInput:
     logit_rows     batch tokens with logits, ascending
     hidden         hidden states that are returned; None: there are none
     encoder_masks  the encoder output that each span attends to, None: none; empty: none for all spans
+    adapters       the slot of each span's adapter, 0: none (engine/adapters/store.py); empty: none for all spans
     sampling       None: the logits are returned
     """
 
@@ -81,6 +84,7 @@ class StepInput:
     hidden: HiddenRows | None = None
     encoder_masks: Sequence[EncoderMask | None] = ()
     sampling: Sampling | None = None
+    adapters: Sequence[int] = ()
 
     @property
     def features(self) -> StepFeatures:
@@ -89,4 +93,5 @@ class StepInput:
             hidden_layers=() if self.hidden is None else self.hidden.layers,
             bidirectional=any([span.bidirectional for span in self.forward.spans]),
             encoder=any(self.encoder_masks),
+            adapters=any(self.adapters),
         )

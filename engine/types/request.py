@@ -189,6 +189,7 @@ class Request:
     tier             scheduling order
     timeout_seconds  the answer ends with "length" and the stop "deadline" after this time, in the queue too
     progress         send `PrefillProgress` events
+    adapter          name of a loaded LoRA adapter; "": none
     owner            slots are shared evenly between owners
     group            and within an owner between groups, such as the choices of one answer; "": a group of its own
     """
@@ -223,6 +224,7 @@ class Request:
     tier: Tier = "default"
     timeout_seconds: float | None = None
     progress: bool = False
+    adapter: str = ""
     owner: str = ""
     group: str = ""
 

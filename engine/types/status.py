@@ -50,6 +50,7 @@ class ModelInfo:
                              up to rounding
     not_native_reason        why steps run in torch operations; None: each is one call of the C++ library
     kernel_variants          of the native step and of its products with quantised weights; empty without it
+    adapters                 LoRA adapters that requests can name
     quantization_estimate    None: the weights are quantised, or cannot be
     unread_modalities        inputs of the model beside text ("image", "video", "audio"), whose weights are not read
     default_max_tokens       of answers whose request has no limit (max_new_tokens of the generation configuration);
@@ -72,6 +73,7 @@ class ModelInfo:
     batch_invariant: bool = False
     not_native_reason: str | None = None
     kernel_variants: tuple[str, ...] = ()
+    adapters: tuple[AdapterInfo, ...] = ()
     quantization_estimate: QuantizationEstimate | None = None
     unread_modalities: tuple[str, ...] = ()
     default_max_tokens: int | None = None

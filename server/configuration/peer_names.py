@@ -22,6 +22,7 @@ _SAME = {
     "host-cache-bytes": ("swap-space", "cpu-offload-gb", "cache-ram"),
     "kv-dtype": ("kv-cache-dtype", "cache-type-k", "cache-type-v", "kv-cache-type", "-ctk", "-ctv"),
     "log-level": ("uvicorn-log-level", "log-verbosity", "verbosity"),
+    "lora": ("lora-modules", "lora-paths", "lora-scaled", "adapter", "adapters"),
     "max-tokens": ("n-predict", "predict", "max-new-tokens", "num-predict", "-n"),
     "memory": ("gpu-memory-utilization", "mem-fraction-static"),
     "otlp-traces-endpoint": ("otlp-endpoint",),
@@ -50,8 +51,8 @@ _REMEDIES = {
     "cellar pull MODEL --revision REVISION downloads it and prints its folder.": ("revision", "hf-file", "-hff"),
     "Embeddings of the model need no option; --embedding-model adds a second model.": ("embedding", "embeddings"),
     "Metrics are always at /metrics.": ("metrics", "enable-metrics"),
-    "There are no adapters: merge a LoRA adapter into its base model (merge_and_unload of PEFT), serve the result.": (
-        *("lora", "lora-scaled", "lora-modules", "enable-lora", "lora-paths", "lora-base", "adapter", "adapters"),
+    "--lora name=FOLDER, repeatable, is the only option of LoRA adapters.": (
+        *("enable-lora", "max-loras", "max-lora-rank", "lora-base", "lora-init-without-apply"),
     ),
     "There is no vision and no audio input: models are served for text only.": (
         *("mmproj", "mmproj-url", "mm", "-mm", "image", "audio", "limit-mm-per-prompt", "enable-multimodal"),

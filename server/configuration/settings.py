@@ -216,6 +216,8 @@ class Settings(EngineConfig):
             self.engine_config()
         except ConfigError as error:
             raise ValueError(f"--{error.setting.replace('_', '-')} {error.reason}") from error
+        for name in self.adapters.keys() & {*self.model_names, self.embedding_name}:
+            raise ValueError(f"--lora {name} has the name of a model: give the adapter another one")
 
     @property
     def all_keys(self) -> tuple[str, ...]:

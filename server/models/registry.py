@@ -17,7 +17,8 @@ MAX_NAME_LENGTH = 512
 
 
 class ModelRegistry:
-    """The served models. There is one entry: a model, its other names, and perhaps an embedding model beside it.
+    """The served models. There is one entry: a model, its other names, its adapters, and perhaps an embedding
+    model beside it.
 
     presets  names that requests made for the model
     leases   by which the model is in use now
@@ -29,8 +30,8 @@ class ModelRegistry:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the model that generates, the main name first."""
-        return self.settings.model_names
+        """The names of the model that generates, the main name first, and of its adapters."""
+        return (*self.settings.model_names, *self.settings.adapters)
 
     @property
     def all_names(self) -> tuple[str, ...]:
@@ -98,7 +99,8 @@ class ModelRegistry:
             served = ", ".join(f"'{each}'" for each in self.names)
             message = f"The model '{name[:128]}' does not exist here. This server serves {served}."
             raise ApiError(MODEL_NOT_FOUND, message, param="model")
-        return replace(self._service, name=name)
+        short = name if name in self.settings.adapters else name.removesuffix(LATEST_TAG)
+        return replace(self._service, name=name, adapter=short if short in self.settings.adapters else "")
 
 
 def _may_be_name(name: str) -> bool:

@@ -99,6 +99,10 @@ class ModelCards:
         info, embedding, size = service.engine.info, service.engine.embedding, service.engine.memory.weights_bytes
         for name in service.settings.model_names:
             yield self._entry(name, info, size)
+        for adapter in info.adapters:
+            entry = self._entry(adapter.name, info, adapter.bytes)
+            details = {**entry["details"], "parent_model": service.settings.model_names[0]}
+            yield {**entry, "digest": adapter.digest, "details": details}
         for name, preset in self.presets.items():
             entry = self._entry(name, info, size)
             details = {**entry["details"], "parent_model": preset.parent}

@@ -63,6 +63,7 @@ def _model(service: Service) -> ModelCapabilities:
         # No route accepts media: towers of images and audio are not loaded.
         input_modalities=["text"],
         template_arguments=sorted(tokenizer.template_names - RESERVED_ARGUMENTS),
+        adapters=[adapter.name for adapter in info.adapters],
         drafters=list(service.engine.drafting.kinds),
         batch_invariant=info.batch_invariant,
         default_max_tokens=info.default_max_tokens,

@@ -9,7 +9,7 @@ from engine.types.status import ModelInfo
 from server.http.encoding import JsonResponse
 from server.models.registry import ModelRegistry
 from server.routes.openapi import ERROR_RESPONSES
-from server.schemas.models import EmbeddingModelMeta, Model, ModelList
+from server.schemas.models import AdapterMeta, Model, ModelList, OptionalMeta
 from server.service import Service
 
 
@@ -36,10 +36,18 @@ def _model(service: Service, name: str) -> Model:
     embedding = service.engine.embedding
     if embedding is not None and name == service.settings.embedding_name:
         return _model_entry(service, name, name, embedding.model, {"n_embd": embedding.dimensions})
-    return _model_entry(service, name, service.settings.model_names[0], service.engine.info, {})
+    main_name = service.settings.model_names[0]
+    for adapter in service.engine.info.adapters:
+        if adapter.name == (service.adapter or name):
+            meta = AdapterMeta(
+                rank=adapter.rank, targets=list(adapter.targets), digest=adapter.digest, bytes=adapter.bytes
+            )
+            entry = _model_entry(service, name, main_name, service.engine.info, {"adapter": meta})
+            return {**entry, "parent": main_name}
+    return _model_entry(service, name, main_name, service.engine.info, {})
 
 
-def _model_entry(service: Service, name: str, root: str, info: ModelInfo, more: EmbeddingModelMeta) -> Model:
+def _model_entry(service: Service, name: str, root: str, info: ModelInfo, more: OptionalMeta) -> Model:
     return Model(
         id=name,
         object="model",

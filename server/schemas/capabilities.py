@@ -59,6 +59,7 @@ class ModelCapabilities(TypedDict):
     reasoning: bool
     input_modalities: list[Literal["text", "image"]]
     template_arguments: list[str]
+    adapters: list[str]
     drafters: list[str]
     batch_invariant: bool
     default_max_tokens: int | None

@@ -7,13 +7,23 @@ from typing import Literal, NotRequired
 from typing_extensions import TypedDict
 
 
-class EmbeddingModelMeta(TypedDict):
-    """Embedding dimensions of an embedding model."""
+class AdapterMeta(TypedDict):
+    """A LoRA adapter: its largest rank, the kinds of layers it adapts, and the digest and memory of its matrices."""
+
+    rank: int
+    targets: list[str]
+    digest: str
+    bytes: int
+
+
+class OptionalMeta(TypedDict):
+    """Embedding dimensions of an embedding model, and the adapter of a name."""
 
     n_embd: NotRequired[int]
+    adapter: NotRequired[AdapterMeta]
 
 
-class ModelMeta(EmbeddingModelMeta):
+class ModelMeta(OptionalMeta):
     """Properties of the model by llama.cpp's names. An embedding model has no slots."""
 
     n_params: int
@@ -25,13 +35,14 @@ class ModelMeta(EmbeddingModelMeta):
 
 
 class Model(TypedDict):
-    """One name of a model."""
+    """One name of a model, or of an adapter of the model `parent`."""
 
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
     root: str
+    parent: NotRequired[str]
     max_model_len: int
     meta: ModelMeta
 

@@ -87,6 +87,7 @@ def test_support_depends_on_the_model() -> None:
         "reasoning": True,
         "input_modalities": ["text"],
         "template_arguments": ["enable_thinking", "reasoning_effort", "verbosity"],
+        "adapters": [],
         "drafters": ["lookup"],
         "batch_invariant": True,
         "default_max_tokens": None,

@@ -145,11 +145,11 @@ def test_older_names_of_options_are_valid(parsed: Any) -> None:
 def test_a_variable_of_another_server_is_answered_with_the_remedy(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("os.environ", {"PATH": "", "CELLAR_LORA": "x"})
+    monkeypatch.setattr("os.environ", {"PATH": "", "CELLAR_ENABLE_LORA": "x"})
     with pytest.raises(SystemExit):
         cli.make_app()(["serve"])
 
-    assert "CELLAR_LORA is no setting. There are no adapters" in capsys.readouterr().out
+    assert "CELLAR_ENABLE_LORA is no setting. --lora name=FOLDER" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("command", ["serve", "bench"])
@@ -184,7 +184,8 @@ def test_an_unknown_variable_is_an_error(
         ("serve --max-model-len=4096", "Unknown option: --max-model-len. Its name in Cellar is --context."),
         ("serve -ngl 99", "Unknown option: -ngl. Its name in Cellar is --device."),
         ("run x y --temp 0.2", "Unknown option: --temp. Its name in Cellar is --temperature."),
-        ("serve --lora x.gguf", "Unknown option: --lora. There are no adapters: merge a LoRA adapter into its base"),
+        ("serve --lora-modules sql=x", "Unknown option: --lora-modules. Its name in Cellar is --lora."),
+        ("serve --enable-lora", "Unknown option: --enable-lora. --lora name=FOLDER, repeatable, is the only option"),
         ("chat x --mmproj x.gguf", "Unknown option: --mmproj. There is no vision and no audio input"),
         ("serve --cors", "Unknown option: --cors. Its name in Cellar is --allowed-host."),
         ("serve --temp 0", "Unknown option: --temp. Requests have it: their parameter temperature, or --temperature"),

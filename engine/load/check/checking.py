@@ -159,6 +159,9 @@ class ModelChecks:
         if config.tensor_parallel > 1:
             graphs = ", without CUDA graphs" if isinstance(runner, DeviceRunner) else ""
             return RunnerSelection(runner, f"--tensor-parallel {config.tensor_parallel} is computed by torch{graphs}")
+        if config.lora:
+            # In a native step a request without an adapter would have other bits alone than beside adapters.
+            return RunnerSelection(runner, "adapters (--lora) are computed by torch")
         if config.kernels == "torch" or config.device != "cpu":
             return RunnerSelection(runner, "C++ kernels are not used")
         return select(self._model, runner, self._traits, context=context, checked=checked)
@@ -168,8 +171,9 @@ class ModelChecks:
         is checked. Raises ModelUnsupported.
         """
         runner, native, is_required = selection.runner, selection.reason is None, self._config.batch_invariant
+        is_wanted = is_required or bool(self._config.lora)
         quantises_rows = format is not None and self._config.device == "cpu"
-        if self._dtype == torch.float64 or not (quantises_rows or (is_required and not native)):
+        if self._dtype == torch.float64 or not (quantises_rows or (is_wanted and not native)):
             return native
         runner.make_invariant(self._row_invariant())
         if passed is not None and passed.batch_invariant and passed.native == native:
@@ -181,7 +185,7 @@ class ModelChecks:
         if is_required:
             raise ModelUnsupported(name, f"{reason}; leave out --batch-invariant")
         log.warning(
-            "%s is not batch invariant when quantised: batches, chunks and prefix hits may change a completion (%s)",
+            "%s is not batch invariant as loaded: batches, chunks and prefix hits may change a completion (%s)",
             name,
             reason,
         )
@@ -235,6 +239,6 @@ def _outcome_file(
     if is_small(checkpoint.path) or config.tensor_parallel > 1:
         return None
     settings: tuple[object, ...] = (config.device, config.kernels, config.mla)
-    settings += (config.quantize == "none", config.dtype, config.batch_invariant)
+    settings += (config.quantize == "none", config.dtype, config.batch_invariant, bool(config.lora))
     kernel = getattr(attend, "__qualname__", type(attend).__qualname__)
     return OutcomeFile((weights, checkpoint.configuration, settings, kernel))

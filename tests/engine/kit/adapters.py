@@ -37,10 +37,10 @@ KINDS: tuple[dict[str, Any], ...] = (
 
 
 @contextmanager
-def _ignored_deprecations() -> Iterator[None]:
-    """PEFT uses names that transformers deprecates."""
+def _ignored_warnings() -> Iterator[None]:
+    """PEFT uses names that transformers deprecates, and warns when it saves an adapted output layer."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
+        warnings.simplefilter("ignore")
         yield
 
 
@@ -48,13 +48,14 @@ def save_adapter(model: Path, folder: Path, kind: dict[str, Any], seed: int = 0)
     """Write an adapter of the model in a folder, with random matrices."""
     base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     settings = {"lora_alpha": 16, "lora_dropout": 0.1, "task_type": "CAUSAL_LM"} | kind
-    with _ignored_deprecations():
+    with _ignored_warnings():
         adapted = get_peft_model(base, LoraConfig(**settings))
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in adapted.named_parameters():
         if ".lora_" in name:
             torch.nn.init.normal_(parameter, std=0.15, generator=generator)
-    adapted.save_pretrained(folder)
+    with _ignored_warnings():
+        adapted.save_pretrained(folder)
     return folder
 
 
@@ -76,7 +77,7 @@ class AdaptedReference:
 
     def __init__(self, model: Path, adapter: Path | None, dtype: torch.dtype) -> None:
         base = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).eval()
-        with _ignored_deprecations():
+        with _ignored_warnings():
             self.model = base if adapter is None else PeftModel.from_pretrained(base, adapter).eval()
 
     def greedy(self, prompt: tuple[int, ...], count: int) -> list[int]:

@@ -73,6 +73,8 @@ def value_of(option: Option, folder: Path) -> Any:
     """A value that is not the default."""
     if option.field in TEXTS:
         return TEXTS[option.field].format(folder=folder)
+    if option.field == "lora":
+        return ["sql=a", "support=b"]
     parts = union_members(option.value_type)
     if option.choices and option.default != option.choices[-1]:
         return option.choices[-1]
@@ -124,10 +126,10 @@ def test_counts_and_sizes_may_have_a_unit(run: Run) -> None:
 
 
 def test_a_key_of_another_server_is_answered_with_the_remedy(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    run.file.write_text('lora = "x"\n')
+    run.file.write_text('enable-lora = "x"\n')
 
     assert 2 == run.code("--config", str(run.file))
-    assert "lora is not an option. There are no adapters" in capsys.readouterr().err
+    assert "enable-lora is not an option. --lora name=FOLDER" in capsys.readouterr().err
 
 
 def check_meanings(run: Run, some: Sequence[Option]) -> None:

@@ -1,0 +1,212 @@
+"""Adapters in one batch: each text is PEFT's alone, with the same bits in any batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.config import EngineConfig
+from engine.core import Core
+from engine.draft.loading import make_speculation
+from engine.errors import AdapterUnsupported, InvalidRequest
+from engine.load.load import LoadedModel
+from engine.step.input import StepFeatures, StepInput
+from engine.types.request import Request
+from engine.validity import check_request
+from kvcache.cache import Cache
+from kvcache.spec import Span
+from tests.engine.kit.adapters import KINDS, AdaptedReference, save_adapter
+from tests.engine.kit.models import core, load_model
+from tests.engine.kit.play import Answer, Job, ask, play
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+NAMES = ("", *(f"adapter{number}" for number in range(len(KINDS))))
+PROMPT = tuple(range(30, 62))
+COUNT = 12
+
+Folder = Callable[[str], Path]
+Adapted = Callable[..., LoadedModel]
+
+
+@pytest.fixture(scope="module")
+def adapters(folder: Folder, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The folder of an adapter of each kind, by name."""
+    root = tmp_path_factory.mktemp("adapters")
+    return {
+        name: save_adapter(folder("llama"), root / name, kind, seed)
+        for seed, (name, kind) in enumerate(zip(NAMES[1:], KINDS, strict=True))
+    }
+
+
+@pytest.fixture(scope="module")
+def adapted(folder: Folder, adapters: dict[str, Path]) -> Callable[[str, str], LoadedModel]:
+    """The model with all adapters, by dtype and format of its weights."""
+    models: dict[tuple[str, str], LoadedModel] = {}
+    lora = tuple(f"{name}={path}" for name, path in adapters.items())
+
+    def load(dtype: str, quantize: str = "none") -> LoadedModel:
+        if (dtype, quantize) not in models:
+            models[dtype, quantize] = load_model(folder("llama"), dtype, quantize=quantize, lora=lora, drafter="none")
+        return models[dtype, quantize]
+
+    return load
+
+
+def requests(names: Sequence[str] = NAMES, prompt: tuple[int, ...] = PROMPT) -> list[Request]:
+    """A request for each adapter."""
+    return [ask(name, prompt, COUNT, adapter=name, logprobs=1, ignore_eos=True) for name in names]
+
+
+def answered(own: Core, asked: Sequence[Request]) -> dict[str, Answer]:
+    """The answers, all arrived at once."""
+    return play(own, [Job(request) for request in asked])
+
+
+def bits(answers: dict[str, Answer]) -> dict[str, list[tuple[int, float]]]:
+    """Tokens and log-probabilities, which show every bit of a logit."""
+    return {
+        name: [(entry.chosen.token, entry.chosen.logprob) for entry in answer.logprobs if entry is not None]
+        for name, answer in answers.items()
+    }
+
+
+def alone(model: LoadedModel) -> dict[str, list[tuple[int, float]]]:
+    """Each request in an engine of its own."""
+    return {request.id: bits(answered(core(model, slots=1), [request]))[request.id] for request in requests()}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_texts_of_one_batch_are_those_of_peft(
+    dtype: str, adapted: Adapted, folder: Folder, adapters: dict[str, Path]
+) -> None:
+    """Adapters of all kinds and the base, in one batch."""
+    answers = answered(core(adapted(dtype), slots=len(NAMES)), requests())
+
+    for name in NAMES:
+        reference = AdaptedReference(folder("llama"), adapters.get(name), getattr(torch, dtype))
+        assert answers[name].tokens == reference.greedy(PROMPT, COUNT), name
+    assert len({tuple(answer.tokens) for answer in answers.values()}) == len(NAMES)
+
+
+def test_logits_are_those_of_peft(adapted: Adapted, folder: Folder, adapters: dict[str, Path]) -> None:
+    """In float64, within 1e-9 of the logits alone."""
+    model = adapted("float64")
+    cache = Cache(
+        [layer.spec for layer in model.runner.layers], slots=9, capacity=32, cells=9 * 32, dtype=torch.float64
+    )
+    spans = [Span(slot, 0, len(PROMPT)) for slot in range(len(NAMES))]
+    tokens = PROMPT * len(NAMES)
+    with cache.forward(spans) as forward:
+        step = StepInput(forward, tokens, range(len(tokens)), adapters=range(len(NAMES)))
+        logits = model.runner.run(step).logits.split(len(PROMPT))
+
+    for name, rows in zip(NAMES, logits, strict=True):
+        reference = AdaptedReference(folder("llama"), adapters.get(name), torch.float64)
+        assert (rows - reference.logits(PROMPT)).abs().max() < 1e-9 * rows.abs().max(), name
+
+
+@pytest.mark.parametrize("quantize", ["none", "int8"])
+def test_bits_do_not_depend_on_the_batch(quantize: str, adapted: Adapted) -> None:
+    """Alone, batched, in small chunks, from cached prefixes, after preemptions; with weights in float32 and int8."""
+    model = adapted("float32", quantize)
+    expected = alone(model)
+    batched = core(model, slots=len(NAMES))
+
+    assert bits(answered(batched, requests())) == expected
+    again = answered(batched, requests())
+    assert bits(again) == expected
+    assert all(answer.started[0].cached_tokens == len(PROMPT) - 1 for answer in again.values())
+    assert bits(answered(core(model, slots=3, chunk=5), requests())) == expected
+    preempting = core(model, slots=4, cells=120)
+    assert bits(answered(preempting, requests())) == expected
+    assert preempting.stats().preemptions_total > 0
+    assert model.info.batch_invariant
+
+
+def test_drafts_change_no_text(adapted: Adapted, folder: Folder) -> None:
+    """Drafts of n-gram lookup: of each adapter's own outputs."""
+    model = adapted("float32")
+    config = EngineConfig(model=str(folder("llama")), drafter="lookup", draft_tokens=4)
+    speculation = make_speculation(config, model, None, lambda: 0.0, lambda phase: None)
+    drafting = core(model, slots=len(NAMES), speculation=speculation)
+    repeated = PROMPT[:8] * 4
+    asked = [ask(name, repeated, 24, adapter=name, ignore_eos=True) for name in NAMES]
+    expected = {name: answer.tokens for name, answer in answered(core(model, slots=9), asked).items()}
+
+    for _ in range(2):
+        assert {name: answer.tokens for name, answer in answered(drafting, asked).items()} == expected
+    assert sum(sum(counts.accepted) for counts in drafting.stats().drafts) > 0
+
+
+def test_prefixes_are_shared_within_an_adapter_only(adapted: Adapted) -> None:
+    """A prompt of one adapter is cached for no other one, nor for the base."""
+    own = core(adapted("float32"), slots=2)
+    answered(own, requests(["adapter1"]))
+
+    for name, cached in (("", 0), ("adapter0", 0), ("adapter1", len(PROMPT) - 1)):
+        assert answered(own, requests([name]))[name].started[0].cached_tokens == cached
+
+
+def test_pooled_states_are_those_of_the_adapter(adapted: Adapted) -> None:
+    """Embeddings run the same forward."""
+    own = core(adapted("float32"), slots=2)
+    pooled = answered(own, [ask(name, PROMPT, 0, adapter=name, pooling="mean") for name in ("", "adapter1")])
+
+    vectors = [pooled[name].embedded[0] for name in ("", "adapter1")]
+    assert vectors[0] != vectors[1]
+
+
+def test_adapters_are_counted_as_weights(adapted: Adapted, loaded: Callable[..., LoadedModel]) -> None:
+    """In the memory plan, and listed with the model."""
+    model, base = adapted("float32"), loaded("llama", "float32")
+
+    assert model.memory.weights_bytes == base.memory.weights_bytes + sum(info.bytes for info in model.info.adapters)
+    assert [info.name for info in model.info.adapters] == list(NAMES[1:])
+    assert [info.rank for info in model.info.adapters] == [8, 16, 4, 8, 8, 1, 64, 24]
+
+
+def test_an_unknown_adapter_is_refused(adapted: Adapted) -> None:
+    """Before the request is queued."""
+    with pytest.raises(InvalidRequest, match="no adapter 'other'"):
+        check_request(ask("a", PROMPT, adapter="other"), adapted("float32"), max_step_tokens=64, drafters=())
+
+
+def test_the_native_step_has_no_adapters(loaded: Callable[..., LoadedModel], adapted: Adapted) -> None:
+    """A model with adapters runs in torch operations, and its banner says so."""
+    assert loaded("llama", "float32").info.not_native_reason is None
+    assert loaded("llama", "float32").runner.runners[0].supports(StepFeatures(adapters=True)) == (
+        "the native step has no adapters"
+    )
+    assert adapted("float32").info.not_native_reason == "adapters (--lora) are computed by torch"
+
+
+@pytest.mark.parametrize(
+    ("family", "target", "text"),
+    [
+        ("deepseek_v3", "kv_b_proj", r"does not call its layer .*kv_b_proj for every token"),
+        ("llama", "lm_head", "lm_head"),
+    ],
+)
+def test_layers_that_are_not_called_for_every_token_are_refused(
+    family: str, target: str, text: str, folder: Folder, tmp_path: Path
+) -> None:
+    """A part of the adapter would be missing silently."""
+    path = save_adapter(folder(family), tmp_path / "adapter", {"r": 2, "target_modules": [target]})
+
+    with pytest.raises(AdapterUnsupported, match=text):
+        load_model(folder(family), "float32", lora=(f"mine={path}",), drafter="none")
+
+
+def test_a_model_that_runs_one_sequence_at_a_time_has_no_adapters(
+    adapters: dict[str, Path], folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is refused at the start."""
+    from engine.model.sequential_runner import SequentialRunner
+
+    monkeypatch.setattr("engine.load.check.checking.find_runner", lambda name, model, traits: SequentialRunner(model))
+    with pytest.raises(AdapterUnsupported, match="runs packed"):
+        load_model(folder("llama"), "float64", lora=(f"mine={adapters['adapter0']}",), drafter="none")

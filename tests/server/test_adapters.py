@@ -1,0 +1,133 @@
+"""LoRA adapters as models of requests: names, listings, fingerprints."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from engine.config import ConfigError, EngineConfig
+from engine.types.status import AdapterInfo
+from server.app import create_app
+from server.lifecycle import banner
+from tests.server.fakes import INFO, MEMORY, FakeEngine, ask, settings
+
+LORA = ("sql=/adapters/sql", "org/support=/adapters/a=b")
+ADAPTERS = (
+    AdapterInfo("sql", "d1", 16, ("q_proj", "v_proj"), 4 << 20),
+    AdapterInfo("org/support", "d2", 8, ("o_proj",), 1 << 20),
+)
+CHAT = [{"role": "user", "content": "hi"}]
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": CHAT},
+    "/v1/completions": {"prompt": "x"},
+    "/v1/responses": {"input": "x"},
+    "/v1/messages": {"max_tokens": 5, "messages": CHAT},
+    "/api/chat": {"messages": CHAT, "stream": False},
+    "/api/generate": {"prompt": "x", "stream": False},
+    "/completion": {"prompt": "x"},
+    "/v1/embeddings": {"input": "x"},
+}
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    """An engine with two adapters."""
+    return FakeEngine(info_value=replace(INFO, adapters=ADAPTERS))
+
+
+@pytest.fixture
+def app(engine: FakeEngine) -> Any:
+    """A server with their names."""
+    return create_app(engine, settings(lora=LORA))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_the_model_of_a_request_chooses_the_adapter(path: str, app: Any, engine: FakeEngine) -> None:
+    """In every API; the names of the model choose none."""
+    for model, adapter in (("sql", "sql"), ("org/support", "org/support"), ("fake", ""), ("org/alias", "")):
+        assert ask(app, "POST", path, json_body={"model": model, **BODIES[path]}).status == 200
+        assert engine.requests[-1].adapter == adapter
+
+
+def test_ollamas_default_tag_names_an_adapter_too(app: Any, engine: FakeEngine) -> None:
+    """As Ollama's clients send it."""
+    assert ask(app, "POST", "/api/chat", json_body={"model": "sql:latest", **BODIES["/api/chat"]}).status == 200
+    assert engine.requests[-1].adapter == "sql"
+
+
+def test_unknown_names_are_refused_with_all_names(app: Any) -> None:
+    """As without adapters."""
+    answer = ask(app, "POST", "/v1/chat/completions", json_body={"model": "other", "messages": CHAT})
+
+    assert answer.status == 404
+    assert "'fake', 'org/alias', 'sql', 'org/support'" in answer.json["error"]["message"]
+
+
+def test_adapters_are_listed_with_their_model(app: Any) -> None:
+    """In /v1/models, /v1/capabilities and Ollama's list."""
+    listed = {model["id"]: model for model in ask(app, "GET", "/v1/models").json["data"]}
+
+    assert list(listed) == ["fake", "org/alias", "sql", "org/support"]
+    assert (listed["sql"]["parent"], listed["sql"]["root"]) == ("fake", "fake")
+    assert listed["sql"]["meta"]["adapter"] == {
+        "rank": 16,
+        "targets": ["q_proj", "v_proj"],
+        "digest": "d1",
+        "bytes": 4 << 20,
+    }
+    assert ask(app, "GET", "/v1/models/org/support").json == listed["org/support"]
+    assert "parent" not in listed["fake"]
+    assert ask(app, "GET", "/v1/capabilities").json["model"]["adapters"] == ["sql", "org/support"]
+    tags = {model["name"]: model for model in ask(app, "GET", "/api/tags").json["models"]}
+    assert (tags["sql"]["digest"], tags["sql"]["details"]["parent_model"]) == ("d1", "fake")
+
+
+def test_the_fingerprint_has_the_digest(app: Any) -> None:
+    """Each adapter has another one than the model."""
+    answers = [
+        ask(app, "POST", "/v1/chat/completions", json_body={"model": model, "messages": CHAT}).json
+        for model in ("fake", "sql", "org/support", "org/alias")
+    ]
+    fingerprints = [answer["system_fingerprint"] for answer in answers]
+
+    assert len(set(fingerprints)) == 3
+    assert fingerprints[0] == fingerprints[3]
+    assert [answer["model"] for answer in answers] == ["fake", "sql", "org/support", "org/alias"]
+
+
+def test_the_banner_lists_adapters(engine: FakeEngine) -> None:
+    """With rank, layers and memory."""
+    text = banner(engine.info, MEMORY, engine.drafting, settings(lora=LORA), "http://127.0.0.1:1")
+
+    assert "sql: rank 16, q_proj, v_proj, 4.0 MiB of the weights" in text
+
+
+@pytest.mark.parametrize(
+    ("lora", "text"),
+    [
+        (("sql",), "must be name=FOLDER, not sql"),
+        (("=x",), "must be name=FOLDER"),
+        (("sql=",), "must be name=FOLDER"),
+        ((" sql=x",), "must be name=FOLDER"),
+        (("s\nql=x",), "must be name=FOLDER"),
+        (("sql=x", "sql=y"), "has a name twice"),
+    ],
+)
+def test_wrong_options_are_refused(lora: tuple[str, ...], text: str) -> None:
+    """At the start."""
+    with pytest.raises(ConfigError, match=text):
+        EngineConfig(lora=lora)
+    with pytest.raises(ValueError, match=f"--lora {text}"):
+        settings(lora=lora).check()
+
+
+def test_ranks_and_names_of_models_are_refused() -> None:
+    """Adapters are for one process; a name is of one model."""
+    with pytest.raises(ConfigError, match="--tensor-parallel"):
+        EngineConfig(lora=LORA, tensor_parallel=2)
+    with pytest.raises(ValueError, match="--lora fake has the name of a model"):
+        settings(lora=("fake=/adapters/x",)).check()
+    assert EngineConfig(lora=LORA).adapters == {"sql": "/adapters/sql", "org/support": "/adapters/a=b"}
+    assert EngineConfig(lora=LORA).for_draft("x", context=8, slots=1, cells=8).lora == ()
