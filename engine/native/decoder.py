@@ -3,8 +3,8 @@
 states > (norm) > projections > (norm) > rotary embedding > attention > (gate) > output > (norm) > + states
 states > (norm) > inner matrices > activation (* up) > down > (norm) > + states
 
-In place of attention over keys and values, layers may have attention over latents (LatentAttentionSpec) or recurrences
-over states (DeltaRuleSpec, StateSpaceSpec, GatedConvolutionSpec).
+A layer has one of these halves or both. In place of attention over keys and values, layers may have attention over
+latents (LatentAttentionSpec) or recurrences over states (DeltaRuleSpec, StateSpaceSpec, GatedConvolutionSpec).
 """
 
 from __future__ import annotations
@@ -318,11 +318,13 @@ class ExpertMatrices:
 class ExpertActivation:
     """The input of the `down` matrix of an expert: activation(slope * gate) / slope * (up + shift).
 
+    has_ups      without ups: activation(gate), with limit, slope and shift as if they were not there
     interleaved  gates and ups alternate; else all gates come first
     limit        gates are clamped to at most `limit`, ups to [-limit, limit]; infinite: not clamped
     """
 
     activation: Activation
+    has_ups: bool
     interleaved: bool
     limit: float
     slope: float
@@ -333,7 +335,8 @@ class ExpertActivation:
 class ExpertsSpec:
     """A mixture of experts.
 
-    inner        one matrix with 2 * width outputs, gates and ups; or the one of the gates and the one of the ups
+    inner        one matrix with 2 * width outputs, gates and ups; or the one of the gates and the one of the ups; or,
+                 without ups, the one of the gates
     down         with width columns
     shared_gate  with one output; the dense MLP beside the experts is multiplied by its sigmoid. None: by 1
     """
@@ -373,12 +376,20 @@ class PerLayerBlock:
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """A layer; the hidden states after it are multiplied by `output_scale`."""
+    """A layer with a first half, a second one or both; the hidden states after it are multiplied by `output_scale`."""
 
-    attention: AttentionBlock
-    mlp: MlpBlock
+    attention: AttentionBlock | None
+    mlp: MlpBlock | None
     per_layer: PerLayerBlock | None = None
     output_scale: float = 1.0
+
+    @property
+    def halves(self) -> tuple[DecoderLayer, ...]:
+        """The layer as layers with one half each, where that is the same."""
+        can_split = self.attention is not None and self.mlp is not None and not self.mlp.parallel
+        if not can_split or self.per_layer is not None or self.output_scale != 1.0:
+            return (self,)
+        return DecoderLayer(self.attention, None), DecoderLayer(None, self.mlp)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -431,6 +442,16 @@ class DecoderSpec:
     output_head: OutputHead
     rounds_embeddings: bool = False
     per_layer_inputs: PerLayerInputs | None = None
+
+    @property
+    def mixers(self) -> tuple[CachedSpec | RecurrenceSpec | None, ...]:
+        """The attention or recurrence of each layer; None for layers without a first half."""
+        return tuple(None if layer.attention is None else layer.attention.mixer for layer in self.layers)
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether a layer has experts."""
+        return any(layer.mlp is not None and layer.mlp.experts is not None for layer in self.layers)
 
     @property
     def width(self) -> int:

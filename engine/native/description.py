@@ -69,8 +69,10 @@ def describe_layers(decoder: DecoderSpec, rotaries: Sequence[RotarySpec]) -> lis
     layers = []
     for index, layer in enumerate(decoder.layers):
         fields = LayerFields(output_scale=layer.output_scale)
-        _describe_attention_block(layer.attention, rotaries, fields)
-        _describe_mlp_block(layer.mlp, fields)
+        if layer.attention is not None:
+            _describe_attention_block(layer.attention, rotaries, fields)
+        if layer.mlp is not None:
+            _describe_mlp_block(layer.mlp, fields)
         if layer.per_layer is not None:
             fields.per_layer = ctypes.pointer(_describe_per_layer_block(layer.per_layer, index))
         layers.append(fields)

@@ -7,11 +7,13 @@ model with any other operation is unsupported by the native step, and runs in tr
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from engine.model import hooks
 from engine.model.layers import CachedLayer
 from engine.native.attention import find_attention, find_output_gates
 from engine.native.comparison import is_close, least_squares_ratio, require_close, residual_ratio
@@ -22,6 +24,7 @@ from engine.native.decoder import (
     DecoderSpec,
     LatentAttentionSpec,
     Linear,
+    MlpBlock,
     Norm,
     OutputHead,
     PerLayerBlock,
@@ -29,11 +32,11 @@ from engine.native.decoder import (
     UnsupportedArchitecture,
 )
 from engine.native.latent_attention import find_latent_attention
-from engine.native.mlp_block import Residual, find_mlp_block, find_residual
+from engine.native.mlp_block import Residual, find_mlp_block, find_parallel_mlp_block, find_residual
 from engine.native.per_layer import TracedPerLayerInputs, find_per_layer_block, find_per_layer_inputs
 from engine.native.recurrence import find_recurrence
 from engine.native.trace import TracedEmbedding, embedding_table, trace
-from engine.native.trace_reader import TraceReader
+from engine.native.trace_reader import Part, TraceReader
 
 
 def find_decoder(model: Any, layers: Sequence[CachedLayer], *, vocabulary: int, context: int) -> DecoderSpec:
@@ -52,8 +55,8 @@ def find_decoder(model: Any, layers: Sequence[CachedLayer], *, vocabulary: int, 
         inputs = None if second_embedding is None else find_per_layer_inputs(reader, second_embedding, states)
         finder = _LayerFinder(reader, traced.positions, layers, inputs)
         found = []
-        for number in reader.attention_layers():
-            layer, states = finder.find(number, states)
+        while (part := reader.next_part(states)) != "head":
+            layer, states = finder.find(part, states)
             found.append(layer)
         head = _find_output_head(reader, states, traced.logits, _config_numbers(model))
     except UnsupportedArchitecture as error:
@@ -63,7 +66,20 @@ def find_decoder(model: Any, layers: Sequence[CachedLayer], *, vocabulary: int, 
         raise
     table, rounds = embedding_table(model.get_input_embeddings())
     per_layer_inputs = None if inputs is None else inputs.spec(finder.per_layer_scale)
-    return DecoderSpec(table, scale, tuple(found), head, rounds_embeddings=rounds, per_layer_inputs=per_layer_inputs)
+    return DecoderSpec(
+        table,
+        scale,
+        _layers_of_modules(found, len(hooks.decoder_layers(model))),
+        head,
+        rounds_embeddings=rounds,
+        per_layer_inputs=per_layer_inputs,
+    )
+
+
+def _layers_of_modules(layers: Sequence[DecoderLayer], count: int) -> tuple[DecoderLayer, ...]:
+    """Layers, which have both halves where they can; with one half each if the model has so many layers."""
+    halves = tuple(half for layer in layers for half in layer.halves)
+    return halves if len(halves) == count else tuple(layers)
 
 
 class _LayerFinder:
@@ -89,31 +105,43 @@ class _LayerFinder:
         self._found = 0
         self.per_layer_scale = 1.0
 
-    def find(self, number: int | None, states: Tensor) -> tuple[DecoderLayer, Tensor]:
-        """The next layer, and the hidden states after it; `number` is that of its attention call."""
+    def find(self, part: Part, states: Tensor) -> tuple[DecoderLayer, Tensor]:
+        """The next layer, which begins with `part`, and the hidden states after it."""
         reader = self._reader
+        if part == "mlp":
+            mlp, residual = find_mlp_block(reader, states)
+            return self._finish(None, mlp, residual)
         norm, inputs = reader.read_norm(states)
-        mixer, mixed = self._find_mixer(norm, inputs, number)
+        mixer, mixed = self._find_mixer(norm, inputs)
         projection = reader.read_linear("the output projection", mixed)
         post_norm, output = reader.read_norm(projection.output)
         next_input = reader.next_hidden_states(states)
         parallel = is_close(states, next_input) or is_close(inputs, next_input)
         scale = 1.0 if parallel else residual_ratio(states, output, next_input)
-        attended = states if parallel else states + scale * output
         attention = AttentionBlock(mixer=mixer, output=projection.linear, post_norm=post_norm, residual_scale=scale)
-        mlp, residual = find_mlp_block(reader, attended, norm, inputs, output if parallel else None)
+        if parallel:
+            return self._finish(attention, *find_parallel_mlp_block(reader, states, norm, inputs, output))
+        if reader.next_part(states + scale * output) == "mlp":
+            return self._finish(attention, *find_mlp_block(reader, states + scale * output))
+        residual = find_residual(states, output, next_input)
+        return self._finish(replace(attention, residual_scale=residual.scale), None, residual)
+
+    def _finish(
+        self, attention: AttentionBlock | None, mlp: MlpBlock | None, residual: Residual
+    ) -> tuple[DecoderLayer, Tensor]:
+        """The layer with these halves and its third part, and the hidden states after it."""
         per_layer = None
         if self._per_layer_inputs is not None:
-            if residual.output_scale != 1.0 or parallel:
+            if residual.output_scale != 1.0 or mlp is None or mlp.parallel:
                 raise UnsupportedArchitecture("its per-layer inputs enter the layers by other operations")
             per_layer, residual = self._find_per_layer_block(residual.states, self._per_layer_inputs.sums)
         self._found += 1
         return DecoderLayer(attention, mlp, per_layer, residual.output_scale), residual.states
 
-    def _find_mixer(self, norm: Norm, inputs: Tensor, number: int | None) -> tuple[CachedSpec | RecurrenceSpec, Tensor]:
+    def _find_mixer(self, norm: Norm, inputs: Tensor) -> tuple[CachedSpec | RecurrenceSpec, Tensor]:
         """The attention or recurrence of a layer, and its output."""
         reader = self._reader
-        if number is None:
+        if reader.next_is_recurrence():
             return find_recurrence(norm, inputs, reader.read_until_output(inputs))
         before, traced = reader.read_until_attention()
         if traced.call.layer not in self._cells:
@@ -160,19 +188,29 @@ def _config_numbers(model: Any) -> list[float]:
 def linears(decoder: DecoderSpec) -> Iterator[Linear]:
     """All linear layers, those of experts included; routers excluded."""
     for layer in decoder.layers:
-        mixer, mlp = layer.attention.mixer, layer.mlp
-        yield from (*mixer.projections, layer.attention.output)
-        if isinstance(mixer, LatentAttentionSpec):
-            yield from (*mixer.keys, *mixer.values)
-            if mixer.query_expansion is not None:
-                yield mixer.query_expansion
-        if mlp.gated is not None:
-            yield from (*mlp.gated.inner, mlp.gated.down)
-        if mlp.experts is not None:
-            for each in (*mlp.experts.inner, mlp.experts.down):
-                yield from each.matrices()
+        if layer.attention is not None:
+            yield from _linears_of_attention(layer.attention)
+        if layer.mlp is not None:
+            yield from _linears_of_mlp(layer.mlp)
         if layer.per_layer is not None:
             yield from (layer.per_layer.gate, layer.per_layer.projection)
     if decoder.per_layer_inputs is not None:
         yield decoder.per_layer_inputs.projection
     yield decoder.output_head.head
+
+
+def _linears_of_attention(block: AttentionBlock) -> Iterator[Linear]:
+    mixer = block.mixer
+    yield from (*mixer.projections, block.output)
+    if isinstance(mixer, LatentAttentionSpec):
+        yield from (*mixer.keys, *mixer.values)
+        if mixer.query_expansion is not None:
+            yield mixer.query_expansion
+
+
+def _linears_of_mlp(block: MlpBlock) -> Iterator[Linear]:
+    if block.gated is not None:
+        yield from (*block.gated.inner, block.gated.down)
+    if block.experts is not None:
+        for each in (*block.experts.inner, block.experts.down):
+            yield from each.matrices()

@@ -27,7 +27,8 @@ _PROBE_VALUES, _PROBE_RANGE = 1024, 3.0
 
 def find_router(traced: TracedRouter) -> Router:
     """The parameters of a router. Raises UnsupportedArchitecture."""
-    weight, bias = traced.weight.detach().float(), _bias(traced.router, len(traced.weight))
+    weight = traced.weight.detach().float()
+    bias = None if traced.bias is None else traced.bias.detach().float().contiguous()
     linear = Linear(weight, bias)
     rows = torch.randn(_PROBE_ROWS, weight.shape[1], generator=torch.Generator().manual_seed(0))
     # Scaled so that scores differ: large logits could make all of them 1.
@@ -62,8 +63,9 @@ def find_expert_activation(traced: TracedExperts) -> ExpertActivation:
         activated = traced.experts.activate(inner)
     except (RuntimeError, TypeError) as error:
         raise UnsupportedArchitecture("its experts have another activation") from error
+    has_ups = activated.shape != inner.shape
     best = min(
-        _candidate_activations(numbers),
+        _candidate_activations(numbers) if has_ups else _activations_without_ups(),
         key=lambda own: relative_difference(apply_expert_activation(own, inner), activated),
     )
     is_quantised = not isinstance(traced.inner[0].weight, Tensor)
@@ -77,7 +79,9 @@ def find_expert_activation(traced: TracedExperts) -> ExpertActivation:
 
 
 def apply_expert_activation(activation: ExpertActivation, inner: Tensor) -> Tensor:
-    """The input of the down matrices, from the outputs [rows, 2 * width] of the inner ones."""
+    """The input of the down matrices, from outputs of the inner ones [rows, 2 * width], without ups [rows, width]."""
+    if not activation.has_ups:
+        return ACTIVATIONS[activation.activation](inner)
     gates, ups = (inner[:, 0::2], inner[:, 1::2]) if activation.interleaved else inner.chunk(2, dim=1)
     gates, ups = gates.clamp(max=activation.limit), ups.clamp(-activation.limit, activation.limit)
     activated = ACTIVATIONS[activation.activation](activation.slope * gates)
@@ -91,8 +95,15 @@ def _candidate_activations(numbers: Sequence[float]) -> Iterator[ExpertActivatio
     ):
         for activation in ACTIVATIONS:
             yield ExpertActivation(
-                activation=activation, interleaved=interleaved, limit=limit, slope=slope, shift=shift
+                activation=activation, has_ups=True, interleaved=interleaved, limit=limit, slope=slope, shift=shift
             )
+
+
+def _activations_without_ups() -> Iterator[ExpertActivation]:
+    for activation in ACTIVATIONS:
+        yield ExpertActivation(
+            activation=activation, has_ups=False, interleaved=False, limit=math.inf, slope=1.0, shift=0.0
+        )
 
 
 def _float_attributes(module: nn.Module) -> list[float]:
@@ -132,14 +143,5 @@ def _candidate_routers(traced: TracedRouter, linear: Linear, top_k: int) -> Iter
 def _corrections(traced: TracedRouter, experts: int) -> Iterator[Tensor]:
     """The parameters, buffers and inputs of a router with one number for each expert, but its bias."""
     for numbers in (*traced.router.parameters(), *traced.router.buffers(), *traced.extra_inputs):
-        if (
-            isinstance(numbers, Tensor)
-            and numbers.numel() == experts
-            and numbers is not getattr(traced.router, "bias", None)
-        ):
+        if isinstance(numbers, Tensor) and numbers.numel() == experts and numbers is not traced.bias:
             yield numbers.detach().float().flatten().contiguous()
-
-
-def _bias(router: nn.Module, experts: int) -> Tensor | None:
-    bias = getattr(router, "bias", None)
-    return bias.detach().float().contiguous() if isinstance(bias, Tensor) and bias.shape == (experts,) else None

@@ -24,30 +24,45 @@ class Residual:
     states: Tensor
 
 
-def find_mlp_block(
-    reader: TraceReader, states: Tensor, norm: Norm, normed: Tensor, parallel_output: Tensor | None
-) -> tuple[MlpBlock, Residual]:
-    """The second half of a layer, and its residual connection. Raises UnsupportedArchitecture.
+def find_mlp_block(reader: TraceReader, states: Tensor) -> tuple[MlpBlock, Residual]:
+    """The second half of a layer with the input `states`, and its residual connection.
 
-    states           its input
-    norm, normed     the norm of the first half, and its output
-    parallel_output  the output of the first half if both have the same input; None: `states` contain it
+    Raises UnsupportedArchitecture.
     """
-    if parallel_output is None or not is_close(normed, reader.next_input()):
+    norm, normed = reader.read_norm(states)
+    return _find_block(reader, norm, normed, states, is_parallel=False)
+
+
+def find_parallel_mlp_block(
+    reader: TraceReader, states: Tensor, norm: Norm, normed: Tensor, output: Tensor
+) -> tuple[MlpBlock, Residual]:
+    """The second half of a layer whose halves have the same input `states`. Raises UnsupportedArchitecture.
+
+    norm, normed  the norm of the first half, and its output
+    output        of the first half
+    """
+    if not is_close(normed, reader.next_input()):
         norm, normed = reader.read_norm(states)
+    block, residual = _find_block(reader, norm, normed, states + output, is_parallel=True)
+    if residual.scale != 1.0:
+        raise UnsupportedArchitecture("its layers scale the sum of both halves")
+    return block, residual
+
+
+def _find_block(
+    reader: TraceReader, norm: Norm, normed: Tensor, attended: Tensor, *, is_parallel: bool
+) -> tuple[MlpBlock, Residual]:
+    """A second half, whose output is added to `attended`."""
     gated, experts, output = _find_parts(reader, normed)
     post_norm, output = reader.read_norm(output)
-    attended = states if parallel_output is None else states + parallel_output
     residual = find_residual(attended, output, reader.next_hidden_states(attended))
-    if parallel_output is not None and residual.scale != 1.0:
-        raise UnsupportedArchitecture("its layers scale the sum of both halves")
     block = MlpBlock(
         norm=norm,
         gated=gated,
         experts=experts,
         post_norm=post_norm,
         residual_scale=residual.scale,
-        parallel=parallel_output is not None,
+        parallel=is_parallel,
     )
     return block, residual
 

@@ -24,7 +24,7 @@ from engine.model import hooks
 from engine.model.model_runner import DraftLoopInput, LocalRunner
 from engine.model.runner import PackedRunner
 from engine.native.attention import rotary_angles, switched_rotary_angles
-from engine.native.decoder import CachedSpec, DecoderSpec, RotarySpec
+from engine.native.decoder import CachedSpec, DecoderSpec, RecurrenceSpec, RotarySpec
 from engine.native.description import (
     describe_embedding,
     describe_layers,
@@ -115,17 +115,16 @@ class NativeRunner(LocalRunner):
         self._decoder, self._library = decoder, library
         count = len(decoder.layers)
         self._named_layers = range(count if len(hooks.decoder_layers(packed.model)) == count else 0)
-        mixers = [layer.attention.mixer for layer in decoder.layers]
         rotaries = _rotaries(decoder)
         self._rotaries = tuple(dict.fromkeys(rotaries))
         self._long_rotaries = {} if long_decoder is None else dict(zip(rotaries, _rotaries(long_decoder), strict=True))
         layers = describe_layers(decoder, self._rotaries)
         self._fields = (LayerFields * len(layers))(*layers)
         # Layers with their layer of the cache, and layers with recurrent states.
-        pairs = list(zip(mixers, self._fields, strict=True))
+        pairs = list(zip(decoder.mixers, self._fields, strict=True))
         self._cached = [(mixer.cells, own) for mixer, own in pairs if isinstance(mixer, CachedSpec)]
         self._recurrent = [
-            (mixer, recurrence_fields(mixer, own)) for mixer, own in pairs if not isinstance(mixer, CachedSpec)
+            (mixer, recurrence_fields(mixer, own)) for mixer, own in pairs if isinstance(mixer, RecurrenceSpec)
         ]
         self._head = describe_linear(decoder.output_head.head)
         self._step = self._describe_step(decoder, rounds_to_bfloat16)
@@ -321,8 +320,7 @@ class NativeRunner(LocalRunner):
 
 def _rotaries(decoder: DecoderSpec) -> list[RotarySpec]:
     """The rotary embeddings of the layers with KV cells, in order."""
-    mixers = (layer.attention.mixer for layer in decoder.layers)
-    return [mixer.rotary for mixer in mixers if isinstance(mixer, CachedSpec)]
+    return [mixer.rotary for mixer in decoder.mixers if isinstance(mixer, CachedSpec)]
 
 
 def _cell_group(forward: Forward, at: int) -> CellGroupFields:

@@ -73,12 +73,13 @@ class TracedEmbedding:
 class TracedRouter:
     """A call of a router, which returns weights and numbers of the chosen experts [rows, top_k].
 
-    weight        [experts, columns]
+    weight, bias  [experts, columns] and [experts], or None
     extra_inputs  all inputs but the rows
     """
 
     router: nn.Module
     weight: Tensor
+    bias: Tensor | None
     input: Tensor
     extra_inputs: tuple[Any, ...]
     weights: Tensor
@@ -225,10 +226,18 @@ class _ModuleRecorder:
         self._events.append(TracedEmbedding(module, embedding_rows(module, tokens), output.clone()))
 
     def _record_router(self, module: nn.Module, inputs: tuple[Any, ...], rows: Tensor, output: tuple[Any, ...]) -> None:
-        weight = getattr(module, "weight", None)
-        by_row = len(output) == 3 and all(isinstance(one, Tensor) and len(one) == len(rows) for one in output)
-        if by_row and isinstance(weight, Tensor) and weight.dim() == 2:
-            self._events.append(TracedRouter(module, weight, rows, inputs[1:], output[1].float(), output[2]))
+        if len(output) != 3 or not all(isinstance(one, Tensor) and len(one) == len(rows) for one in output):
+            return
+        children = list(module.children())
+        # Some routers have their matrix in a linear layer, whose call is a part of the router's.
+        own = children[0] if len(children) == 1 and isinstance(children[0], nn.Linear) else module
+        weight, bias = getattr(own, "weight", None), getattr(own, "bias", None)
+        if not isinstance(weight, Tensor) or weight.dim() != 2:
+            return
+        if own is not module:
+            self._events.pop()
+        bias = bias if isinstance(bias, Tensor) and bias.shape == weight.shape[:1] else None
+        self._events.append(TracedRouter(module, weight, bias, rows, inputs[1:], output[1].float(), output[2]))
 
     def _record_experts(self, module: nn.Module, inputs: tuple[Any, ...], rows: Tensor, output: Tensor) -> None:
         experts = module.experts if isinstance(module, QuantizedExperts) else stacks.experts_of(module)

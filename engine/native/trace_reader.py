@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from torch import Tensor
 
@@ -20,6 +20,8 @@ from engine.native.trace import (
     TracedRouter,
 )
 
+# Attention or a recurrence, an MLP, or the output head.
+Part = Literal["mixer", "mlp", "head"]
 EventT = TypeVar("EventT", TracedEmbedding, TracedLinear, TracedNorm, TracedRouter, TracedExperts)
 
 _UNSUPPORTED = "its layers are not made of projections, attention and an MLP"
@@ -47,16 +49,34 @@ class TraceReader:
 
     def read_norm(self, states: Tensor) -> tuple[Norm, Tensor]:
         """The norm with the input `states` and its output; NO_NORM and `states` if the next event is another."""
+        norm, output = self.peek_norm(states)
+        self._at += output is not states
+        return norm, output
+
+    def peek_norm(self, states: Tensor) -> tuple[Norm, Tensor]:
+        """As `read_norm`, without moving."""
         event = self._next()
         if not isinstance(event, TracedNorm) or not is_close(states, event.input):
             return NO_NORM, states
-        self._at += 1
         return event.norm, event.output
 
-    def attention_layers(self) -> list[int | None]:
-        """The number of each layer ahead in its attention call; None for a recurrence (which has one convolution)."""
-        layers = (event for event in self._events[self._at :] if isinstance(event, TracedAttention | TracedConvolution))
-        return [event.call.layer if isinstance(event, TracedAttention) else None for event in layers]
+    def next_part(self, states: Tensor) -> Part:
+        """The part of the decoder that comes next, with the input `states`."""
+        _, rows = self.peek_norm(states)
+        has_norm = rows is not states
+        for event in self._events[self._at + has_norm :]:
+            if not isinstance(event, TracedLinear | TracedRouter | TracedExperts):
+                return "mixer"
+            if not isinstance(event, TracedLinear) or not is_close(rows, event.input):
+                return "mlp"
+        return "head"
+
+    def next_is_recurrence(self) -> bool:
+        """Whether a recurrence (which has one convolution) comes before the next attention."""
+        for event in self._events[self._at :]:
+            if isinstance(event, TracedAttention | TracedConvolution):
+                return isinstance(event, TracedConvolution)
+        raise UnsupportedArchitecture(_UNSUPPORTED)
 
     def read_until_output(self, inputs: Tensor) -> list[Event]:
         """The events before the next linear layer with another input than `inputs`."""

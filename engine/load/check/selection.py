@@ -106,8 +106,6 @@ def _require_packed(runner: LocalRunner, traits: ModelTraits) -> PackedRunner:
         raise UnsupportedArchitecture("it has an encoder")
     if not isinstance(runner, PackedRunner):
         raise UnsupportedArchitecture("it runs one sequence at a time")
-    if not runner.layers:
-        raise UnsupportedArchitecture("it stores no keys and values")
     if runner.mla == "expand" and any(layer.spec.latent_width for layer in runner.layers):
         raise UnsupportedArchitecture("its latents are expanded (--mla expand)")
     return runner
@@ -139,4 +137,4 @@ def _tolerance(decoder: DecoderSpec) -> float:
     """
     if not any(isinstance(linear.weight, PackedMatrix) for linear in linears(decoder)):
         return 1e-3
-    return 0.25 if any(layer.mlp.experts is not None for layer in decoder.layers) else 0.1
+    return 0.25 if decoder.has_experts else 0.1

@@ -69,7 +69,7 @@ def test_layouts_of_heads_and_mlps_are_found() -> None:
 
 @pytest.mark.parametrize(
     ("family", "reason"),
-    [("nanochat", "down matrix"), ("gpt2", "Conv1D"), ("apertus", "XIELU"), ("beam", "output projection")],
+    [("nanochat", "input of a layer"), ("gpt2", "Conv1D"), ("apertus", "XIELU"), ("beam", "output projection")],
 )
 def test_unsupported_models_have_a_reason(family: str, reason: str) -> None:
     model = tiny_model(family)

@@ -36,10 +36,10 @@ FAMILIES = (
     *("gemma4_text", "gemma4_unified_text"),
 )
 # Experts: softmax and sigmoid scores, score correction, weights that are not normalised, a dense MLP beside them with
-# and without a gate, transposed matrices, biases, interleaved gates and ups.
+# and without a gate, transposed matrices, biases, interleaved gates and ups, a router with a linear layer.
 EXPERTS = (
     *("mixtral", "qwen2_moe", "glm4_moe", "granitemoe", "minimax_m2", "flex_olmo", "cohere2_moe"),
-    *("aria_text", "gpt_oss", "deepseek_v2", "deepseek_v3"),
+    *("aria_text", "gpt_oss", "deepseek_v2", "deepseek_v3", "hunyuan_v1_moe"),
 )
 OTHERS = ("gpt2", "jetmoe", "phimoe")
 MIXED: Steps = (((0, 9), (1, 30)), ((2, 17), (0, 1), (1, 3)), ((0, 1), (1, 1), (2, 1)), ((0, 40), (2, 1)))
@@ -167,6 +167,8 @@ BATCHED = [
     "qwen3_5_text",
     "lfm2",
     "bamba",
+    "nemotron_h",
+    "mamba2",
 ]
 WEIGHTS: tuple[Weights, ...] = (32, 16, 8, 4)
 # All weights with attention and with a recurrence, all families with floats and with codes in turns.

@@ -3,7 +3,7 @@
 //     scores   [row][expert]          of the router
 //     lines    (row, rank), sorted by expert: the weights of an expert are read once for all its lines
 //     inputs   [line][columns]        the rows
-//     inner    [line][2 * width], or gates [line][width] and then ups [line][width] of separate matrices
+//     inner    [line][2 * width], or gates [line][width] and then ups [line][width] of separate matrices, or gates alone
 //     outputs  [line][columns], of activated [line][width]
 //
 // The outputs for a row are added in the order of their scores, independent of the batch and of threads.
@@ -157,6 +157,8 @@ class MixtureOfExperts {
         }
     }
 
+    static bool has_ups(const Experts &experts) { return experts.up || experts.inner->outputs > experts.down->columns; }
+
     static void add_bias(const Linear &matrix, float *outputs) {
         if (matrix.bias) add_row(outputs, matrix.bias, nullptr, matrix.outputs);
     }
@@ -165,7 +167,9 @@ class MixtureOfExperts {
     static void activate(const Experts &experts, const Scratch &scratch, int64_t line) {
         const int64_t width = scratch.width, expert = scratch.line_expert[line];
         float *up_values = scratch.up_values + line * width, *to = scratch.activated + line * width;
-        float *gates = scratch.inner + (experts.up ? 1 : 2) * line * width;
+        float *gates = scratch.inner + line * experts.inner->outputs;
+        if (!has_ups(experts))
+            return activate_row(experts.activation, gates, experts.inner[expert].bias, nullptr, nullptr, to, width);
         float *ups = experts.up ? gates + scratch.lines * width : gates + (experts.interleaved ? 1 : width);
         add_bias(experts.inner[expert], gates);
         if (experts.up) add_bias(experts.up[expert], ups);

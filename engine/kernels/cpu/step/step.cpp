@@ -81,25 +81,33 @@ class StepRunner {
         for (int64_t at = 0; at < step.layer_count; ++at) {
             const Layer &layer = step.layers[at];
             begin_layer(layer, at);
-            if (layer.delta_rule)
-                DeltaRuleLayer(step, sequences, layer, recurrence_memory).run(projected, attended);
-            else if (layer.state_space)
-                StateSpaceLayer(step, sequences, layer, recurrence_memory).run(projected, attended);
-            else if (layer.gated_convolution)
-                run_gated_convolution(step, sequences, layer, recurrence_memory, projected, attended);
-            else if (layer.latents)
-                attend_latents(layer);
-            else
-                attend(layer);
-            multiply(&layer.output, 1, attended, attention_output, rows);
-            if (!layer.parallel) finish_attention(layer);
-            run_mlp(layer);
+            if (has_mixer(layer)) mix(layer);
+            if (has_mixer(layer) && has_mlp(layer) && !layer.parallel) finish_attention(layer);
+            if (has_mlp(layer)) run_mlp(layer);
             if (layer.per_layer) run_per_layer(layer, *layer.per_layer);
         }
         compute_logits(step.layers[step.layer_count - 1]);
     }
 
   private:
+    static bool has_mixer(const Layer &layer) { return layer.output.weights; }
+    static bool has_mlp(const Layer &layer) { return layer.inner_count || layer.experts; }
+
+    // The output of the first half of a layer, which is not yet added to the states.
+    void mix(const Layer &layer) {
+        if (layer.delta_rule)
+            DeltaRuleLayer(step, sequences, layer, recurrence_memory).run(projected, attended);
+        else if (layer.state_space)
+            StateSpaceLayer(step, sequences, layer, recurrence_memory).run(projected, attended);
+        else if (layer.gated_convolution)
+            run_gated_convolution(step, sequences, layer, recurrence_memory, projected, attended);
+        else if (layer.latents)
+            attend_latents(layer);
+        else
+            attend(layer);
+        multiply(&layer.output, 1, attended, attention_output, rows);
+    }
+
     Sizes measure() const {
         Sizes most;
         for (int64_t at = 0; at < step.layer_count; ++at) {
@@ -125,7 +133,7 @@ class StepRunner {
                 most.recurrence = larger(most.recurrence, StateSpaceLayer::size(step, *layer.state_space));
             else if (layer.gated_convolution)
                 most.recurrence = larger(most.recurrence, gated_convolution_size(step, *layer.gated_convolution));
-            else
+            else if (has_mixer(layer))
                 most.work = larger(most.work, AttentionWork<Tiles>::size(describe(layer)));
         }
         return most;
@@ -209,11 +217,11 @@ class StepRunner {
     // Add the outputs of the layer before to the hidden states of a row.
     void add_outputs(const Layer *before, int64_t row) const {
         if (!before) return;
-        if (before->parallel)
+        if (before->parallel || !has_mlp(*before))
             add(attention_output, before->output, before->post_attention_norm, before->attention_residual_scale, row);
         if (before->per_layer)
             add(mlp_output, before->per_layer->projection, before->per_layer->norm, 1, row);
-        else
+        else if (has_mlp(*before))
             add(mlp_output, before->down, before->post_mlp_norm, before->mlp_residual_scale, row);
         if (before->output_scale == 1) return;
         float *const own = states_of(row);
@@ -274,10 +282,11 @@ class StepRunner {
         const Layer *const before = number > 0 ? &step.layers[number - 1] : nullptr;
         by_rows([&](int64_t row) {
             add_outputs(before, row);
-            normalise_states(layer.attention_norm, row, normed);
+            normalise_states(has_mixer(layer) ? layer.attention_norm : layer.mlp_norm, row, normed);
             if (layer.parallel) normalise_states(layer.mlp_norm, row, parallel_normed);
         });
         if (before) write_states(number - 1);
+        if (!has_mixer(layer)) return;
         if (layer.queries.count) {
             // Read after the barrier of the projections.
 #pragma omp single nowait

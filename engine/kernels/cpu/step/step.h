@@ -7,6 +7,7 @@
 //     states > (norm) > projections > (norm) > rotary > KV cells > attention > (gate) > output > (norm) > + states
 //     states > (norm) > inner matrices > activation (* up) > down > (norm) > + states
 //
+// A layer without `output.weights` has only the second line, one with neither inner matrices nor experts only the first one.
 // A `parallel` layer computes both lines from the same states. In place of attention over keys and values a layer may have
 // attention over latents (latent_attention.h) or a recurrence over states (delta_rule.h, state_space.h, convolution.h).
 #pragma once
@@ -69,7 +70,7 @@ struct Experts {
     Scoring scoring;
     int64_t top_k, normalised;   // experts per row; whether their weights are normalised to a sum of 1
     float scaling_factor;        // multiplies the weights
-    const Linear *inner, *up;    // of each expert: gates and ups; or gates alone, where `up` is not null
+    const Linear *inner, *up;    // of each expert: gates and ups; or gates alone, where `up` has the ups or there are none
     const Linear *down;          // of each expert
     Activation activation;       // input of `down`: activation(slope * gate) / slope * (up + shift)
     int64_t interleaved;         // gates and ups alternate; else all gates come first
