@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from math import ceil
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -248,12 +249,18 @@ class DepthController:
         return plan
 
     def _explore(self, plan: _Plan, others: Sequence[_Option], best: _Option, size: _BatchSize) -> None:
-        """Explore the depths that were measured longest ago for what they cost, if the exploration budget has it."""
-        plan.explore = size.steps + plan.cooldown
+        """Explore the depths that were measured longest ago for what they cost, once the exploration budget has it."""
         least = EXPLORATION_SHARE * best.seconds
         explored = min(others, key=lambda option: (option.loss(best.rate) + least) / self._age(option))
-        if size.explored + EXPLORATION_STEPS * explored.loss(best.rate) <= EXPLORATION_SHARE * size.seconds:
+        lost = size.explored + EXPLORATION_STEPS * explored.loss(best.rate)
+        missing_steps = (lost / EXPLORATION_SHARE - size.seconds) / best.seconds
+        cooldown = plan.cooldown
+        if missing_steps <= 0:
             plan.explored, plan.until = explored.depths, size.steps + EXPLORATION_STEPS
+        elif not any(best.depths.values()):
+            # Nothing changes until then.
+            cooldown = min(max(cooldown, ceil(missing_steps)), LONGEST_COOLDOWN)
+        plan.explore = size.steps + cooldown
 
     def _age(self, option: _Option) -> float:
         """Steps since its batch tokens or its depths were measured."""

@@ -8,7 +8,7 @@ from statistics import mean
 
 import pytest
 
-from engine.draft.controller import LONGEST_COOLDOWN, PLAN_STEPS, DepthController
+from engine.draft.controller import EXPLORATION_STEPS, LONGEST_COOLDOWN, PLAN_STEPS, DepthController
 from engine.draft.depth import Candidate, Depth, DraftCall, FixedDepth, StepOutcome, VerifiedDraft
 from engine.schedule.step_cost import Work
 from tests.engine.draft.simulate import (
@@ -148,18 +148,32 @@ def test_exploration_is_bounded() -> None:
     assert 0 < sum(depths != [0] for depths in score.depths[10_000:])
 
 
-def test_the_cooldown_doubles() -> None:
-    """After each exploration that changes nothing the drafter is not asked for twice as many steps, up to a limit."""
+def cooldowns(steps: int, *, draft_seconds: float) -> list[tuple[int, int]]:
+    """Where no draft is accepted: steps in a row for which the drafter is asked, and steps to the next ones."""
     depth, asked = DepthController(), list[int]()
-    for number in range(4000):
+    for number in range(steps):
         if not depth.cooldown(KIND, 1):
             asked.append(number)
-        step(depth, [Candidate(KIND, 4)], accepts=False, draft_seconds=0.5)
-    cooldowns = [after - before - 1 for before, after in pairwise(asked) if after > before + 1]
+        step(depth, [Candidate(KIND, 4)], accepts=False, draft_seconds=draft_seconds)
+    ends = [index for index, (before, after) in enumerate(pairwise(asked)) if after > before + 1]
+    runs = [after - before for before, after in pairwise([-1, *ends])]
+    return [(run, asked[end + 1] - asked[end]) for run, end in zip(runs, ends, strict=True)]
 
-    # The step in which the drafter is asked is one of them.
-    assert [PLAN_STEPS, 2 * PLAN_STEPS, 4 * PLAN_STEPS, LONGEST_COOLDOWN] == sorted({steps + 1 for steps in cooldowns})
-    assert cooldowns == sorted(cooldowns)
+
+def test_the_cooldown_doubles() -> None:
+    """After each exploration that changes nothing the drafter is not asked for twice as many steps, up to a limit."""
+    explored = [cooldown for run, cooldown in cooldowns(4000, draft_seconds=0.5) if run == EXPLORATION_STEPS + 1]
+
+    assert [2 * PLAN_STEPS, 4 * PLAN_STEPS, LONGEST_COOLDOWN] == explored[:3]
+    assert {LONGEST_COOLDOWN} == set(explored[2:])
+
+
+def test_a_drafter_is_not_asked_until_its_exploration_is_within_the_budget() -> None:
+    """The exploration takes half a percent of 1600 steps; hidden states are read before the end of each cooldown."""
+    waited = cooldowns(1300, draft_seconds=1.0)
+
+    assert [LONGEST_COOLDOWN] * 5 == [cooldown for _, cooldown in waited]
+    assert [1] * 4 == [run for run, _ in waited[1:]]
 
 
 def test_a_drafter_without_proposals_is_called_less_often() -> None:
