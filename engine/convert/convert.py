@@ -50,8 +50,11 @@ class Conversion:
         return ModelInconvertible(self.source or BUNDLED_NAME, reason)
 
 
-def convert(conversion: Conversion) -> None:
-    """Convert a model. Raises ModelMissing and ModelInconvertible; the target is then unchanged."""
+def convert(conversion: Conversion) -> tuple[str, ...]:
+    """Convert a model; returns its inputs beside text ("image", "audio"), whose weights are left out.
+
+    Raises ModelMissing and ModelInconvertible; the target is then unchanged.
+    """
     target = conversion.target
     if target.exists() and not conversion.overwrite:
         raise conversion.refuse(f"{target} exists; --force replaces it")
@@ -66,12 +69,13 @@ def convert(conversion: Conversion) -> None:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with scratch_folder(target.parent) as scratch:
-            (_to_gguf if conversion.to_gguf else _to_folder)(conversion, source, scratch / target.name)
+            unread = (_to_gguf if conversion.to_gguf else _to_folder)(conversion, source, scratch / target.name)
             _replace(target, scratch)
     except Inexpressible as error:
         raise conversion.refuse(str(error)) from error
     except READ_ERRORS as error:
         raise conversion.refuse(error_line(error)) from error
+    return unread
 
 
 def _replace(target: Path, scratch: Path) -> None:
@@ -81,15 +85,17 @@ def _replace(target: Path, scratch: Path) -> None:
     (scratch / target.name).rename(target)
 
 
-def _to_gguf(conversion: Conversion, folder: Path, path: Path) -> None:
+def _to_gguf(conversion: Conversion, folder: Path, path: Path) -> tuple[str, ...]:
     file = plan_file(folder, conversion.weight_type, conversion.pre_tokenizer, conversion.on_phase)
     _check_space(conversion, path, file.size)
     conversion.on_phase(f"write {file.weight_type}")
     file.write(path, conversion.on_progress)
+    return file.unread_modalities
 
 
-def _to_folder(conversion: Conversion, file: Path, folder: Path) -> None:
+def _to_folder(conversion: Conversion, file: Path, folder: Path) -> tuple[str, ...]:
     write_folder(file, folder, conversion.weight_type, conversion.on_phase)
+    return ()
 
 
 def _check_space(conversion: Conversion, path: Path, needed: int) -> None:

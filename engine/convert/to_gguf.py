@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from gguf import GGML_QUANT_VERSION
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from engine.convert.gguf_file import OnProgress, TensorPlan, WeightType, file_type, plan_tensors, write_gguf
 from engine.convert.tensors import gguf_tensors
@@ -25,6 +25,8 @@ from engine.load.read.checkpoint import (
     weight_files,
 )
 from engine.load.read.mtp_layer import has_mtp_layer, mtp_parameters, read_mtp_layer
+from engine.load.read.skeleton import model_class, unread_modalities
+from engine.load.read.text_part import text_parameters
 from engine.load.read.tokenizer_files import read_tokenizer
 
 # The weight type of a checkpoint's dtype.
@@ -35,7 +37,9 @@ _STORED_TYPES: dict[torch.dtype, WeightType] = {torch.bfloat16: "bf16", torch.fl
 class PlannedFile:
     """A GGUF file before it is written.
 
-    parameters  of the model, by the names of transformers
+    config             of the text
+    parameters         of the text, by the names of transformers
+    unread_modalities  inputs of the model beside text, whose weights are not written
     """
 
     config: Any
@@ -43,6 +47,7 @@ class PlannedFile:
     metadata: Mapping[str, Value]
     tensors: list[TensorPlan]
     parameters: Mapping[str, Tensor]
+    unread_modalities: tuple[str, ...]
 
     @property
     def size(self) -> int:
@@ -66,21 +71,27 @@ def plan_file(
     if broken is not None:
         raise Inexpressible(broken)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    metadata: dict[str, Value] = writable(config).write(config)
+    text = config.get_text_config()
+    text.eos_token_id = getattr(config, "eos_token_id", None) or text.eos_token_id
+    metadata: dict[str, Value] = writable(text).write(text)
     on_phase("tokenizer")
     tokenizer = read_tokenizer(folder)
-    metadata |= tokenizer_metadata(tokenizer, config, pre_tokenizer)
+    metadata |= tokenizer_metadata(tokenizer, text, pre_tokenizer)
     on_phase("weights")
     model = _read_model(folder, config)
     weights = weight_type or _STORED_TYPES.get(model.dtype, "f32")
-    parameters = model.state_dict()
-    if has_mtp_layer(folder, config):
-        parameters |= mtp_parameters(read_mtp_layer(folder, model), config)
-        name = writable(config).name
-        metadata |= {f"{name}.block_count": config.num_hidden_layers + 1, f"{name}.nextn_predict_layers": 1}
+    # The whole model decides, not the configuration of its text.
+    text.tie_word_embeddings = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    unread = unread_modalities(config)
+    parameters = text_parameters(model) if unread else model.state_dict()
+    if has_mtp_layer(folder, text):
+        parameters |= mtp_parameters(read_mtp_layer(folder, model), text)
+        name = writable(text).name
+        metadata |= {f"{name}.block_count": text.num_hidden_layers + 1, f"{name}.nextn_predict_layers": 1}
     shapes = {name: parameter.to("meta") for name, parameter in parameters.items()}
-    tensors = plan_tensors(gguf_tensors(shapes, config), weights, config.num_hidden_layers)
-    return PlannedFile(config, weights, _general(folder, config, weights) | metadata, tensors, parameters)
+    tensors = plan_tensors(gguf_tensors(shapes, text), weights, text.num_hidden_layers)
+    metadata = _general(folder, text, weights) | metadata
+    return PlannedFile(text, weights, metadata, tensors, parameters, unread)
 
 
 def _read_model(folder: Path, config: Any) -> Any:
@@ -88,7 +99,7 @@ def _read_model(folder: Path, config: Any) -> Any:
     stored = getattr(config, "quantization_config", None)
     if isinstance(stored, dict):
         stored["dequantize"] = True
-    model, report = AutoModelForCausalLM.from_pretrained(
+    model, report = model_class(config).from_pretrained(
         folder,
         config=config,
         dtype="auto",

@@ -45,11 +45,13 @@ def run_conversion(
 
         try:
             with progress_to(show):
-                convert(conversion)
+                unread = convert(conversion)
         except ModelError as error:
             progress.stop()
             console.print(f"cellar: {error}", markup=False)
             return EXIT_IMPOSSIBLE
+    if unread:
+        console.print(f"text only: its {', '.join(unread)} parts are left out", markup=False)
     files = target.iterdir() if target.is_dir() else [target]
     console.print(f"{target}: {sum(file.stat().st_size for file in files) / 2**20:,.0f} MiB", markup=False)
     return 0

@@ -51,6 +51,10 @@ def _read_common(file: Hyperparameters) -> Fields:
 
 
 def _write_common(config: Any) -> Mapping[str, Value]:
+    bidirectional = getattr(config, "use_bidirectional_attention", None)
+    # "vision": only the tokens of images attend to later ones.
+    if bidirectional not in (None, False, "vision"):
+        raise Inexpressible(f"use_bidirectional_attention={bidirectional!r} is not written: GGUF has causal attention")
     return {
         "vocab_size": config.vocab_size,
         "embedding_length": config.hidden_size,

@@ -118,7 +118,6 @@ PER_LAYER = (
             COMMON,
             EPSILON,
             Fixed("hidden_activation", "gelu_pytorch_tanh"),
-            Fixed("use_bidirectional_attention", None),
             Fixed("attention_bias", False),
             Derived(_read_heads, _write_heads),
             Derived(_read_widths, _write_widths),

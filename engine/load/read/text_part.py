@@ -55,6 +55,18 @@ def text_class(auto: Any, config: Any, run: Callable[[Any], object]) -> Any:
     return type(kind.__name__, (kind,), contents)
 
 
+def text_parameters(model: Any) -> dict[str, Tensor]:
+    """The parameters of the text of a multimodal model, by the names that they have in the class of a text alone."""
+    parts = {model.get_decoder(): "model.", model.get_output_embeddings(): "lm_head."}
+    prefixes = {f"{name}.": parts[module] for name, module in model.named_modules() if module in parts}
+    return {
+        prefixes[prefix] + name.removeprefix(prefix): values
+        for name, values in model.state_dict().items()
+        for prefix in prefixes
+        if name.startswith(prefix)
+    }
+
+
 @contextmanager
 def _without_missing_towers() -> Iterator[None]:
     """Within the block, models inside another that need a library which is not installed are empty modules."""

@@ -12,10 +12,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from engine.convert.convert import Conversion
 from engine.convert.gguf_file import WeightType
+from tests.engine.kit.multimodal import tiny_config, whole_model
 from tests.engine.kit.tiny import settings
 
 SIZE = 320
 TEXT = ["The quick brown fox jumps over 12 lazy dogs; the cellar is cool and dark, and dogs like the dark."] * 3
+# <|end|> and <|start|>.
+ENDS = [1, 2]
 TEMPLATE = "{% for message in messages %}<|start|>{{ message.content }}<|end|>{% endfor %}"
 LLAMA3 = {
     "rope_type": "llama3",
@@ -99,7 +102,10 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "granitemoe": ("granitemoe", {"attention_multiplier": 0.3, "embedding_multiplier": 3}),
     "gemma4": ("gemma4_text", GEMMA4),
     "gemma4 wide": ("gemma4_text", {**GEMMA4, "use_double_wide_mlp": True}),
-    "gemma4 keys": ("gemma4_text", {**GEMMA4_EQUAL, "num_global_key_value_heads": 1}),
+    "gemma4 keys": (
+        "gemma4_text",
+        {**GEMMA4_EQUAL, "num_global_key_value_heads": 1, "use_bidirectional_attention": "vision"},
+    ),
     "gemma4 experts": (
         "gemma4_text",
         {**GEMMA4_EQUAL, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32},
@@ -114,6 +120,58 @@ def save_checkpoint(name: str, folder: Path) -> Any:
     """Write a random checkpoint in float32 with no constant parameter; returns the model."""
     kind, own = CHECKPOINTS[name]
     model = save_model(kind, folder, **own)
+    byte_level().save_pretrained(folder)
+    return model
+
+
+# Types with inputs beside text, whose text is written: settings of the text.
+MULTIMODAL: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(
+        [
+            "deepseek_vl",
+            "exaone4_5",
+            "glmasr",
+            "got_ocr2",
+            "idefics3",
+            "internvl",
+            "kimi_k25",
+            "lfm2_vl",
+            "lighton_ocr",
+            "llava",
+            "llava_next",
+            "llava_next_video",
+            "llava_onevision",
+            "minicpm_ocr",
+            "minicpmv4_6",
+            "minicpmv4_7",
+            "mistral3",
+            "moss_transcribe_diarize",
+            "ovis2",
+            "qianfan_ocr",
+            "qwen2_audio",
+            "qwen3_5",
+            "qwen3_5_moe",
+            "qwen3_asr",
+            "smolvlm",
+            "video_llama_3",
+            "video_llava",
+            "vipllava",
+            "voxtral",
+        ],
+        {},
+    ),
+    "gemma3": {"query_pre_attn_scalar": 8},
+    "gemma4": {"vocab_size_per_layer_input": SIZE},
+    "idefics2": {"sliding_window": None},
+}
+
+
+def save_multimodal(kind: str, folder: Path) -> Any:
+    """Write a random checkpoint of a type of MULTIMODAL with all its parts; returns the model."""
+    config = tiny_config(kind, **{"vocab_size": SIZE, **MULTIMODAL[kind]})
+    config.eos_token_id = ENDS
+    model = whole_model(config)
+    model.save_pretrained(folder)
     byte_level().save_pretrained(folder)
     return model
 

@@ -16,7 +16,17 @@ from engine.convert.gguf_file import WeightType
 from engine.convert.tensors import gguf_tensors
 from engine.errors import ModelInconvertible, ModelMissing
 from engine.gguf.architectures.table import writable
-from tests.engine.convert.checkpoints import CHECKPOINTS, TEMPLATE, byte_level, conversion, save_checkpoint, save_model
+from tests.engine.convert.checkpoints import (
+    CHECKPOINTS,
+    ENDS,
+    MULTIMODAL,
+    TEMPLATE,
+    byte_level,
+    conversion,
+    save_checkpoint,
+    save_model,
+    save_multimodal,
+)
 from tests.selection import quick
 
 PROMPT = torch.arange(3, 43).reshape(1, -1)
@@ -51,6 +61,27 @@ def test_checkpoint_is_unchanged_after_gguf(name: str, tmp_path: Path) -> None:
     tokenizers = [AutoTokenizer.from_pretrained(tmp_path / folder) for folder in ("model", "again")]
     assert 1 == len({tuple(one.encode("The cellar, <tool> 12 dogs' ü\n")) for one in tokenizers})
     assert [TEMPLATE] * 2 == [one.chat_template for one in tokenizers]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", quick(["gemma3", "mistral3"], MULTIMODAL))
+def test_text_of_a_multimodal_checkpoint_is_unchanged_after_gguf(kind: str, tmp_path: Path) -> None:
+    """The logits and end tokens of the whole model; an output layer that is the embedding is written once."""
+    whole = save_multimodal(kind, tmp_path / "model")
+
+    unread = convert(conversion(tmp_path / "model", tmp_path / "model.gguf"))
+    convert(conversion(tmp_path / "model.gguf", tmp_path / "again"))
+
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again", dtype=torch.float32).eval()
+    with torch.inference_mode():
+        expected = whole(input_ids=PROMPT).logits
+        torch.testing.assert_close(again(PROMPT).logits, expected, rtol=1e-4, atol=1e-4)
+    inputs = (whole.input_modalities,) if isinstance(whole.input_modalities, str) else whole.input_modalities
+    assert unread == tuple(name for name in inputs if name != "text")
+    tied = whole.get_output_embeddings().weight is whole.get_input_embeddings().weight
+    assert again.config.tie_word_embeddings == tied
+    # The tokenizer of some types adds another.
+    assert set(ENDS) <= set(again.config.eos_token_id)
 
 
 def test_halves_of_a_head_are_interleaved() -> None:
@@ -188,6 +219,7 @@ def test_missing_source_is_refused(tmp_path: Path) -> None:
         ("gpt_neox", {}, "models of type gpt_neox are not written; deepseek_v2, "),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "type dynamic"),
         ("gemma2", {"query_pre_attn_scalar": 7}, "query_pre_attn_scalar=7"),
+        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True is not written"),
         ("smollm3", {"no_rope_layers": [0, 1, 1]}, "no_rope_layers"),
         ("lfm2", {"conv_bias": True}, "conv_bias must be False in GGUF, not True"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act must be 'silu'"),

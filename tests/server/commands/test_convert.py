@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from server.cli import make_app
+from tests.engine.convert.checkpoints import save_multimodal
 
 BUNDLED = Path(__file__).parents[3] / "models" / "target"
 
@@ -32,6 +33,16 @@ def test_model_is_converted_and_back(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert all(line.endswith("MiB") for line in lines if not line.startswith("cellar"))
     assert lines[2].endswith("exists; --force replaces it")
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= {each.name for each in folder.iterdir()}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_parts_that_are_left_out_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_multimodal("llava", tmp_path / "model")
+    capsys.readouterr()
+
+    assert run(tmp_path / "model", tmp_path / "model.gguf") == 0
+
+    assert capsys.readouterr().out.splitlines()[0] == "text only: its image parts are left out"
 
 
 def test_file_that_is_no_model_is_one_line_and_code_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
