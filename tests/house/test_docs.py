@@ -37,7 +37,8 @@ def test_links_lead_to_files() -> None:
 
 def test_no_text_installs_a_package_of_the_index() -> None:
     """Nothing is published yet: anyone may register the name, and what it installs would be theirs."""
-    files = [*PAGES, *ROOT.glob("docker/*"), *(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))]
+    sources = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
+    files = [*PAGES, *sources, *(path for path in ROOT.glob("docker/*") if path.is_file())]
     named = re.compile(r"(?:pip|pipx|uv tool) install [^`\n]*['\" ]kvcellar(?![-\w])")
 
     assert [] == [path.relative_to(ROOT).as_posix() for path in files if named.search(path.read_text())]
