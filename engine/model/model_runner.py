@@ -36,7 +36,7 @@ class ModelRunner(Protocol):
 
     @abstractmethod
     def supports(self, features: StepFeatures) -> str | None:
-        """Why it computes no step with these features; None: it does."""
+        """The reason why the runner cannot compute a step with these features; None if it can."""
         ...
 
     @abstractmethod

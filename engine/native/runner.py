@@ -68,7 +68,7 @@ class _OutputBuffers:
         return cls(rows, logits, hidden_states, logits.data_ptr(), hidden_states.data_ptr())
 
     def with_states(self, logit_rows: int, hidden: HiddenRows | None) -> _OutputBuffers:
-        """These logits with new memory for hidden states; `logit_rows` of the logits are computed."""
+        """The same logits with new memory for hidden states; a step computes the first `logit_rows` logits."""
         if hidden is None:
             return self
         count, width = len(hidden.rows), self.hidden_states.shape[1]

@@ -92,7 +92,7 @@ def _parameter(default: object, setting: Setting | None = None) -> Parameter:
 @Parameter(name="*")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings(EngineConfig):
-    """The options of `cellar serve`: those of the engine, inherited, and those of the server. `check` validates them.
+    """The options of `cellar serve`: the engine's options, inherited, and the server's. `check` validates them.
 
     media          no route accepts media; no option
     limits         of client connections; no option

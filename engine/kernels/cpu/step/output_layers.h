@@ -22,7 +22,7 @@ class OutputLayers {
         const int64_t rows = step.output_count;
         return rows * (4 * sizeof(int64_t) + 2 * step.width * sizeof(float) +
                        step.cell_group_count * sizeof(Segment)) +
-               step.cell_group_count * sizeof(CellGroup) + 8 * 64;
+               step.cell_group_count * sizeof(CellGroup) + (7 + step.cell_group_count) * 64;
     }
 
     OutputLayers(const Step &step, char *memory) : lower(step), upper(step) {
