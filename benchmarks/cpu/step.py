@@ -30,13 +30,13 @@ from engine.load.check.selection import select
 from engine.load.check.selftest import ModelTraits, find_runner
 from engine.load.machine.resources import processor_count
 from engine.model import hooks
-from engine.model.model_runner import LocalRunner, runners_of
-from engine.model.runner import PackedRunner
 from engine.native.runner import NativeRunner
 from engine.native.step_library import StepFields
 from engine.quantize.plan import LayerSurvey
 from engine.quantize.quantize import quantize
 from engine.quantize.store import WeightStore
+from engine.run.packed import PackedRunner
+from engine.run.runner import LocalRunner, runners_of
 from engine.step.input import StepInput
 from kvcache.cache import Cache
 from kvcache.spec import Span

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from engine.draft.slots import DraftSlot, NextTokens, SlotsBySequence, draft_loop, missing_tokens
-from engine.model.model_runner import DraftLoopInput, DraftLoopRunner, ModelRunner
 from engine.native.sampler import is_native
+from engine.run.runner import DraftLoopInput, DraftLoopRunner, ModelRunner
 from engine.schedule.draft import DraftRequest
 from engine.step.input import StepInput
 from kvcache.cache import Cache

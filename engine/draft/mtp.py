@@ -24,8 +24,8 @@ from engine.load.load import LoadedModel
 from engine.load.read.mtp_layer import has_mtp_layer, read_mtp_layer
 from engine.model import hooks
 from engine.model.layers import CachedLayer, find_cached_layers
-from engine.model.model_runner import runners_of
-from engine.model.runner import PackedRunner
+from engine.run.packed import PackedRunner
+from engine.run.runner import runners_of
 from engine.schedule.draft import ComputedTokens, DraftRequest
 from engine.step.input import FINAL_NORM, StepFeatures
 from kvcache.cache import Cache

@@ -14,7 +14,7 @@ from engine.adapters.store import AdapterStore
 from engine.config import EngineConfig
 from engine.errors import AdapterUnsupported
 from engine.model.encoder import has_encoder
-from engine.model.model_runner import ModelRunner
+from engine.run.runner import ModelRunner
 from engine.step.input import StepFeatures, StepInput
 from kvcache.cache import Cache
 from kvcache.spec import Span

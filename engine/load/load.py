@@ -41,16 +41,16 @@ from engine.load.read.skeleton import install_hooks, install_rope, make_skeleton
 from engine.load.read.tokenizer_files import read_model_tokenizer, read_template
 from engine.load.read.weight_bars import reported_weights
 from engine.load.read.weights import read_model
-from engine.model.device_runner import DeviceRunner
 from engine.model.encoder import Encoder, has_encoder
 from engine.model.layers import CachedLayer, state_bytes
 from engine.model.margins import Margin, recording
-from engine.model.model_runner import LocalRunner, ModelRunner
 from engine.model.rope import RopeSwitch
-from engine.model.runner import PackedRunner
 from engine.native.step_library import step_variants
 from engine.quantize.plan import QuantizationPlanNames
 from engine.quantize.quantize import bytes_of, estimate
+from engine.run.device import DeviceRunner
+from engine.run.packed import PackedRunner
+from engine.run.runner import LocalRunner, ModelRunner
 from engine.text.template_process import template_process
 from engine.text.tokenizer import Tokenizer
 from engine.types.status import MemoryPlan, ModelInfo, QuantizationEstimate

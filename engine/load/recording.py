@@ -11,7 +11,7 @@ from engine.config import EngineConfig
 from engine.load.load import LoadedModel
 from engine.load.machine.available_memory import available_bytes
 from engine.load.plan.memory import recorded_tokens
-from engine.model.graph_runner import GraphRunner
+from engine.run.graphs import GraphRunner
 from engine.types.progress import report_progress
 from engine.types.sizes import format_size
 from kvcache.cache import Cache

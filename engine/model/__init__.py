@@ -1,1 +1,1 @@
-"""The model on packed batches: hooks into transformers, layer specifications and runners."""
+"""The model on packed batches: hooks into transformers and layer specifications."""

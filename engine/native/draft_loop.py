@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from ctypes import pointer
 
 from engine.kernels.cpu.attention.attention import address
-from engine.model.model_runner import DraftLoopInput
 from engine.native.decoder import DecoderSpec
 from engine.native.sampler import write_context
 from engine.native.step_library import SAMPLING_CONTEXT, DraftLoopFields, StepFields
+from engine.run.runner import DraftLoopInput
 
 
 def describe_draft_loop(

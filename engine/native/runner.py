@@ -21,8 +21,6 @@ from engine.kernels.cpu.attention.attention import (
 )
 from engine.kernels.products import RowInvariantProduct
 from engine.model import hooks
-from engine.model.model_runner import DraftLoopInput, LocalRunner
-from engine.model.runner import PackedRunner
 from engine.native.attention import rotary_angles, switched_rotary_angles
 from engine.native.decoder import CachedSpec, DecoderSpec, RecurrenceSpec, RotarySpec
 from engine.native.description import (
@@ -38,6 +36,8 @@ from engine.native.draft_loop import context_table, describe_draft_loop
 from engine.native.recurrent_states import RecurrentStates
 from engine.native.sampler import NativeSampler, SamplingCall, is_native
 from engine.native.step_library import CellGroupFields, LayerFields, RotaryFields, StepFields, StepLibrary
+from engine.run.packed import PackedRunner
+from engine.run.runner import DraftLoopInput, LocalRunner
 from engine.step.input import FINAL_NORM, HiddenRows, Sampling, StepFeatures, StepInput, decoder_layers_of
 from engine.step.output import StepOutput, sampled_output
 from kvcache.attention_group import AttentionGroup

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from engine.model.model_runner import ModelRunner
 from engine.parallel.messages import MoveKeys, forward_message
 from engine.parallel.workers import Workers
+from engine.run.runner import ModelRunner
 from engine.step.input import StepFeatures, StepInput
 from engine.step.output import StepOutput
 from kvcache.cell_pool import CellArray

@@ -13,7 +13,7 @@ import pytest
 from engine.config import ConfigError, EngineConfig
 from engine.errors import ModelUnsupported
 from engine.load.check import selftest
-from engine.model.graph_runner import CallRecorder, GraphRunner
+from engine.run.graphs import CallRecorder, GraphRunner
 from tests.conftest import skip_without_gpu
 from tests.engine.kit import models
 from tests.engine.kit.mixes import mix, prompts

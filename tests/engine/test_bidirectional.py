@@ -18,7 +18,7 @@ from engine.draft.lookup import LookupDrafter
 from engine.draft.outputs import OutputStore
 from engine.draft.speculation import Speculation
 from engine.load.load import LoadedModel
-from engine.model.sequential_runner import SequentialRunner
+from engine.run.sequential import SequentialRunner
 from engine.step.input import StepInput
 from engine.types.events import Finished
 from engine.types.request import Request

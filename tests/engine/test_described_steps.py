@@ -18,11 +18,11 @@ from engine.core import Core
 from engine.draft.loading import load_draft, make_speculation
 from engine.errors import InvalidRequest, ModelError
 from engine.load.load import LoadedModel
-from engine.model.model_runner import runners_of
 from engine.native.runner import NativeRunner
 from engine.parallel.loading import loaded_model
 from engine.parallel.messages import geometry_of
 from engine.parallel.runner import TensorParallelRunner
+from engine.run.runner import runners_of
 from engine.step.input import StepFeatures
 from engine.types.events import Finished
 from engine.types.request import Request, SamplingParams

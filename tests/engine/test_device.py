@@ -18,7 +18,7 @@ from engine.draft.depth import FixedDepth
 from engine.draft.lookup import LookupDrafter
 from engine.draft.outputs import OutputStore
 from engine.draft.speculation import Speculation
-from engine.model.device_runner import DeviceRunner
+from engine.run.device import DeviceRunner
 from engine.types.request import Dry, EmbeddingInput, SamplingParams
 from tests.conftest import skip_without_gpu
 from tests.engine.embedder.folders import load as load_embedding_model

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from engine.config import EngineConfig
 from engine.load.load import LoadedModel, load
-from engine.model.model_runner import runners_of
 from engine.native.runner import NativeRunner
+from engine.run.runner import runners_of
 from engine.step.input import StepInput
 from kvcache.cache import Cache
 from kvcache.rotary import rotate

@@ -13,9 +13,9 @@ import torch
 from engine.kernels import latent, reference
 from engine.kernels.attention_input import AttentionInput
 from engine.load.load import LoadedModel
-from engine.model.model_runner import runners_of
-from engine.model.runner import PackedRunner
 from engine.native.runner import NativeRunner
+from engine.run.packed import PackedRunner
+from engine.run.runner import runners_of
 from engine.types.request import MlaMode, Request
 from kvcache.forward import Segment
 from kvcache.kv_buffer import FloatKVBuffer, LayerKV

@@ -19,13 +19,13 @@ from engine.load.check.outcomes import Outcome, OutcomeFile
 from engine.load.check.selection import RunnerSelection, select
 from engine.load.check.selftest import ModelTraits, batch_dependence, find_runner, restore_runner
 from engine.load.read.checkpoint import Checkpoint, is_small
-from engine.model.device_runner import DeviceRunner
 from engine.model.encoder import Encoder
 from engine.model.margins import Margin, Margins
-from engine.model.model_runner import LocalRunner
 from engine.model.rope import RopeSwitch
-from engine.model.runner import PackedRunner
 from engine.quantize.plan import LayerSurvey, QuantizationPlan, QuantizationPlanNames, plan_from_names
+from engine.run.device import DeviceRunner
+from engine.run.packed import PackedRunner
+from engine.run.runner import LocalRunner
 
 log = logging.getLogger("cellar.engine")
 

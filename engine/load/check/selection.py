@@ -17,14 +17,14 @@ from engine.kernels.packing import PackedMatrix
 from engine.load.check.selftest import ModelTraits, logit_difference
 from engine.model import rope
 from engine.model.margins import within
-from engine.model.model_runner import FirstSupporting, LocalRunner
-from engine.model.runner import PackedRunner
 from engine.native.decoder import DecoderSpec, UnsupportedArchitecture
 from engine.native.detection import find_decoder, linears
 from engine.native.float32_mode import Float32Mode
 from engine.native.runner import NativeRunner
 from engine.native.step_library import step_library
 from engine.native.weight_layout import move_weights
+from engine.run.packed import PackedRunner
+from engine.run.runner import FirstSupporting, LocalRunner
 
 # Loaded once.
 _library = cache(step_library)

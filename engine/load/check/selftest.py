@@ -1,7 +1,7 @@
 """Compares the logits of packed, chunked batches with the logits of the model alone, at load.
 
 transformers changes often, and a model may compute positions or masks in a way that packing breaks. Such a model runs
-one sequence at a time (sequential_runner.py); if its logits differ there too, it is refused.
+one sequence at a time (engine/run/sequential.py); if its logits differ there too, it is refused.
 
 The prompt is longer than twice the attention range of layers (a window, a chunk, a top-k selection) if the
 model is small enough, so that an error in a mask changes the logits; see `_MAX_WEIGHT_TOKENS`.
@@ -24,18 +24,18 @@ from engine.errors import ModelUnsupported
 from engine.kernels import reference
 from engine.kernels.attention_input import AttentionFunction
 from engine.model import hooks, rope
-from engine.model.device_runner import DeviceRunner
 from engine.model.encoder import Encoder
-from engine.model.graph_runner import GraphRunner, recorder_for
 from engine.model.invariant import StableTopK, UnreplacedOperations
 from engine.model.layers import CachedLayer, find_cached_layers
 from engine.model.margins import within
-from engine.model.model_runner import ModelRunner
 from engine.model.rope import RopeSwitch
-from engine.model.runner import PackedRunner
-from engine.model.sequential_runner import SequentialRunner
 from engine.native.float32_mode import Float32Mode
 from engine.quantize.quantize import weights_of
+from engine.run.device import DeviceRunner
+from engine.run.graphs import GraphRunner, recorder_for
+from engine.run.packed import PackedRunner
+from engine.run.runner import ModelRunner
+from engine.run.sequential import SequentialRunner
 from engine.step.encoder_mask import EncoderMask
 from engine.step.input import StepInput
 from engine.types.request import MlaMode

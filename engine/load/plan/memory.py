@@ -12,7 +12,7 @@ import torch
 from engine.config import EngineConfig
 from engine.errors import PlanTooLarge
 from engine.load.machine.available_memory import available_bytes
-from engine.model.graph_sizes import BATCH_SIZES, all_sizes
+from engine.run.graph_sizes import BATCH_SIZES, all_sizes
 from engine.types.request import MAX_DRAFT_TOKENS
 from engine.types.sizes import format_size
 from engine.types.status import MemoryPlan

@@ -205,7 +205,7 @@ def test_a_model_that_runs_one_sequence_at_a_time_has_no_adapters(
     adapters: dict[str, Path], folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is refused at the start."""
-    from engine.model.sequential_runner import SequentialRunner
+    from engine.run.sequential import SequentialRunner
 
     monkeypatch.setattr("engine.load.check.checking.find_runner", lambda name, model, traits: SequentialRunner(model))
     with pytest.raises(AdapterUnsupported, match="runs packed"):

@@ -10,7 +10,7 @@ import pytest
 
 from engine.draft.model import ModelDrafter
 from engine.draft.slots import DraftSlot, NextTokens
-from engine.model.runner import PackedRunner
+from engine.run.packed import PackedRunner
 from engine.sample.penalties import PenaltyHistory
 from engine.sample.sampler import SamplingContext
 from engine.schedule.draft import DraftRequest

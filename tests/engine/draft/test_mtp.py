@@ -23,9 +23,9 @@ from engine.draft.speculation import Speculation
 from engine.errors import ModelUnsupported
 from engine.load.check import selftest
 from engine.load.load import LoadedModel
-from engine.model.graph_runner import CallRecorder, GraphRunner
-from engine.model.model_runner import runners_of
 from engine.native.runner import NativeRunner
+from engine.run.graphs import CallRecorder, GraphRunner
+from engine.run.runner import runners_of
 from engine.schedule.draft import DraftRequest
 from engine.types.events import Delta
 from engine.types.request import Request, SamplingParams, SpeculationParams

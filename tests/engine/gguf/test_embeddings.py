@@ -13,10 +13,10 @@ from engine.gguf.container import read_model
 from engine.gguf.matrices import FileMatrices
 from engine.gguf.sources import PLAIN_TYPES
 from engine.load.load import LoadedModel
-from engine.model.model_runner import runners_of
 from engine.native.runner import NativeRunner
 from engine.quantize.embedding import QuantizedEmbedding
 from engine.quantize.quantize import bytes_of
+from engine.run.runner import runners_of
 from tests.engine.gguf.files import TYPES, empty_cache, feed, load_file, prompt, write_types, write_wide
 from tests.libraries import built
 from tests.selection import quick

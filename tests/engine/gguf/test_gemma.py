@@ -11,8 +11,8 @@ import torch
 from engine.config import EngineConfig
 from engine.load.load import load
 from engine.load.read.gguf_model import read_gguf_config, read_gguf_model
-from engine.model.model_runner import runners_of
 from engine.native.runner import NativeRunner
+from engine.run.runner import runners_of
 from tests.engine.kit.gemma import text
 from tests.engine.test_gemma import CHUNK, SCORED, cells, feed, loss
 from tests.libraries import built

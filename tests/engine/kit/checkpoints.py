@@ -26,7 +26,7 @@ from engine.gguf.architectures.settings import Inexpressible
 from engine.gguf.architectures.table import writable
 from engine.load.load import LoadedModel
 from engine.load.read.skeleton import model_class
-from engine.model.sequential_runner import SequentialRunner
+from engine.run.sequential import SequentialRunner
 from tests.engine.convert.checkpoints import SIZE, byte_level, conversion
 from tests.engine.draft.mtp_models import mtp_weights
 from tests.engine.kit.checkpoint_list import PUBLISHED, Published

@@ -20,8 +20,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from engine.load.check.selftest import ModelTraits, find_runner
 from engine.model import hooks, recurrence, rope
 from engine.model.invariant import StableTopK
-from engine.model.model_runner import ModelRunner
-from engine.model.runner import PackedRunner
+from engine.run.packed import PackedRunner
+from engine.run.runner import ModelRunner
 from engine.step.input import StepInput
 from kvcache.cache import Cache
 from kvcache.offload import OffloadConfig

@@ -23,13 +23,13 @@ from engine.kernels.rounding import Bits
 from engine.load.check import selection as selection
 from engine.load.check.selftest import ModelTraits, find_runner
 from engine.model import hooks, recurrence
-from engine.model.model_runner import ModelRunner, runners_of
-from engine.model.runner import PackedRunner
 from engine.native.runner import NativeRunner
 from engine.quantize.calibration import CalibrationText, calibrate
 from engine.quantize.plan import LayerSurvey
 from engine.quantize.quantize import quantize
 from engine.quantize.store import WeightStore
+from engine.run.packed import PackedRunner
+from engine.run.runner import ModelRunner, runners_of
 from engine.step.input import StepInput
 from kvcache.cache import Cache
 from kvcache.spec import Span

@@ -18,7 +18,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM
 
 from engine.errors import ModelUnsupported
-from engine.model.sequential_runner import SequentialRunner
+from engine.run.sequential import SequentialRunner
 from tests.engine.kit.families import plant
 from tests.engine.kit.models import load_model, save_tokenizer
 

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.load.check.selftest import ModelTraits, find_runner
 from engine.model import hooks, recurrence
-from engine.model.model_runner import ModelRunner
+from engine.run.runner import ModelRunner
 from engine.step.encoder_mask import EncoderMask
 from engine.step.input import StepInput
 from kvcache.attention_group import HOLE

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from engine.load.fusion import fuse, inductor
 from engine.load.load import LoadedModel
-from engine.model.graph_runner import CallRecorder, GraphRunner
+from engine.run.graphs import CallRecorder, GraphRunner
 from kvcache.attention_group import AttentionGroup
 from kvcache.cell_pool import CellPool
 from kvcache.device_table import DeviceTable

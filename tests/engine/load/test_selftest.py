@@ -20,9 +20,9 @@ from engine.load.check import selftest
 from engine.load.check.selftest import ModelTraits, find_runner
 from engine.model import hooks, recurrence
 from engine.model.layers import CachedLayer, find_cached_layers
-from engine.model.model_runner import LocalRunner
-from engine.model.runner import PackedRunner
-from engine.model.sequential_runner import SequentialRunner
+from engine.run.packed import PackedRunner
+from engine.run.runner import LocalRunner
+from engine.run.sequential import SequentialRunner
 from engine.step.input import StepInput
 from engine.step.output import StepOutput
 from kvcache.spec import AttentionRange

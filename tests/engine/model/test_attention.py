@@ -17,8 +17,8 @@ from engine.kernels import dispatch, reference
 from engine.kernels.attention_input import AttentionFunction, AttentionInput
 from engine.kernels.cpu.build import libraries
 from engine.load.load import LoadedModel
-from engine.model.model_runner import runners_of
-from engine.model.runner import PackedRunner
+from engine.run.packed import PackedRunner
+from engine.run.runner import runners_of
 from kvcache.cache import Cache
 from kvcache.spec import AttentionRange, LayerSpec, Span
 from tests.engine.kit.mixes import mix, prompts

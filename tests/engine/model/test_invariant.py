@@ -20,8 +20,8 @@ from engine.kernels.products import POSITIONS, RowInvariantProduct, TiledProduct
 from engine.kernels.rounding import Bits
 from engine.load.check.selftest import batch_dependence
 from engine.model.invariant import RowInvariant, StableTopK, UnreplacedOperations
-from engine.model.model_runner import runners_of
 from engine.native.runner import NativeRunner
+from engine.run.runner import runners_of
 from kvcache.forward import Segment
 from kvcache.kv_buffer import FloatKVBuffer, LayerKV
 from kvcache.spec import AttentionRange

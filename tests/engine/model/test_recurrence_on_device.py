@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.model import runner
+from engine.run import packed
 from kvcache.state_pool import PooledState
 from tests.engine.kit.mixes import mix, prompts
 from tests.engine.kit.models import core, load_model
@@ -52,7 +52,7 @@ def test_the_number_of_sequences_adds_no_operation(
 ) -> None:
     """In the recurrent operations of a step, which read and write rows of the pool."""
     counts: list[int] = []
-    recur = runner._CacheBackend.recur
+    recur = packed._CacheBackend.recur
 
     def counted(self: Any, *args: Any) -> Any:
         with CountingMode() as mode:
@@ -60,7 +60,7 @@ def test_the_number_of_sequences_adds_no_operation(
         counts.append(mode.count)
         return result
 
-    monkeypatch.setattr(runner._CacheBackend, "recur", counted)
+    monkeypatch.setattr(packed._CacheBackend, "recur", counted)
     with fake_device():
         loaded = load_model(folder(family), "float32", device=FAKE)
         found = []

@@ -16,10 +16,10 @@ from transformers import LlamaConfig
 
 from engine.errors import ModelUnsupported
 from engine.load.load import LoadedModel
-from engine.model.model_runner import runners_of
 from engine.model.rope import RopeSwitch, original_length
-from engine.model.sequential_runner import SequentialRunner
 from engine.native.runner import NativeRunner
+from engine.run.runner import runners_of
+from engine.run.sequential import SequentialRunner
 from engine.step.input import StepInput
 from engine.types.events import Finished
 from kvcache.cache import Cache

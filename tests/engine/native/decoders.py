@@ -18,14 +18,14 @@ from engine.kernels.packing import PackedMatrix
 from engine.load.check import selection as choosing
 from engine.load.check.selftest import ModelTraits, find_runner
 from engine.model import hooks, recurrence
-from engine.model.model_runner import ModelRunner, runners_of
-from engine.model.runner import PackedRunner
 from engine.native.runner import NativeRunner
 from engine.quantize.experts import QuantizedExperts
 from engine.quantize.layers import QuantizedLinear, SharedInputGroup
 from engine.quantize.plan import LayerSurvey, QuantizationPlan, replace_modules
 from engine.quantize.quantize import quantize
 from engine.quantize.store import WeightStore
+from engine.run.packed import PackedRunner
+from engine.run.runner import ModelRunner, runners_of
 from engine.step.input import FINAL_NORM, HiddenRows, StepInput
 from kvcache.cache import Cache
 from kvcache.spec import Span

@@ -10,9 +10,9 @@ import sys
 import torch
 import transformers
 
-from engine.model.sequential_runner import SequentialRunner
 from engine.native.decoder import UnsupportedArchitecture
 from engine.native.detection import find_decoder
+from engine.run.sequential import SequentialRunner
 from tests.engine.kit.families import build
 from tests.engine.kit.tiny import FAMILIES, VOCABULARY
 from tests.engine.native.decoders import CONTEXT

@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from engine.model.model_runner import DraftLoopInput, runners_of
 from engine.native.runner import NativeRunner
 from engine.native.sampler import is_native
+from engine.run.runner import DraftLoopInput, runners_of
 from engine.sample.penalties import PenaltyHistory
 from engine.sample.sampler import SamplingContext, sample_tokens
 from engine.step.input import StepInput

@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from engine.kernels.formats import LAYOUTS, WeightFormat
-from engine.model.model_runner import runners_of
 from engine.native.runner import NativeRunner
+from engine.run.runner import runners_of
 from tests.engine.kit.tiny import settings
 from tests.engine.native.decoders import Steps, TinyModel, model_of_config
 from tests.libraries import built

@@ -13,9 +13,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engine.load.load import LoadedModel
-from engine.model.model_runner import ModelRunner, runners_of
-from engine.model.runner import PackedRunner
 from engine.native.runner import NativeRunner
+from engine.run.packed import PackedRunner
+from engine.run.runner import ModelRunner, runners_of
 from tests.engine.kit.models import Reference, load_model
 from tests.engine.kit.speculated import Case, differences
 from tests.engine.test_oracle import run

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
-from engine.model.model_runner import runners_of
 from engine.native.runner import NativeRunner
 from engine.native.step_library import step_library
+from engine.run.runner import runners_of
 from engine.step.input import StepInput
 from kvcache.cache import Cache
 from kvcache.kv_buffer import CellIndex, Int8KVBuffer

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
-from engine.model.model_runner import ModelRunner, runners_of
 from engine.native.decoder import DeltaRuleSpec, UnsupportedArchitecture
 from engine.native.detection import find_decoder
 from engine.native.runner import NativeRunner
+from engine.run.runner import ModelRunner, runners_of
 from engine.step.input import StepInput
 from kvcache.cache import Cache
 from kvcache.spec import Span

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 
 from engine.kernels.cpu.build import libraries
-from engine.model.model_runner import runners_of
 from engine.native.decoder import DecoderSpec
 from engine.native.detection import find_decoder
 from engine.native.float32_mode import Float32Mode
 from engine.native.runner import NativeRunner
 from engine.native.step_library import step_library
+from engine.run.runner import runners_of
 from engine.step.input import FINAL_NORM, HiddenRows, StepInput
 from kvcache.cache import Cache
 from kvcache.spec import Span

@@ -21,10 +21,10 @@ from engine.kernels.packing import PackedMatrix
 from engine.load.check import selftest
 from engine.load.load import LoadedModel, load
 from engine.load.plan.model_plan import plan_model
-from engine.model.graph_runner import CallRecorder, GraphRunner
 from engine.quantize.embedding import QuantizedEmbedding
 from engine.quantize.experts import QuantizedExperts
 from engine.quantize.layers import QuantizedLinear
+from engine.run.graphs import CallRecorder, GraphRunner
 from tests.engine.gguf.files import write_types, write_wide
 from tests.engine.kernels.triton.interpreter import linear
 from tests.engine.kit.mixes import mix, prompts
@@ -134,7 +134,7 @@ def test_recorded_steps_multiply_without_a_wait(
     answers = play(engine, jobs)
 
     # Each recording uploads the numbers of its empty batch once.
-    uploads = [line for line in device.uploads if "graph_runner" not in line]
+    uploads = [line for line in device.uploads if "run/graphs" not in line]
     assert isinstance(loaded.runner, GraphRunner)
     assert [engine.stats().steps_total] * 2 == [len(uploads), len(device.waits)]
     assert texts(play(core(unpacked(loaded, folder(family))), jobs)) == texts(answers)

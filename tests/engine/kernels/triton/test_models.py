@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from engine.load.load import LoadedModel
-from engine.model.runner import PackedRunner
+from engine.run.packed import PackedRunner
 from tests.engine.kernels.triton.interpreter import DEVICE, ONE_TILE, TritonKernels
 from tests.engine.kit.models import Reference, core, load_model
 from tests.engine.kit.play import Job, ask, play

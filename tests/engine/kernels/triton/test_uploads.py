@@ -13,7 +13,7 @@ from torch import Tensor
 from engine.kernels.attention_input import AttentionInput, RowAttentionInput
 from engine.kernels.triton import batch
 from engine.kernels.triton.batch import BatchTables
-from engine.model.graph_runner import CallRecorder, GraphRunner
+from engine.run.graphs import CallRecorder, GraphRunner
 from kvcache.kv_buffer import CellIndex, LayerKV, store_rows
 from tests.engine.kernels.triton.interpreter import DEVICE, SMALL, TritonKernels, launch
 from tests.engine.kit.models import core, load_model

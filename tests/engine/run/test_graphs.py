@@ -25,7 +25,7 @@ from engine.kernels import reference
 from engine.load.check import selftest
 from engine.load.check.checking import EarlierChecks, ModelChecks
 from engine.load.recording import record_steps
-from engine.model.graph_runner import CallRecorder, GraphRunner, Replay
+from engine.run.graphs import CallRecorder, GraphRunner, Replay
 from engine.types.request import SamplingParams
 from kvcache.spec import Span
 from tests.conftest import skip_without_gpu
@@ -192,7 +192,7 @@ def test_a_draft_is_one_upload_and_one_wait(folder: Folder, recorder: CountingRe
         answers = play(engine, jobs)
         transfers = [each.line.split(":")[0] for each in device.transfers]
     drafts = next(one for one in engine.stats().drafts if one.kind == "model")
-    loops = sum(line == "engine/model/graph_runner.py" for line in transfers)
+    loops = sum(line == "engine/run/graphs.py" for line in transfers)
 
     assert texts(play(core(expected_target, slots=3), jobs)) == texts(answers)
     assert sum(drafts.drafted) > 60

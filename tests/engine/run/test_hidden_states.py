@@ -11,19 +11,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.model.graph_runner import GraphRunner
-from engine.model.model_runner import ModelRunner, runners_of
-from engine.model.runner import PackedRunner
-from engine.model.sequential_runner import SequentialRunner
 from engine.native.runner import NativeRunner
 from engine.parallel.loading import loaded_model
+from engine.run.graphs import GraphRunner
+from engine.run.packed import PackedRunner
+from engine.run.runner import ModelRunner, runners_of
+from engine.run.sequential import SequentialRunner
 from engine.step.input import FINAL_NORM, HiddenRows, StepFeatures, StepInput
 from kvcache.cache import Cache
 from kvcache.spec import Span
 from tests.engine.kit.models import Models, References, core, load_model
-from tests.engine.model.test_graph_runner import CountingRecorder, recorder
 from tests.engine.parallel.stories import core_of
 from tests.engine.parallel.test_equality import config, ignore
+from tests.engine.run.test_graphs import CountingRecorder, recorder
 from tests.fake_device import FAKE
 from tests.selection import quick
 

@@ -19,8 +19,8 @@ from engine.kernels.products import RowInvariantProduct
 from engine.model import hooks, rope
 from engine.model.invariant import RowInvariant
 from engine.model.layers import CachedLayer
-from engine.model.model_runner import LocalRunner
 from engine.model.rope import RopeSwitch
+from engine.run.runner import LocalRunner
 from engine.sample.sampler import Sampler, TorchSampler
 from engine.step.encoder_mask import EncoderMask
 from engine.step.input import StepFeatures, StepInput, decoder_layers_of

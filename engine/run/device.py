@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.kernels.cell_kernels import CellKernels
 from engine.model.hooks import OutputIndices
-from engine.model.runner import BatchInputs, PackedRunner, output_arrays, single_rows
+from engine.run.packed import BatchInputs, PackedRunner, output_arrays, single_rows
 from engine.sample.device_sampler import DeviceReport, DeviceSampler
 from engine.sample.device_sampling import SamplingBatch, sample_batch
 from engine.step.input import StepFeatures, StepInput

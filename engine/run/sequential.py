@@ -23,9 +23,9 @@ from engine.kernels.products import RowInvariantProduct
 from engine.model import hooks, rope
 from engine.model.invariant import RowInvariant, StableTopK
 from engine.model.layers import CachedLayer
-from engine.model.model_runner import LocalRunner
 from engine.model.rope import RopeSwitch
-from engine.model.runner import hidden_states_reason, output_arrays
+from engine.run.packed import hidden_states_reason, output_arrays
+from engine.run.runner import LocalRunner
 from engine.sample.device_sampler import sampler_for
 from engine.sample.sampler import Sampler
 from engine.step.input import StepFeatures, StepInput

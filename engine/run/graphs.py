@@ -24,10 +24,10 @@ from engine.kernels import row_attention
 from engine.kernels.attention_input import AttentionFunction, RowAttentionInput
 from engine.kernels.cell_kernels import CellKernels
 from engine.model import hooks
-from engine.model.device_runner import DeviceRunner
-from engine.model.graph_sizes import BATCH_SIZES, all_sizes, batch_size, positions
-from engine.model.model_runner import DraftLoopInput
-from engine.model.runner import BatchInputs, recur_rows, single_rows
+from engine.run.device import DeviceRunner
+from engine.run.graph_sizes import BATCH_SIZES, all_sizes, batch_size, positions
+from engine.run.packed import BatchInputs, recur_rows, single_rows
+from engine.run.runner import DraftLoopInput
 from engine.sample.device_sampling import sample_numbered, sampling_numbers
 from engine.step.input import FINAL_NORM, StepInput, decoder_layers_of
 from engine.step.output import StepOutput

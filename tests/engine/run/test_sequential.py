@@ -13,8 +13,8 @@ from transformers.cache_utils import DynamicCache, LinearAttentionLayer
 from engine.kernels.products import TiledProduct
 from engine.model import hooks
 from engine.model.layers import CalibrationBackend, find_cached_layers
-from engine.model.runner import PackedRunner
-from engine.model.sequential_runner import SequentialRunner, UnsupportedCache
+from engine.run.packed import PackedRunner
+from engine.run.sequential import SequentialRunner, UnsupportedCache
 from engine.step.input import StepInput
 from kvcache.cache import Cache
 from kvcache.spec import Span
