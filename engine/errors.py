@@ -15,7 +15,8 @@ EngineError
 │   └── EmbedderTooLarge     the embedding model exceeds the memory
 ├── RequestError             the request cannot be served; no token was computed for it
 │   ├── InvalidRequest       a field has a value that the model or its template refuses
-│   │   └── GrammarTooCostly the grammar exceeds its limits of time or memory
+│   │   ├── GrammarTooCostly the grammar exceeds its limits of time or memory
+│   │   └── InvalidContent   an image or a sound cannot be decoded, or exceeds a limit
 │   └── ContextTooLong       the prompt exceeds the context
 ├── Unavailable              the engine accepts no request now
 │   ├── Loading              the model is loading
@@ -28,7 +29,12 @@ EngineError
 
 from __future__ import annotations
 
+from typing import Literal
+
 from engine.types.sizes import format_size
+
+# Why an image or a sound is refused: no such format; damaged; too many bytes, pixels or samples; too many in a request.
+ContentProblem = Literal["format", "damaged", "too_large", "too_many"]
 
 
 class EngineError(Exception):
@@ -137,6 +143,14 @@ class InvalidRequest(RequestError):
 
 class GrammarTooCostly(InvalidRequest):
     """A grammar exceeds its limits of time or memory; callers must not try variants of it."""
+
+
+class InvalidContent(InvalidRequest):
+    """An image or a sound of the request cannot be decoded, or exceeds a limit."""
+
+    def __init__(self, field: str, reason: str, problem: ContentProblem) -> None:
+        super().__init__(field, reason)
+        self.problem = problem
 
 
 class ContextTooLong(RequestError):

@@ -18,7 +18,8 @@ from torch import Tensor
 from engine.errors import InvalidRequest
 from engine.model import hooks
 from engine.step.encoder_mask import EncoderMask
-from engine.types.request import Array, Media, media_digest
+from engine.types.array import Array
+from engine.types.request import Media, media_digest
 from kvcache.encoder_cache import EncoderEntry
 
 # Free lengths of the sample media that measure and check a model.

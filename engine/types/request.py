@@ -7,6 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from engine.types.array import Array
+from engine.types.content import Content
+
 Overflow = Literal["length", "shift"]
 RecurrentShift = Literal["rebuild", "carry"]
 DrafterChoice = Literal["auto", "none", "lookup", "model", "mtp"]
@@ -106,15 +109,6 @@ class SamplingParams:
     xtc: Xtc | None = None
     allowed_tokens: tuple[int, ...] | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Array:
-    """A numpy array as bytes: `data` in C order, little-endian, of the type named by `dtype`."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    data: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,6 +257,7 @@ class RenderedPrompt:
 
     keep               tokens of the leading system messages; None: there are none
     generation_prompt  text of the template behind the last message, where the answer begins
+    contents           images and sounds, ascending
     """
 
     tokens: tuple[int, ...]
@@ -270,3 +265,4 @@ class RenderedPrompt:
     checkpoints: tuple[int, ...] = ()
     protected: tuple[tuple[int, int], ...] = ()
     generation_prompt: str = ""
+    contents: tuple[Content, ...] = ()

@@ -15,8 +15,9 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import InvalidRequest
 from engine.model.encoder import Encoder
+from engine.types.array import Array
 from engine.types.events import Finished
-from engine.types.request import Array, Media, Request
+from engine.types.request import Media, Request
 from tests.engine.kit.encoders import KINDS, array, media, prompt, save_encoder_model
 from tests.engine.kit.models import CONTEXT, load_model
 from tests.engine.kit.play import GREEDY

@@ -13,7 +13,8 @@ import transformers
 from torch import Tensor
 from transformers.generation import GenerationMixin
 
-from engine.types.request import Array, Media
+from engine.types.array import Array
+from engine.types.request import Media
 from tests.engine.kit.models import CONTEXT, END, VOCABULARY, save_tokenizer
 
 START = 256
