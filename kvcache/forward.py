@@ -182,7 +182,8 @@ class Forward:
             oldest = group.spec.attention_range.oldest_visible(span.start)
             batch_slice = slice(begin, begin + span.length)
             cells = self._attended_cells(group, index)
-            segments.append(Segment(batch_slice, span.start, cells, oldest, span.bidirectional))
+            ranges = span.bidirectional if group.spec.bidirectional else ()
+            segments.append(Segment(batch_slice, span.start, cells, oldest, ranges))
             begin += span.length
         return segments
 

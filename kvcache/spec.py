@@ -63,9 +63,10 @@ class Rotation:
 class LayerSpec:
     """Cache geometry of one attention layer.
 
-    rotation      None: cached keys cannot be moved to other positions and are recomputed
-    latent_width  with latent attention (MLA) the leading key columns that are the values as well; else 0
-    index_width   trailing value columns that are keys of an index of positions (sparse attention); else 0
+    rotation       None: cached keys cannot be moved to other positions and are recomputed
+    latent_width   with latent attention (MLA) the leading key columns that are the values as well; else 0
+    index_width    trailing value columns that are keys of an index of positions (sparse attention); else 0
+    bidirectional  whether tokens of a range of `Span.bidirectional` attend to each other (Gemma 4: in window layers)
     """
 
     heads: int
@@ -75,6 +76,7 @@ class LayerSpec:
     rotation: Rotation | None = Rotation()
     latent_width: int = 0
     index_width: int = 0
+    bidirectional: bool = True
 
     def limited_to(self, length: int) -> LayerSpec:
         """The same layer for positions below `length`."""
@@ -83,7 +85,7 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class GroupSpec:
-    """Layers with one geometry and one attention range; they share one cell table."""
+    """Layers with one geometry and the same visible positions; they share one cell table."""
 
     heads: int
     key_width: int
@@ -93,6 +95,7 @@ class GroupSpec:
     rotations: tuple[Rotation | None, ...]
     latent_width: int = 0
     index_width: int = 0
+    bidirectional: bool = True
 
     @property
     def key_parts(self) -> tuple[int, ...]:
@@ -132,7 +135,8 @@ class GroupSpec:
 class Span:
     """The tokens of one slot in a batch: positions [start, start + length).
 
-    bidirectional  position ranges inside the span with bidirectional attention (image tokens in Gemma 3)
+    bidirectional  position ranges inside the span with bidirectional attention (image tokens in Gemma 3), in the layers
+                   that have it (LayerSpec)
     draft_tokens   trailing draft tokens: the slot may keep any number of them
     long_factors   rotate with the long factors of LongRoPE
     """
@@ -171,6 +175,7 @@ def group_layers(layers: Sequence[LayerSpec]) -> tuple[GroupSpec, ...]:
             rotations=tuple(layers[index].rotation for index in members),
             latent_width=geometry.latent_width,
             index_width=geometry.index_width,
+            bidirectional=geometry.bidirectional,
         )
         for geometry, members in by_geometry.items()
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -180,3 +182,14 @@ def test_keys_and_values_are_stored_in_the_cache_dtype() -> None:
     group, _ = cache.layer_group(0)
 
     assert [[1, 5], [4, 6, 7]] == [group.pool.values.rows[0, 0, group.table(slot), 0].tolist() for slot in (0, 1)]
+
+
+def test_ranges_are_bidirectional_in_the_groups_that_have_them() -> None:
+    """Layers that differ in nothing else are two groups."""
+    causal = replace(SHIFTABLE[0], bidirectional=False)
+    cache = Cache([SHIFTABLE[0], causal], slots=1, capacity=16, cells=16, dtype=torch.float64)
+
+    with cache.forward([Span(0, 0, 5, bidirectional=((1, 4),))]) as forward:
+        segments = [forward.segments(layer)[0].bidirectional for layer in (0, 1)]
+
+    assert segments == [((1, 4),), ()]
