@@ -1,4 +1,4 @@
-"""Contents of a prompt (images, sounds) at the input of the decoder, and the interface of the encoder that computes them."""
+"""Contents of a prompt (images, sounds) at the input of the decoder, and the interface of their encoder."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class ContentEntry:
 
     digest             the key in the encoder cache
     rows               [tokens, width] in place of the embeddings
-    token_arguments    further arguments of the decoder by name; their tensors have one row for each token: [tokens, ...]
-    feature_arguments  the same with one row for each token of `features` alone: [features, ...]
+    token_arguments    further arguments of the decoder by name, in tensors [tokens, ...]
+    feature_arguments  the same in tensors [features, ...], with a row for each token of `features` alone
     features           [tokens] bool: tokens with rows in `feature_arguments` (deepstack); empty without such arguments
     """
 
