@@ -14,6 +14,7 @@ from typing import Protocol
 from engine.chat_format.chat_format import ChatFormat
 from engine.chat_format.message import Tool
 from engine.text.fill_in_middle import FillInMiddle
+from engine.types.content import Upload
 from engine.types.events import Delta, Event, Logprob
 from engine.types.request import EmbeddingInput, EmbeddingJob, Grammar, RenderedPrompt, Request
 from engine.types.snapshot import EngineSnapshot
@@ -66,6 +67,7 @@ class TokenizerClient(Protocol):
         continue_final_message: bool = False,
         arguments: Mapping[str, object] | None = None,
         breakpoints: Sequence[tuple[int, int]] = (),
+        uploads: Sequence[Upload] = (),
     ) -> RenderedPrompt: ...
 
 

@@ -32,12 +32,14 @@ from engine.text.template_process import (
 from engine.text.tool_call_format import ToolCallFormat, detect_tool_call_format
 from engine.text.variables import template_variables
 from engine.text.vocabulary import summarize
+from engine.types.content import ContentKind, Upload
 from engine.types.events import Logprob
 from engine.types.request import RenderedPrompt
 from engine.watchdog import WatchedLock
 
 # A character that no token combines with others, and its maximum number of tokens with a space before it.
 _SEPARATOR, _MAX_SEPARATOR_TOKENS = "\x02", 4
+_KIND_NAMES: dict[ContentKind, str] = {"image": "images", "audio": "audio"}
 # Of a client whose conversation cannot be rendered now.
 _RETRY_SECONDS = 5.0
 
@@ -211,14 +213,19 @@ class Tokenizer:
         continue_final_message: bool = False,
         arguments: Mapping[str, object] | None = None,
         breakpoints: Sequence[tuple[int, int]] = (),
+        uploads: Sequence[Upload] = (),
     ) -> RenderedPrompt:
         """Render a conversation with the chat template. Special tokens in messages are encoded as plain text.
 
         arguments    further variables of the template
         breakpoints  (message, characters): positions in the content of messages that become checkpoints
+        uploads      files of the parts {"type": "image"} and {"type": "audio"} of messages, in the order of the parts
 
-        Raises InvalidRequest if there is no template, or it refuses the conversation, and ContextTooLong.
+        Raises InvalidRequest if there is no template, or it refuses the conversation, InvalidContent, and
+        ContextTooLong.
         """
+        for upload in uploads:
+            raise InvalidRequest(upload.field, f"this model reads text only, no {_KIND_NAMES[upload.kind]}")
         if not self.has_chat_template:
             raise InvalidRequest("messages", "this model has no chat template; use /v1/completions")
         definitions = [_tool_definition(tool) for tool in tools]

@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 from engine.chat_format.message import ReasoningDelta, TextDelta, Tool
 from engine.errors import ContextTooLong, InvalidRequest
 from engine.text.tokenizer import Tokenizer
+from engine.types.content import ContentKind, Upload
 from engine.types.request import RenderedPrompt
 from tests.engine.chat_format.examples import calls_of, read
 
@@ -49,6 +50,17 @@ def test_encode_truncated_equals_the_prefix_alone(letters: str) -> None:
     assert len(found) > 2000
     assert AutoTokenizer.from_pretrained(BUNDLED)(text[:20_000])["input_ids"][:2000] == found[:2000]
     assert tokenizer.encode(letters) == tokenizer.encode_truncated(letters)
+
+
+@pytest.mark.parametrize(("kind", "name"), [("image", "images"), ("audio", "audio")])
+def test_a_model_of_text_refuses_uploads(kind: ContentKind, name: str) -> None:
+    """The error names the field of the upload."""
+    messages: list[dict[str, object]] = [{"role": "user", "content": [{"type": kind}]}]
+
+    with pytest.raises(InvalidRequest, match=f"this model reads text only, no {name}") as error:
+        bundled().render_chat(messages, uploads=[Upload(kind, b"", "messages[0].content[0]")])
+
+    assert error.value.field == "messages[0].content[0]"
 
 
 def test_tools_reach_the_template_in_openai_s_shape() -> None:
