@@ -25,8 +25,8 @@ class Arena:
     def allocate(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """An uninitialised tensor, aligned to ALIGNMENT bytes."""
         size = shape.numel() * dtype.itemsize
-        own, self._free = self._free[:size], self._free[aligned_size(size) :]
-        return own.view(dtype).view(shape)
+        buffer, self._free = self._free[:size], self._free[aligned_size(size) :]
+        return buffer.view(dtype).view(shape)
 
 
 def aligned_size(size: int) -> int:

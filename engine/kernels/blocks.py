@@ -113,12 +113,12 @@ def allocate_packed(
 
 def _is_finite(rows: RowMajorWeights) -> bool:
     scales = (rows.scales, rows.minimums, rows.super_scales, rows.super_minimums)
-    return all(bool(own.isfinite().all()) for own in scales if own is not None and own.is_floating_point())
+    return all(bool(scale.isfinite().all()) for scale in scales if scale is not None and scale.is_floating_point())
 
 
-def _halves(blocks: Tensor, at: int) -> Tensor:
+def _halves(blocks: Tensor, first: int) -> Tensor:
     """The float16 number at a byte of each block, [outputs, blocks]."""
-    return blocks[..., at : at + 2].contiguous().view(torch.float16).flatten(1)
+    return blocks[..., first : first + 2].contiguous().view(torch.float16).flatten(1)
 
 
 def _nibbles(codes: Tensor) -> Tensor:

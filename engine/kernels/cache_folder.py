@@ -42,7 +42,7 @@ def cache_folder(kind: str) -> Path:
 
 def make_private(folder: Path) -> None:
     """Create a folder with its parents for this user alone. Raises OSError if other users can write to it."""
-    for parent in reversed([each for each in folder.parents if not each.exists()]):
+    for parent in reversed([path for path in folder.parents if not path.exists()]):
         parent.mkdir(mode=0o700, exist_ok=True)
     folder.mkdir(mode=0o700, exist_ok=True)
     _check_private(folder)
@@ -87,7 +87,7 @@ def replacing(file: Path) -> Iterator[Path]:
 def trim(max_bytes: int = MAX_BYTES) -> None:
     """Remove the least recently used files down to `max_bytes`, but no files in use."""
     with suppress(OSError):
-        files = sorted(_files(_root()), key=lambda found: found[1].st_mtime_ns)
+        files = sorted(_files(_root()), key=lambda entry: entry[1].st_mtime_ns)
         excess = sum(status.st_size for _, status in files) - max_bytes
         for file, status in files:
             if excess <= 0:

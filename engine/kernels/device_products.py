@@ -59,17 +59,17 @@ class TorchProducts(DeviceProducts):
 
 def upload(matrices: Sequence[PackedMatrix], device: torch.device) -> list[PackedMatrix]:
     """Copies on a device; matrices of one shape and format are parts of one tensor."""
-    shapes = {(one.format, one.codes.shape) for one in matrices}
+    shapes = {(matrix.format, matrix.codes.shape) for matrix in matrices}
     if len(shapes) != 1:
-        return [_copy(one, one.codes.to(device), one.scales.to(device)) for one in matrices]
+        return [_copy(matrix, matrix.codes.to(device), matrix.scales.to(device)) for matrix in matrices]
     first, count = matrices[0], len(matrices)
     codes, scales = (
-        torch.empty((count, *one.shape), dtype=one.dtype, device=device) for one in (first.codes, first.scales)
+        torch.empty((count, *part.shape), dtype=part.dtype, device=device) for part in (first.codes, first.scales)
     )
-    for at, one in enumerate(matrices):
-        codes[at].copy_(one.codes)
-        scales[at].copy_(one.scales)
-    return [_copy(one, codes[at], scales[at]) for at, one in enumerate(matrices)]
+    for index, matrix in enumerate(matrices):
+        codes[index].copy_(matrix.codes)
+        scales[index].copy_(matrix.scales)
+    return [_copy(matrix, codes[index], scales[index]) for index, matrix in enumerate(matrices)]
 
 
 def _copy(matrix: PackedMatrix, codes: Tensor, scales: Tensor) -> PackedMatrix:

@@ -125,11 +125,13 @@ def _expanded(inputs: AttentionInput, segment: Segment, projection: LatentProjec
     (heads, rows), length = query.shape[:2], latents.shape[0]
     output = query.new_empty(rows, heads, projection.values.shape[1])
     together = _heads_at_once(length * latents.element_size(), rotary.shape[1], projection)
-    for at in range(0, heads, together):
-        some = slice(at, min(at + together, heads))
-        keys = torch.cat((latents @ projection.keys[some].mT, rotary.expand(some.stop - at, -1, -1)), -1)
-        values = latents @ projection.values[some].mT
-        output[:, some] = reference.attend_one(inputs, query[some], keys, values, segment)
+    for first_head in range(0, heads, together):
+        head_range = slice(first_head, min(first_head + together, heads))
+        keys = torch.cat(
+            (latents @ projection.keys[head_range].mT, rotary.expand(head_range.stop - first_head, -1, -1)), -1
+        )
+        values = latents @ projection.values[head_range].mT
+        output[:, head_range] = reference.attend_one(inputs, query[head_range], keys, values, segment)
     return output
 
 

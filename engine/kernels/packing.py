@@ -92,8 +92,8 @@ class PackedMatrix:
         blocks = slice(first // BLOCK, first // BLOCK + -(-len(rows.codes) // BLOCK))
         _pack_codes(_blocks(rows.codes, self.codes.shape[1] * GROUP, layout.zero), layout.bits, self.codes[blocks])
         for name, view in _scale_views(self.scales[blocks], layout.scales).items():
-            own = _blocks(getattr(rows, name), view.shape[1] * view.shape[2])
-            view.copy_(split_dim(own, 2, view.shape[1:3]).permute(0, 2, 3, 1))
+            source = _blocks(getattr(rows, name), view.shape[1] * view.shape[2])
+            view.copy_(split_dim(source, 2, view.shape[1:3]).permute(0, 2, 3, 1))
 
     def _scale_count(self, name: str) -> int:
         """Scales of an output."""
@@ -207,8 +207,8 @@ def _scale_views(scales: Tensor, kind: ScaleKind) -> dict[str, Tensor]:
     if kind not in _SUPER_BYTES:
         return {"scales": scales[:, :, None]}
     supers = split_dim(scales[:, :, : _SUPER_BYTES[kind]].view(torch.float16), 2, (-1, BLOCK))
-    own = split_dim(scales[:, :, _SUPER_BYTES[kind] :], 2, (-1, BLOCK))
+    blocks = split_dim(scales[:, :, _SUPER_BYTES[kind] :], 2, (-1, BLOCK))
     if kind == "superblock_half":
-        return {"scales": own.view(torch.int8), "super_scales": supers}
-    pairs = {"scales": own[:, :, 0::2], "minimums": own[:, :, 1::2]}
+        return {"scales": blocks.view(torch.int8), "super_scales": supers}
+    pairs = {"scales": blocks[:, :, 0::2], "minimums": blocks[:, :, 1::2]}
     return pairs | {"super_scales": supers[:, :, :1], "super_minimums": supers[:, :, 1:]}

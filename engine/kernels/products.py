@@ -88,7 +88,7 @@ class TiledProduct(HostProduct):
         (_, rows, _), columns = left.shape, right.shape[2]
         lefts = [_tiled(tile, POSITIONS, 2) for tile in torch.split(_padded(left, ROWS, 1), ROWS, 1)]
         rights = _tiled(_padded(right, POSITIONS, 1), POSITIONS, 2)
-        return torch.cat([_product(own, rights) for own in lefts], 1)[:, :rows, :columns].contiguous()
+        return torch.cat([_product(left, rights) for left in lefts], 1)[:, :rows, :columns].contiguous()
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
@@ -96,9 +96,9 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
     batch, count = len(right), right.shape[2]
     total = right.new_zeros(batch * count, ROWS, POSITIONS)
     for number, part in enumerate(torch.split(right, POSITIONS, 1)):
-        own = left[:, :, number, None].expand(-1, -1, count, -1).transpose(1, 2).flatten(0, 1)
+        left_columns = left[:, :, number, None].expand(-1, -1, count, -1).transpose(1, 2).flatten(0, 1)
         # Tiles are added in order, so that tiles of zeros at the end change nothing.
-        total = total + torch.bmm(own, part.transpose(1, 2).flatten(0, 1))
+        total = total + torch.bmm(left_columns, part.transpose(1, 2).flatten(0, 1))
     return total.view(batch, count, ROWS, POSITIONS).transpose(1, 2).flatten(2)
 
 

@@ -38,11 +38,11 @@ def attend_aligned(inputs: AttentionInput) -> Tensor:
     for segment in inputs.segments:
         before = segment.oldest_visible % POSITIONS
         k, v = (
-            functional.pad(one.read(segment.cells, query.dtype), (0, 0, before, 0))
-            for one in (inputs.keys, inputs.values)
+            functional.pad(buffer.read(segment.cells, query.dtype), (0, 0, before, 0))
+            for buffer in (inputs.keys, inputs.values)
         )
-        own = query[:, segment.batch_slice]
-        q = own.reshape(k.shape[0], -1, *own.shape[1:])
+        segment_query = query[:, segment.batch_slice]
+        q = segment_query.reshape(k.shape[0], -1, *segment_query.shape[1:])
         # The padding before the first position is not visible.
         aligned = replace(segment, oldest_visible=segment.oldest_visible - before)
         bias = None if inputs.bias is None else _padded_bias(inputs.bias, before)

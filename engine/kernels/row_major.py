@@ -54,10 +54,10 @@ class RowMajorWeights:
         self._check("super_minimums", self.super_minimums, torch.float16 if has_super_minimums else None, superblocks)
 
     def _check(self, name: str, tensor: Tensor | None, dtype: torch.dtype | None, count: int) -> None:
-        found = None if tensor is None else (tensor.dtype, *tensor.shape)
+        actual = None if tensor is None else (tensor.dtype, *tensor.shape)
         expected = None if dtype is None else (dtype, self.codes.shape[0], count)
-        if found != expected:
-            raise ValueError(f"{self.format} weights with {name} {found}, expected {expected}")
+        if actual != expected:
+            raise ValueError(f"{self.format} weights with {name} {actual}, expected {expected}")
 
     def unpack(self, dtype: torch.dtype) -> Tensor:
         """The weights [outputs, columns], computed in float32, for float64 in float64.

@@ -228,7 +228,7 @@ def rotary_scaling(heads: Tensor, rotated: Tensor, rotation: Rotation) -> float:
     """The factor from the size of the rotary columns before rotation to their size after it."""
     if not rotation.inverse_frequency or heads.shape != rotated.shape:
         return 1.0
-    columns = [torch.cat(column_pairs(own.double(), rotation), -1) for own in (rotated, heads)]
-    sizes = [float(own.square().sum()) for own in columns]
+    columns = [torch.cat(column_pairs(part.double(), rotation), -1) for part in (rotated, heads)]
+    sizes = [float(part.square().sum()) for part in columns]
     scaling = (sizes[0] / max(sizes[1], 1e-30)) ** 0.5
     return 1.0 if abs(scaling - 1.0) < 1e-5 else scaling

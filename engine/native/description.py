@@ -84,8 +84,8 @@ def _describe_attention_block(block: AttentionBlock, rotaries: Sequence[RotarySp
     fields.attention_norm = describe_norm(mixer.norm)
     if len(mixer.projections) > MAX_PROJECTIONS:
         raise UnsupportedArchitecture(f"its layers have more than {MAX_PROJECTIONS} projections")
-    for at, linear in enumerate(mixer.projections):
-        fields.projections[at] = describe_linear(linear)
+    for index, linear in enumerate(mixer.projections):
+        fields.projections[index] = describe_linear(linear)
     fields.projection_count = len(mixer.projections)
     if isinstance(mixer, AttentionSpec):
         _describe_attention(mixer, fields)
@@ -119,8 +119,8 @@ def recurrence_fields(recurrence: RecurrenceSpec, fields: LayerFields) -> Recurr
         pointer = fields.state_space
     else:
         pointer = fields.gated_convolution
-    own: RecurrenceFields = pointer.contents
-    return own
+    contents: RecurrenceFields = pointer.contents
+    return contents
 
 
 def _describe_delta_rule(spec: DeltaRuleSpec, fields: DeltaRuleFields) -> DeltaRuleFields:
@@ -148,7 +148,10 @@ def describe_convolution(convolution: ConvolutionSpec) -> ConvolutionFields:
 
 
 def _describe_ranges(ranges: Sequence[ColumnRange]) -> ctypes.Array[ColumnRangeFields]:
-    described = [ColumnRangeFields(own.matrix, own.offset, own.target, own.count) for own in ranges]
+    described = [
+        ColumnRangeFields(column_range.matrix, column_range.offset, column_range.target, column_range.count)
+        for column_range in ranges
+    ]
     return (ColumnRangeFields * len(ranges))(*described)
 
 
@@ -162,7 +165,7 @@ def _describe_attention(spec: AttentionSpec, fields: LayerFields) -> None:
     if any(over_all) and (not all(over_all) or spec.rotates_before_norm):
         raise UnsupportedArchitecture("the norms of its queries and keys are of another kind")
     fields.rotates_before_norm, fields.norms_all_heads = spec.rotates_before_norm, any(over_all)
-    fields.queries, fields.keys, fields.values = (_heads(own) for own in (spec.queries, spec.keys, spec.values))
+    fields.queries, fields.keys, fields.values = (_heads(columns) for columns in (spec.queries, spec.keys, spec.values))
     if spec.gates is not None:
         fields.gates = _heads(spec.gates)
     fields.scale, fields.softcap, fields.sinks = spec.scale, spec.softcap, _address(spec.sinks)
@@ -173,7 +176,9 @@ def _describe_latent_attention(spec: LatentAttentionSpec, fields: LayerFields) -
     fields.queries, fields.scale = _heads(spec.queries), spec.scale
     # The columns of cells; latents are keys and values.
     fields.keys, fields.values = HeadsFields(count=1, width=key_width), HeadsFields(count=1, width=latent_width)
-    keys, values = ((LinearFields * len(own))(*map(describe_linear, own)) for own in (spec.keys, spec.values))
+    keys, values = (
+        (LinearFields * len(matrices))(*map(describe_linear, matrices)) for matrices in (spec.keys, spec.values)
+    )
     described = LatentAttentionFields(
         query_norm=describe_norm(spec.query_norm),
         latents=_heads(spec.latents),
@@ -219,8 +224,8 @@ def describe_per_layer_inputs(inputs: PerLayerInputs) -> PerLayerInputsFields:
 
 
 def _describe_gated_mlp(mlp: GatedMlp, fields: LayerFields) -> None:
-    for at, linear in enumerate(mlp.inner):
-        fields.inner[at] = describe_linear(linear)
+    for index, linear in enumerate(mlp.inner):
+        fields.inner[index] = describe_linear(linear)
     fields.inner_count, fields.down = len(mlp.inner), describe_linear(mlp.down)
     up = mlp.up or ColumnOffset(-1, 0)
     fields.gate_matrix, fields.gate_offset = mlp.gate.matrix, mlp.gate.offset
@@ -233,7 +238,7 @@ def describe_experts(experts: ExpertsSpec) -> ExpertsFields:
     router, activation = experts.router, experts.activation
     inner, *up, down = (
         (LinearFields * len(matrices))(*map(describe_linear, matrices))
-        for matrices in [each.matrices() for each in (*experts.inner, experts.down)]
+        for matrices in [stack.matrices() for stack in (*experts.inner, experts.down)]
     )
     return ExpertsFields(
         router=describe_linear(router.linear),

@@ -54,10 +54,10 @@ def find_decoder(model: Any, layers: Sequence[CachedLayer], *, vocabulary: int, 
         require_close("its first layer", traced.embeddings * scale, states)
         inputs = None if second_embedding is None else find_per_layer_inputs(reader, second_embedding, states)
         finder = _LayerFinder(reader, traced.positions, layers, inputs)
-        found = []
+        layer_specs = []
         while (part := reader.next_part(states)) != "head":
             layer, states = finder.find(part, states)
-            found.append(layer)
+            layer_specs.append(layer)
         head = _find_output_head(reader, states, traced.logits, _config_numbers(model))
     except UnsupportedArchitecture as error:
         if traced.unsupported_modules:
@@ -69,7 +69,7 @@ def find_decoder(model: Any, layers: Sequence[CachedLayer], *, vocabulary: int, 
     return DecoderSpec(
         table,
         scale,
-        _layers_of_modules(found, len(hooks.decoder_layers(model))),
+        _layers_of_modules(layer_specs, len(hooks.decoder_layers(model))),
         head,
         rounds_embeddings=rounds,
         per_layer_inputs=per_layer_inputs,
@@ -212,5 +212,5 @@ def _linears_of_mlp(block: MlpBlock) -> Iterator[Linear]:
     if block.gated is not None:
         yield from (*block.gated.inner, block.gated.down)
     if block.experts is not None:
-        for each in (*block.experts.inner, block.experts.down):
-            yield from each.matrices()
+        for matrices in (*block.experts.inner, block.experts.down):
+            yield from matrices.matrices()

@@ -44,6 +44,6 @@ def describe_draft_loop(
 def context_table(inputs: Sequence[DraftLoopInput]) -> array[int]:
     """The SamplingContext (step.h) of each sequence."""
     table = array("q", bytes(SAMPLING_CONTEXT.size * len(inputs)))
-    for at, own in enumerate(inputs):
-        write_context(table, at, own.context, length=len(own.tokens), count=own.count)
+    for index, sequence in enumerate(inputs):
+        write_context(table, index, sequence.context, length=len(sequence.tokens), count=sequence.count)
     return table

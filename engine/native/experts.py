@@ -37,9 +37,9 @@ def find_router(traced: TracedRouter) -> Router:
     logits = nn.functional.linear(rows, weight, bias)
     dense = torch.zeros_like(logits).scatter(1, experts, weights)
     for router in _candidate_routers(traced, linear, experts.shape[1]):
-        own = router_weights(router, logits)
-        factor = least_squares_ratio(own, dense)
-        if is_close(factor * own, dense):
+        expert_weights = router_weights(router, logits)
+        factor = least_squares_ratio(expert_weights, dense)
+        if is_close(factor * expert_weights, dense):
             return replace(router, scaling_factor=factor)
     raise UnsupportedArchitecture("its experts are chosen in another way")
 
@@ -66,7 +66,7 @@ def find_expert_activation(traced: TracedExperts) -> ExpertActivation:
     has_ups = activated.shape != inner.shape
     best = min(
         _candidate_activations(numbers) if has_ups else _activations_without_ups(),
-        key=lambda own: relative_difference(apply_expert_activation(own, inner), activated),
+        key=lambda activation: relative_difference(apply_expert_activation(activation, inner), activated),
     )
     is_quantised = not isinstance(traced.inner[0].weight, Tensor)
     if best.interleaved and len(traced.inner) > 1:
@@ -108,7 +108,7 @@ def _activations_without_ups() -> Iterator[ExpertActivation]:
 
 def _float_attributes(module: nn.Module) -> list[float]:
     """The positive float attributes of a module."""
-    return sorted({own for own in vars(module).values() if isinstance(own, float) and own > 0})
+    return sorted({value for value in vars(module).values() if isinstance(value, float) and value > 0})
 
 
 def _expected_output(traced: TracedExperts) -> Tensor:

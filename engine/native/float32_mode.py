@@ -27,7 +27,7 @@ class Float32Mode(TorchFunctionMode):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        latents = [(own.keys, own.values) for own in hooks.latent_projections(model)]
+        latents = [(projection.keys, projection.values) for projection in hooks.latent_projections(model)]
         tensors = itertools.chain(model.parameters(), model.buffers(), *latents)
         self._converted = {id(tensor) for tensor in tensors if tensor.dtype == torch.bfloat16}
         # One buffer for all products: page faults of new memory take longer than the product.
@@ -42,12 +42,12 @@ class Float32Mode(TorchFunctionMode):
             return self._linear(*args, **named)
         if func in _PARTS or getattr(func, "__name__", "") == "__get__":
             return self._convert_part(func, args, named)
-        return func(*map(self._convert, args), **{name: self._convert(own) for name, own in named.items()})
+        return func(*map(self._convert, args), **{name: self._convert(value) for name, value in named.items()})
 
     def _convert_part(self, func: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """The part of a weight is converted, not the whole weight; its dtype appears as float32."""
         part = func(*args, **named)
-        if not any(self._is_converted(one) for one in args):
+        if not any(self._is_converted(argument) for argument in args):
             return part
         if isinstance(part, torch.dtype):
             return torch.float32

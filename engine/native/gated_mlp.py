@@ -30,28 +30,28 @@ def find_gated_mlp(reader: TraceReader, rows: Tensor) -> tuple[GatedMlp, Tensor]
     activated = reader.next_input()
     gate, up, activation = _find_activation(inner, activated)
     down = reader.read_linear("the down matrix of the MLP", activated)
-    return GatedMlp(tuple(own.linear for own in inner), gate, up, activation, down.linear), down.output
+    return GatedMlp(tuple(projection.linear for projection in inner), gate, up, activation, down.linear), down.output
 
 
 def _find_activation(
     inner: Sequence[TracedLinear], activated: Tensor
 ) -> tuple[ColumnOffset, ColumnOffset | None, Activation]:
     """The columns and the activation with the smallest error: for large inputs gelu and its approximation are close."""
-    found: dict[tuple[ColumnOffset, ColumnOffset | None, Activation], Tensor] = {}
+    outputs: dict[tuple[ColumnOffset, ColumnOffset | None, Activation], Tensor] = {}
     width = activated.shape[1]
     for gate, up in _layouts(inner, width):
         for name, activate in ACTIVATIONS.items():
             output = activate(_columns(inner, gate, width))
-            found[gate, up, name] = output if up is None else output * _columns(inner, up, width)
-    best = min(found, key=lambda own: relative_difference(found[own], activated), default=None)
-    if best is None or not is_close(found[best], activated):
+            outputs[gate, up, name] = output if up is None else output * _columns(inner, up, width)
+    best = min(outputs, key=lambda candidate: relative_difference(outputs[candidate], activated), default=None)
+    if best is None or not is_close(outputs[best], activated):
         raise UnsupportedArchitecture("its MLP has another activation")
     return best
 
 
 def _layouts(inner: Sequence[TracedLinear], width: int) -> Iterator[tuple[ColumnOffset, ColumnOffset | None]]:
     """Possible columns of gates and ups."""
-    widths = [own.output.shape[1] for own in inner]
+    widths = [projection.output.shape[1] for projection in inner]
     if widths == [width]:
         yield ColumnOffset(0, 0), None
     if widths == [2 * width]:

@@ -47,12 +47,14 @@ def find_group_norm(module: nn.Module, inputs: Tensor, gate: Tensor, output: Ten
     with torch.inference_mode():
         probed = module(rows, ones)
     for norm, count in itertools.product(_candidates(module, width), groups):
-        own = replace(norm, width=width // count)
+        group_norm = replace(norm, width=width // count)
         if norm.kind != "root_mean_square" or norm.weight is None or norm.bias is not None:
             continue
-        expected = normalise_groups(own, inputs * functional.silu(gate))
-        if is_close(expected, output) and rows_are_close(normalise_groups(own, rows * functional.silu(ones)), probed):
-            return own
+        expected = normalise_groups(group_norm, inputs * functional.silu(gate))
+        if is_close(expected, output) and rows_are_close(
+            normalise_groups(group_norm, rows * functional.silu(ones)), probed
+        ):
+            return group_norm
     raise UnsupportedArchitecture(f"it has layers of the kind {type(module).__name__}")
 
 
@@ -88,7 +90,7 @@ def _find(
 def rows_are_close(expected: Tensor, actual: Tensor) -> bool:
     """Whether each row is equal but for rounding relative to its own size."""
     return all(
-        is_close(one / one.abs().max(), other / one.abs().max()) for one, other in zip(expected, actual, strict=True)
+        is_close(row / row.abs().max(), other / row.abs().max()) for row, other in zip(expected, actual, strict=True)
     )
 
 

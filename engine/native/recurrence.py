@@ -58,7 +58,7 @@ def _find_gated_convolution(
 ) -> tuple[GatedConvolutionSpec, Tensor]:
     """A gated short convolution: its three factors are thirds of the projected columns, in any order."""
     traced = _single(events, TracedConvolution)
-    columns, channels = torch.cat([own.output for own in linears], 1), traced.input.shape[1]
+    columns, channels = torch.cat([linear.output for linear in linears], 1), traced.input.shape[1]
     if (
         columns.shape[1] != 3 * channels
         or len(events) != len(linears) + 1
@@ -68,7 +68,9 @@ def _find_gated_convolution(
     factors = torch.split(columns, channels, 1)
     for first, second, third in ((0, 1, 2), (0, 2, 1), (1, 2, 0)):
         if is_close(factors[first] * factors[second], traced.input):
-            chosen = [range(at * channels, (at + 1) * channels) for at in (first, second, third)]
+            chosen = [
+                range(third_index * channels, (third_index + 1) * channels) for third_index in (first, second, third)
+            ]
             ranges = _column_ranges([*itertools.chain(*chosen)], _widths(linears))
             spec = GatedConvolutionSpec(
                 norm=norm,
@@ -91,7 +93,7 @@ def _find_delta_rule(
     _check_delta_rule(convolution, delta_rule)
     require_close("the norm after its linear attention", delta_rule.output.flatten(0, 1), gated_norm.input)
     rows, value_heads, value_width = delta_rule.output.shape
-    columns = torch.cat([own.output for own in linears], 1)
+    columns = torch.cat([linear.output for linear in linears], 1)
     decay_scale, dt_bias, decays = _find_decays(delta_rule, columns)
     max_beta, betas = _find_betas(delta_rule, columns)
     channels = _equal_columns(columns, convolution.input)
@@ -127,15 +129,16 @@ def _find_state_space(
         raise UnsupportedArchitecture(_UNSUPPORTED)
     _, _, heads, value_width = operation.rows.shape
     groups, key_width = operation.b.shape[2:]
-    columns = torch.cat([own.output for own in linears], 1)
+    columns = torch.cat([linear.output for linear in linears], 1)
     channels, dts, gates = (
-        _equal_columns(columns, own) for own in (convolution.input, operation.dt[0], gated_norm.gate)
+        _equal_columns(columns, targets) for targets in (convolution.input, operation.dt[0], gated_norm.gate)
     )
     chosen = _choose_columns([*channels, *dts])
     widths = _widths(linears)
     # Space for the decays of the heads is left before the gates.
     gate_ranges = (
-        replace(own, target=own.target + len(chosen) + heads) for own in _column_ranges(_choose_columns(gates), widths)
+        replace(gate_range, target=gate_range.target + len(chosen) + heads)
+        for gate_range in _column_ranges(_choose_columns(gates), widths)
     )
     inputs = (gated_norm.input, gated_norm.gate, gated_norm.output)
     spec = StateSpaceSpec(
@@ -177,18 +180,18 @@ def _check_state_space(spec: StateSpaceSpec, convolution: TracedConvolution, tra
 
 def _single(events: Sequence[Event], kind: type[EventT]) -> EventT:
     """The only event of a kind."""
-    found = [event for event in events if isinstance(event, kind)]
-    if len(found) != 1:
+    matches = [event for event in events if isinstance(event, kind)]
+    if len(matches) != 1:
         raise UnsupportedArchitecture(_UNSUPPORTED)
-    return found[0]
+    return matches[0]
 
 
 def _projections(linears: Sequence[TracedLinear]) -> tuple[Linear, ...]:
-    return tuple(own.linear for own in linears)
+    return tuple(linear.linear for linear in linears)
 
 
 def _widths(linears: Sequence[TracedLinear]) -> list[int]:
-    return [own.output.shape[1] for own in linears]
+    return [linear.output.shape[1] for linear in linears]
 
 
 def _convolve(traced: TracedConvolution) -> Tensor:
@@ -228,7 +231,9 @@ def _l2_normalise(heads: Tensor) -> Tensor:
 def _find_decays(traced: TracedDeltaRule, columns: Tensor) -> tuple[Tensor, Tensor, list[Collection[int]]]:
     """decay_scale, dt_bias, and for each head the columns that may be its decay input."""
     heads = traced.decay.shape[1]
-    parameters = [_float32_copy(own) for own in traced.module.parameters(recurse=False) if own.shape == (heads,)]
+    parameters = [
+        _float32_copy(parameter) for parameter in traced.module.parameters(recurse=False) if parameter.shape == (heads,)
+    ]
     for logarithm, dt_bias in itertools.permutations(parameters, 2):
         decay_scale = logarithm.exp()
         # The inverse of softplus.
@@ -236,8 +241,8 @@ def _find_decays(traced: TracedDeltaRule, columns: Tensor) -> tuple[Tensor, Tens
         inputs = dt + torch.log(-torch.expm1(-dt)) - dt_bias
         options = _close_columns(columns.double(), inputs, 1e-4)
         if all(options):
-            found = columns[:, [next(iter(option)) for option in options]]
-            if is_close(-decay_scale * functional.softplus(found + dt_bias), traced.decay):
+            decay_inputs = columns[:, [next(iter(option)) for option in options]]
+            if is_close(-decay_scale * functional.softplus(decay_inputs + dt_bias), traced.decay):
                 return decay_scale, dt_bias, options
     raise UnsupportedArchitecture(_UNSUPPORTED)
 
@@ -261,8 +266,8 @@ def _close_columns(columns: Tensor, targets: Tensor, tolerance: float) -> list[C
 def _equal_columns(columns: Tensor, targets: Tensor) -> list[Collection[int]]:
     """For each column of `targets` the columns with the same bits."""
     numbers: dict[bytes, list[int]] = {}
-    for at, column in enumerate(columns.T.contiguous().numpy()):
-        numbers.setdefault(column.tobytes(), []).append(at)
+    for index, column in enumerate(columns.T.contiguous().numpy()):
+        numbers.setdefault(column.tobytes(), []).append(index)
     return [numbers.get(column.tobytes(), ()) for column in targets.T.contiguous().numpy()]
 
 
@@ -272,23 +277,23 @@ def _choose_columns(options: Sequence[Collection[int]]) -> list[int]:
         raise UnsupportedArchitecture(_UNSUPPORTED)
     chosen = [next(iter(option)) if len(option) == 1 else None for option in options]
     for step, places in ((1, range(1, len(options))), (-1, range(len(options) - 2, -1, -1))):
-        for at in places:
-            neighbour = chosen[at - step]
-            if chosen[at] is None and neighbour is not None and neighbour + step in options[at]:
-                chosen[at] = neighbour + step
-    return [next(iter(option)) if own is None else own for own, option in zip(chosen, options, strict=True)]
+        for place in places:
+            neighbour = chosen[place - step]
+            if chosen[place] is None and neighbour is not None and neighbour + step in options[place]:
+                chosen[place] = neighbour + step
+    return [next(iter(option)) if column is None else column for column, option in zip(chosen, options, strict=True)]
 
 
 def _column_ranges(columns: Sequence[int], widths: Sequence[int]) -> Iterator[ColumnRange]:
     """Columns of concatenated matrices of some widths as ranges, each within one matrix."""
     starts = [0, *itertools.accumulate(widths)]
     first = 0
-    for at in range(1, len(columns) + 1):
-        if at < len(columns) and columns[at] == columns[at - 1] + 1 and columns[at] not in starts:
+    for end in range(1, len(columns) + 1):
+        if end < len(columns) and columns[end] == columns[end - 1] + 1 and columns[end] not in starts:
             continue
         matrix = sum(start <= columns[first] for start in starts) - 1
-        yield ColumnRange(matrix, columns[first] - starts[matrix], first, at - first)
-        first = at
+        yield ColumnRange(matrix, columns[first] - starts[matrix], first, end - first)
+        first = end
 
 
 def _float32_copy(tensor: Tensor) -> Tensor:

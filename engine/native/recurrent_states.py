@@ -18,21 +18,27 @@ class RecurrentStates:
     """Provides states by address; it must outlive the step. The states of the cache are not written."""
 
     def __init__(self, forward: Forward) -> None:
-        ranges = [(at, span.slot, *own) for at, span in enumerate(forward.spans) for own in span.state_ranges]
+        ranges = [
+            (index, span.slot, *state_range)
+            for index, span in enumerate(forward.spans)
+            for state_range in span.state_ranges
+        ]
         self._forward, self._ranges = forward, ranges
         self._inputs: list[Tensor] = []
         self._outputs: list[tuple[Hashable, list[Tensor]]] = []
         self.fields = (StateRangeFields * len(ranges))()
         row = 0
-        for fields, (at, _, start, stop) in zip(self.fields, ranges, strict=True):
-            fields.row, fields.rows, fields.span = row, stop - start, at
+        for fields, (index, _, start, stop) in zip(self.fields, ranges, strict=True):
+            fields.row, fields.rows, fields.span = row, stop - start, index
             row += stop - start
 
     def bind(self, recurrence: RecurrenceSpec, fields: RecurrenceFields) -> None:
         """Set the addresses of a layer: its states before each span, and new ones after each state range."""
         kernel, channels = recurrence.convolution.weights.shape
-        own = fields.convolution
-        own.states_before, own.states_after = self._addresses(recurrence.convolution.state_name, (channels, kernel - 1))
+        convolution = fields.convolution
+        convolution.states_before, convolution.states_after = self._addresses(
+            recurrence.convolution.state_name, (channels, kernel - 1)
+        )
         if isinstance(recurrence, DeltaRuleSpec) and isinstance(fields, DeltaRuleFields):
             shape = (1, recurrence.value_heads, recurrence.key_width, recurrence.value_width)
             fields.states_before, fields.states_after = self._addresses(recurrence.state_name, shape)

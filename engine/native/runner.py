@@ -122,9 +122,11 @@ class NativeRunner(LocalRunner):
         self._fields = (LayerFields * len(layers))(*layers)
         # Layers with their layer of the cache, and layers with recurrent states.
         pairs = list(zip(decoder.mixers, self._fields, strict=True))
-        self._cached = [(mixer.cells, own) for mixer, own in pairs if isinstance(mixer, CachedSpec)]
+        self._cached = [(mixer.cells, layer_fields) for mixer, layer_fields in pairs if isinstance(mixer, CachedSpec)]
         self._recurrent = [
-            (mixer, recurrence_fields(mixer, own)) for mixer, own in pairs if isinstance(mixer, RecurrenceSpec)
+            (mixer, recurrence_fields(mixer, layer_fields))
+            for mixer, layer_fields in pairs
+            if isinstance(mixer, RecurrenceSpec)
         ]
         self._head = describe_linear(decoder.output_head.head)
         self._step = self._describe_step(decoder, rounds_to_bfloat16)
@@ -190,12 +192,12 @@ class NativeRunner(LocalRunner):
     def run_draft_loop(self, forward: Forward, inputs: Sequence[DraftLoopInput], vocabulary: int) -> list[list[int]]:
         """See DraftLoopRunner."""
         assert self.supports_draft_loop(forward), "not checked by the caller"
-        max_count = max(own.count for own in inputs)
+        max_count = max(draft_input.count for draft_input in inputs)
         sampled = array("q", bytes(8 * len(inputs) * max_count))
-        tokens = array("q", [token for own in inputs for token in own.tokens])
+        tokens = array("q", [token for draft_input in inputs for token in draft_input.tokens])
         contexts, step = context_table(inputs), self._describe(forward)
         self._library.run_draft_loop(describe_draft_loop(self._decoder, step, contexts, tokens, vocabulary, sampled))
-        rows = [sampled[at * max_count : (at + 1) * max_count] for at in range(len(inputs))]
+        rows = [sampled[index * max_count : (index + 1) * max_count] for index in range(len(inputs))]
         return [[token for token in row if token >= 0] for row in rows]
 
     def _describe_step(self, decoder: DecoderSpec, rounds_to_bfloat16: bool) -> StepFields:
@@ -256,8 +258,8 @@ class NativeRunner(LocalRunner):
             self._bind_cache(forward)
         if len(forward.spans) != self._spans:
             self._allocate_tables(forward)
-        for at, table in zip(self._group_layers, self._tables, strict=True):
-            write_segments(table, forward.segments(at))
+        for layer, table in zip(self._group_layers, self._tables, strict=True):
+            write_segments(table, forward.segments(layer))
         step = self._step
         step.rotary_rows = self._write_rotary_rows(forward)
         step.rows, step.threads = forward.batch_tokens, torch.get_num_threads()
@@ -267,7 +269,7 @@ class NativeRunner(LocalRunner):
     def _allocate_tables(self, forward: Forward) -> None:
         """Segment tables for the span count of a forward."""
         self._spans = len(forward.spans)
-        self._tables = [segment_table(forward.segments(at)) for at in self._group_layers]
+        self._tables = [segment_table(forward.segments(layer)) for layer in self._group_layers]
         for group, table in zip(self._cell_groups, self._tables, strict=True):
             group.segments, group.count = address(table), self._spans
 
@@ -275,14 +277,14 @@ class NativeRunner(LocalRunner):
         """Set the KV buffers and cell groups of all layers, and compute the rotary tables."""
         groups: dict[int, int] = {}
         self._group_layers = []
-        for at, fields in self._cached:
-            self._bind_layer(forward, at, fields)
-            segments = id(forward.segments(at))
+        for layer, fields in self._cached:
+            self._bind_layer(forward, layer, fields)
+            segments = id(forward.segments(layer))
             if segments not in groups:
                 groups[segments] = len(groups)
-                self._group_layers.append(at)
+                self._group_layers.append(layer)
             fields.cell_group = groups[segments]
-        cell_groups = [_cell_group(forward, at) for at in self._group_layers]
+        cell_groups = [_cell_group(forward, layer) for layer in self._group_layers]
         self._cell_groups = (CellGroupFields * len(cell_groups))(*cell_groups)
         self._spans = 0
         self._step.cell_groups, self._step.cell_group_count = self._cell_groups, len(cell_groups)
@@ -303,13 +305,15 @@ class NativeRunner(LocalRunner):
         if self.switch is None or not any([span.long_factors for span in forward.spans]):
             return None
         starts = [(span.start + forward.capacity * span.long_factors, span.length) for span in forward.spans]
-        self._rotary_rows = array("q", [at for start, length in starts for at in range(start, start + length)])
+        self._rotary_rows = array(
+            "q", [position for start, length in starts for position in range(start, start + length)]
+        )
         return address(self._rotary_rows)
 
-    def _bind_layer(self, forward: Forward, at: int, fields: LayerFields) -> None:
+    def _bind_layer(self, forward: Forward, layer: int, fields: LayerFields) -> None:
         """Set the KV buffers of a layer, those of layer `at` of the cache."""
-        keys, values = map(_kernel_buffer, forward.layer_kv(at))
-        attention_range = forward.attention_range(at)
+        keys, values = map(_kernel_buffer, forward.layer_kv(layer))
+        attention_range = forward.attention_range(layer)
         if fields.latents:
             values = keys.first(fields.values.width)
         fields.key_buffer, fields.value_buffer = kv_buffer_fields(keys), kv_buffer_fields(values)
@@ -323,9 +327,9 @@ def _rotaries(decoder: DecoderSpec) -> list[RotarySpec]:
     return [mixer.rotary for mixer in decoder.mixers if isinstance(mixer, CachedSpec)]
 
 
-def _cell_group(forward: Forward, at: int) -> CellGroupFields:
+def _cell_group(forward: Forward, layer: int) -> CellGroupFields:
     """The cell group of a layer, without segments."""
-    return CellGroupFields(cells=_kernel_buffer(forward.layer_kv(at)[0]).numbers.shape[1])
+    return CellGroupFields(cells=_kernel_buffer(forward.layer_kv(layer)[0]).numbers.shape[1])
 
 
 def _kernel_buffer(layer: LayerKV) -> KernelBuffer:

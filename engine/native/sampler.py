@@ -80,9 +80,9 @@ def is_native(context: SamplingContext) -> bool:
     return not context.modifies_logits and (context.greedy or context.has_floor_filters)
 
 
-def write_context(table: array[int], at: int, context: SamplingContext, *, length: int = 0, count: int = 0) -> None:
+def write_context(table: array[int], index: int, context: SamplingContext, *, length: int = 0, count: int = 0) -> None:
     """Pack entry `at` of a table of SamplingContext (step.h); `length` and `count` are those of a draft loop."""
     params, temperature = context.params, 0.0 if context.greedy else context.params.temperature
     seed, position = context.seed & 2**64 - 1, context.position
     filters = (temperature, params.top_k, params.top_p, params.min_p)
-    SAMPLING_CONTEXT.pack_into(table, at * SAMPLING_CONTEXT.size, length, count, seed, position, *filters)
+    SAMPLING_CONTEXT.pack_into(table, index * SAMPLING_CONTEXT.size, length, count, seed, position, *filters)

@@ -366,7 +366,7 @@ def step_variants(variant: str | None = None) -> tuple[str, str]:
     if not variants:
         raise libraries.LibraryUnavailable("it needs AVX2, AVX-512 or NEON, which this processor lacks")
     variant = variant or variants[0]
-    return variant, next(own for own in libraries.variants("linear") if own in _PRODUCTS[variant])
+    return variant, next(products for products in libraries.variants("linear") if products in _PRODUCTS[variant])
 
 
 def step_library(variant: str | None = None) -> StepLibrary:

@@ -162,7 +162,7 @@ def trace(model: Any, *, vocabulary: int, context: int) -> Trace:
     """
     events: list[Event] = []
     recorder = _ModuleRecorder(events)
-    positions = torch.tensor([at for at in (*_POSITIONS, context // 2, context - 1) if at < context])
+    positions = torch.tensor([position for position in (*_POSITIONS, context // 2, context - 1) if position < context])
     rows = torch.arange(len(positions))
     tokens = rows * (vocabulary // len(rows))
     with ExitStack() as stack, torch.inference_mode():
@@ -226,15 +226,15 @@ class _ModuleRecorder:
         self._events.append(TracedEmbedding(module, embedding_rows(module, tokens), output.clone()))
 
     def _record_router(self, module: nn.Module, inputs: tuple[Any, ...], rows: Tensor, output: tuple[Any, ...]) -> None:
-        if len(output) != 3 or not all(isinstance(one, Tensor) and len(one) == len(rows) for one in output):
+        if len(output) != 3 or not all(isinstance(tensor, Tensor) and len(tensor) == len(rows) for tensor in output):
             return
         children = list(module.children())
         # Some routers have their matrix in a linear layer, whose call is a part of the router's.
-        own = children[0] if len(children) == 1 and isinstance(children[0], nn.Linear) else module
-        weight, bias = getattr(own, "weight", None), getattr(own, "bias", None)
+        linear = children[0] if len(children) == 1 and isinstance(children[0], nn.Linear) else module
+        weight, bias = getattr(linear, "weight", None), getattr(linear, "bias", None)
         if not isinstance(weight, Tensor) or weight.dim() != 2:
             return
-        if own is not module:
+        if linear is not module:
             self._events.pop()
         bias = bias if isinstance(bias, Tensor) and bias.shape == weight.shape[:1] else None
         self._events.append(TracedRouter(module, weight, bias, rows, inputs[1:], output[1].float(), output[2]))

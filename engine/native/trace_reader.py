@@ -108,11 +108,11 @@ class TraceReader:
 
     def read_linears(self, rows: Tensor) -> list[TracedLinear]:
         """The next linear layers with the input `rows`."""
-        found = []
+        linears = []
         while isinstance(event := self._next(), TracedLinear) and is_close(rows, event.input):
-            found.append(event)
+            linears.append(event)
             self._at += 1
-        return found
+        return linears
 
     def next_branch(self, rows: Tensor) -> TracedLinear | TracedRouter | TracedExperts | None:
         """The next event if it is a linear layer, router or experts with the input `rows`."""

@@ -73,7 +73,7 @@ def part_scores(
     q: tl.tensor,
     keys: tl.tensor,
     scales: tl.tensor,
-    own: tl.tensor,
+    cells: tl.tensor,
     inside: tl.tensor,
     part: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -84,11 +84,11 @@ def part_scores(
 ) -> tl.tensor:
     """What some columns of queries and keys add to the scores [TILE, BLOCK]."""
     columns = START + tl.arange(0, COLUMNS)
-    k = tl.trans(load_rows(keys + own[:, None] * WIDTH + columns[None, :], inside, columns, WIDTH, START, COLUMNS))
+    k = tl.trans(load_rows(keys + cells[:, None] * WIDTH + columns[None, :], inside, columns, WIDTH, START, COLUMNS))
     product = tl.dot(q.to(tl.float32), k.to(tl.float32), input_precision="ieee") if EXACT else tl.dot(q, k.to(q.dtype))
     if PARTS > 0:
         # int8 codes are exact in bfloat16, so a scale multiplies a column of scores.
-        product *= tl.load(scales + own * PARTS + part, mask=inside, other=0.0)[None, :]
+        product *= tl.load(scales + cells * PARTS + part, mask=inside, other=0.0)[None, :]
     return product
 
 
@@ -166,14 +166,14 @@ def attend_positions(
         position = block + tl.arange(0, BLOCK)
         inside = (position >= start) & (position < stop)
         listed = tl.load(cells + base + position, mask=inside & (is_run == 0), other=0)
-        own = tl.where(is_run != 0, base + position, listed.to(tl.int32))
+        cell = tl.where(is_run != 0, base + position, listed.to(tl.int32))
         if WIDE:
             # Offsets in a head of 2^31 numbers or more; they take twice the registers.
-            own = own.to(tl.int64)
-        scores = part_scores(q, keys, key_scales, own, inside, 0, WIDTH, 0, FIRST, PARTS, EXACT)
+            cell = cell.to(tl.int64)
+        scores = part_scores(q, keys, key_scales, cell, inside, 0, WIDTH, 0, FIRST, PARTS, EXACT)
         if SECOND > 0:
             scores += part_scores(
-                q_second, keys, key_scales, own, inside, second_part, WIDTH, FIRST, SECOND, PARTS, EXACT
+                q_second, keys, key_scales, cell, inside, second_part, WIDTH, FIRST, SECOND, PARTS, EXACT
             )
         scores *= scale
         if CAPPED:
@@ -187,8 +187,8 @@ def attend_positions(
         factor = tl.exp(maximum - finite)
         weight_sum = weight_sum * factor + tl.sum(weights, 1)
         if VALUE_PARTS > 0:
-            weights *= tl.load(value_scales + own * VALUE_PARTS, mask=inside, other=0.0)[None, :]
-        value_rows = values + own[:, None] * VALUE_STRIDE + value_columns[None, :]
+            weights *= tl.load(value_scales + cell * VALUE_PARTS, mask=inside, other=0.0)[None, :]
+        value_rows = values + cell[:, None] * VALUE_STRIDE + value_columns[None, :]
         v = load_rows(value_rows, inside, value_columns, VALUE, 0, VALUE_COLUMNS)
         if EXACT:
             mixed = tl.dot(weights, v.to(tl.float32), input_precision="ieee")

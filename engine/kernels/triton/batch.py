@@ -72,33 +72,36 @@ class SegmentArrays:
 
     def __init__(self, segments: Sequence[Segment], attention_range: AttentionRange, rows: int) -> None:
         """Raises ValueError for a segment whose rows are not in the batch, or whose cells do not end with its rows."""
-        self.first_rows = np.array([one.batch_slice.start for one in segments], dtype=np.int64)
-        self.counts = np.array([one.batch_slice.stop for one in segments], dtype=np.int64) - self.first_rows
-        self.starts = np.array([one.start for one in segments], dtype=np.int64)
-        self.is_run = np.array([isinstance(one.cells, slice) for one in segments], dtype=np.int64)
-        oldest = np.array([one.oldest_visible for one in segments], dtype=np.int64)
-        lengths = np.array([_cell_count(one) for one in segments], dtype=np.int64)
+        self.first_rows = np.array([segment.batch_slice.start for segment in segments], dtype=np.int64)
+        self.counts = np.array([segment.batch_slice.stop for segment in segments], dtype=np.int64) - self.first_rows
+        self.starts = np.array([segment.start for segment in segments], dtype=np.int64)
+        self.is_run = np.array([isinstance(segment.cells, slice) for segment in segments], dtype=np.int64)
+        oldest = np.array([segment.oldest_visible for segment in segments], dtype=np.int64)
+        lengths = np.array([_cell_count(segment) for segment in segments], dtype=np.int64)
         if np.any(self.first_rows < 0) or np.any(self.counts < 0) or np.any(self.first_rows + self.counts > rows):
             raise ValueError("the kernel needs that segments are in the batch")
         if np.any(lengths != self.starts + self.counts - oldest):
             raise ValueError("the kernel needs that tables end with the rows")
-        self.cells, listed = _listed_cells([one.cells for one in segments if isinstance(one.cells, Tensor)])
-        first_cells = np.array([one.cells.start if isinstance(one.cells, slice) else 0 for one in segments])
+        self.cells, listed = _listed_cells([segment.cells for segment in segments if isinstance(segment.cells, Tensor)])
+        first_cells = np.array([segment.cells.start if isinstance(segment.cells, slice) else 0 for segment in segments])
         first_cells[self.is_run == 0] = listed
         self.bases = first_cells - oldest
         self.bounds = self._visible(segments, attention_range, rows)
 
     def _visible(self, segments: Sequence[Segment], attention_range: AttentionRange, rows: int) -> NDArray[np.int64]:
         """The first and last visible position of each row of the batch, [2, rows]."""
-        at = _within(self.counts)
-        index, positions = np.repeat(self.first_rows, self.counts) + at, np.repeat(self.starts, self.counts) + at
+        offsets = _within(self.counts)
+        index, positions = (
+            np.repeat(self.first_rows, self.counts) + offsets,
+            np.repeat(self.starts, self.counts) + offsets,
+        )
         bounds = np.zeros((2, rows), dtype=np.int64)
         bounds[0, index], bounds[1, index] = attention_range.oldest_visible(positions), positions
         for segment in segments:
-            own = bounds[1, segment.batch_slice]
+            visible = bounds[1, segment.batch_slice]
             for start, stop in segment.bidirectional:
                 inside = slice(max(start - segment.start, 0), max(stop - segment.start, 0))
-                own[inside] = np.maximum(own[inside], stop - 1)
+                visible[inside] = np.maximum(visible[inside], stop - 1)
         if attention_range.kind == "chunk":
             last_of_chunk = positions // attention_range.size * attention_range.size + attention_range.size - 1
             bounds[1, index] = np.minimum(bounds[1, index], last_of_chunk)
@@ -148,8 +151,8 @@ class HostTables:
             for start, part in zip(self._starts.tolist(), self._parts, strict=True)
         )
         tile_sets = tuple(
-            TileSet(table, lanes, _most_splits(own, self._tiling.split), int(own[:, 1].sum()))
-            for (lanes, own), table in zip(self._tables, sent, strict=True)
+            TileSet(table, lanes, _most_splits(tiles, self._tiling.split), int(tiles[:, 1].sum()))
+            for (lanes, tiles), table in zip(self._tables, sent, strict=True)
         )
         cells = numbers.new_zeros(1, dtype=torch.int64) if self._cells is None else self._cells
         return BatchTables(cells, bounds, tile_sets)
@@ -172,9 +175,9 @@ def make_tables(
 def row_tables(cells: RowCells, *, group: int, tiling: Tiling) -> BatchTables:
     """The tables of a batch with one token a sequence; a tile for each row, as `make_tables` has them."""
     count = len(cells.latest)
-    at, one = torch.arange(count, device=cells.latest.device), torch.ones_like(cells.latest)
-    columns = (at, one, at, cells.begins, one - 1, cells.oldest, cells.latest + 1)
-    table, bounds = (torch.stack(each, dim).int() for each, dim in ((columns, 1), ((cells.oldest, cells.latest), 0)))
+    rows, ones = torch.arange(count, device=cells.latest.device), torch.ones_like(cells.latest)
+    columns = (rows, ones, rows, cells.begins, ones - 1, cells.oldest, cells.latest + 1)
+    table, bounds = (torch.stack(parts, dim).int() for parts, dim in ((columns, 1), ((cells.oldest, cells.latest), 0)))
     splits = -(-cells.max_attended // tiling.split) + 1
     return BatchTables(cells.table, bounds, (TileSet(table, tiling.decode, splits, count),))
 

@@ -64,7 +64,7 @@ def _segments(device: torch.device) -> tuple[tuple[Segment, ...], int]:
     """The segments of the batch, whose cells are every other one of the pool, and the cells of the pool."""
     segments, row, cell = [], 0, 0
     for rows, start in _BATCH:
-        own = torch.arange(cell, cell + 2 * (start + rows), 2, device=device)
-        segments.append(Segment(slice(row, row + rows), start, own))
+        cells = torch.arange(cell, cell + 2 * (start + rows), 2, device=device)
+        segments.append(Segment(slice(row, row + rows), start, cells))
         row, cell = row + rows, cell + 2 * (start + rows)
     return tuple(segments), cell

@@ -76,12 +76,12 @@ class TritonKernels(CellKernels):
             return latent.attend(inputs, projection, mode=mode)
         rule = AbsorptionRule.of(projection, mode)
         self._layout(query.shape[0], stored.numbers.shape[0], inputs.keys.width, rule)
-        absorbed = [one for one in inputs.segments if rule.applies(one)]
+        absorbed = [candidate for candidate in inputs.segments if rule.applies(candidate)]
         output = query.new_empty(query.shape[1], query.shape[0], projection.values.shape[1])
         for segment in inputs.segments:
             if not rule.applies(segment):
-                own = replace(inputs, query=query[:, segment.batch_slice], segments=[_alone(segment)])
-                output[segment.batch_slice] = latent.attend(own, projection, mode="expand")
+                segment_inputs = replace(inputs, query=query[:, segment.batch_slice], segments=[_alone(segment)])
+                output[segment.batch_slice] = latent.attend(segment_inputs, projection, mode="expand")
         if absorbed:
             self._absorb(output, replace(inputs, segments=absorbed), replace(stored, width=width), projection, rule)
         return output
@@ -102,8 +102,8 @@ class TritonKernels(CellKernels):
         keys = replace(latents, width=cells.width)
         mixed = self._attend(replace(inputs, query=reduced), keys, latents, rule)
         for rows in runs:
-            own = _transform(cells, mixed[rows].transpose(0, 1), latents.width)
-            output[rows] = latent.project_values(own, projection)
+            values = _transform(cells, mixed[rows].transpose(0, 1), latents.width)
+            output[rows] = latent.project_values(values, projection)
 
     def attend_rows(self, inputs: RowAttentionInput) -> Tensor:
         """See row_attention.attend_rows: the bits of `__call__` for the same rows."""
@@ -135,7 +135,7 @@ class TritonKernels(CellKernels):
         self._planned = []
         for spec, segments in groups:
             for layout in self._layouts.get((spec.heads, spec.key_width), ()):
-                chosen = [one for one in segments if layout.rule is None or layout.rule.applies(one)]
+                chosen = [segment for segment in segments if layout.rule is None or layout.rule.applies(segment)]
                 if chosen:
                     self._plan(chosen, spec.attention_range, rows, layout)
         return [tables.numbers for *_, tables in self._planned]

@@ -43,11 +43,11 @@ class StoredRows:
 
 def stored_rows(layer: LayerKV) -> StoredRows | None:
     """The stored rows of a layer; None for a KV dtype without a kernel."""
-    buffer, at = layer.buffer, layer.layer
+    buffer, index = layer.buffer, layer.layer
     if isinstance(buffer, Int8KVBuffer):
-        return StoredRows(buffer.codes[at], buffer.scales[at], buffer.width)
+        return StoredRows(buffer.codes[index], buffer.scales[index], buffer.width)
     if isinstance(buffer, FloatKVBuffer) and buffer.rows.dtype != torch.float64:
-        return StoredRows(buffer.rows[at], None, buffer.width)
+        return StoredRows(buffer.rows[index], None, buffer.width)
     return None
 
 

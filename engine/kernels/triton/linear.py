@@ -84,8 +84,8 @@ class Weights:
         """The constants of the kernels for the format."""
         if self.layout is None:
             return {"BITS": 0, "ZERO": 0, "LOOKUP": False, "KIND": ""}
-        own = self.layout
-        return {"BITS": own.bits, "ZERO": own.zero, "LOOKUP": bool(own.lookup), "KIND": own.scales}
+        layout = self.layout
+        return {"BITS": layout.bits, "ZERO": layout.zero, "LOOKUP": bool(layout.lookup), "KIND": layout.scales}
 
 
 def packed_weights(matrix: PackedMatrix) -> Weights:
@@ -99,25 +99,31 @@ def packed_weights(matrix: PackedMatrix) -> Weights:
 
 def stacked_weights(matrices: Sequence[PackedMatrix]) -> Weights | None:
     """The weights of matrices of one `upload`; None for others."""
-    own = packed_weights(matrices[0])
-    code_starts, scale_starts = ([getattr(one, name).data_ptr() for one in matrices] for name in ("codes", "scales"))
+    first_weights = packed_weights(matrices[0])
+    code_starts, scale_starts = (
+        [getattr(matrix, name).data_ptr() for matrix in matrices] for name in ("codes", "scales")
+    )
     code_strides, scale_strides = (
         {after - before for before, after in zip(starts, starts[1:], strict=False)}
         for starts in (code_starts, scale_starts)
     )
-    alike = {(one.format, one.outputs, one.columns) for one in matrices}
+    alike = {(matrix.format, matrix.outputs, matrix.columns) for matrix in matrices}
     if len(alike) != 1 or len(code_strides) > 1 or len(scale_strides) > 1:
         return None
-    code_stride, scale_stride = (next(iter(found), 0) for found in (code_strides, scale_strides))
-    return replace(own, code_stride=code_stride // own.codes.itemsize, scale_stride=scale_stride // own.scales.itemsize)
+    code_stride, scale_stride = (next(iter(strides), 0) for strides in (code_strides, scale_strides))
+    return replace(
+        first_weights,
+        code_stride=code_stride // first_weights.codes.itemsize,
+        scale_stride=scale_stride // first_weights.scales.itemsize,
+    )
 
 
 def split_groups(weights: Weights, tile: Tile) -> int:
     """Groups of a split, by the shape of the matrix alone."""
     programs, groups = -(-weights.outputs // tile.outputs), weights.groups
     splits = min(_PROGRAMS // programs, groups // _SPLIT_GROUPS, _MAX_SPLITS)
-    own = -(-groups // max(splits, 1))
-    return -(-own // tile.step) * tile.step
+    groups_per_split = -(-groups // max(splits, 1))
+    return -(-groups_per_split // tile.step) * tile.step
 
 
 def multiply(
@@ -257,9 +263,9 @@ def _largest_error(matrix: PackedMatrix, dtype: torch.dtype) -> float:
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(_CHECKED_ROWS, matrix.columns, generator=generator).to(matrix.codes.device, dtype)
     tile = one_tile(dtype) if dtype == torch.float32 else FEW_ROWS
-    found = multiply(rows, packed_weights(matrix), tile).float()
+    actual = multiply(rows, packed_weights(matrix), tile).float()
     expected = rows.float() @ matrix.unpack(torch.float32, slice(0, 2)).T
-    return float((found[:, : expected.shape[1]] - expected).abs().max() / expected.abs().max().clamp_min(1e-30))
+    return float((actual[:, : expected.shape[1]] - expected).abs().max() / expected.abs().max().clamp_min(1e-30))
 
 
 def embed(tokens: Tensor, weights: Weights) -> Tensor:

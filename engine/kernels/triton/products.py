@@ -48,15 +48,15 @@ def step_codes(
     if BITS < 8:
         low = low >> (4 * (word % 2))[None, :]
     shift = 8 * tl.arange(0, _CODES)
-    own = (low[:, :, None] >> shift[None, None, :]) & (0xFF if BITS == 8 else 0x0F)
+    unpacked = (low[:, :, None] >> shift[None, None, :]) & (0xFF if BITS == 8 else 0x0F)
     if BITS == 5 or BITS == 6:
         # A stored word holds the upper bits of several words, one behind the other.
         together: tl.constexpr = 8 // (BITS - 4)
         upper = _LOW_WORDS + word // together
         high = tl.load(first + upper[None, :] * _BLOCK, mask=mask, other=0)
         high = high >> (word % together * (BITS - 4))[None, :]
-        own += ((high[:, :, None] >> shift[None, None, :]) & (1 if BITS == 5 else 3)) << 4
-    return tl.reshape(own, [OUTPUTS, STEP * _GROUP])
+        unpacked += ((high[:, :, None] >> shift[None, None, :]) & (1 if BITS == 5 else 3)) << 4
+    return tl.reshape(unpacked, [OUTPUTS, STEP * _GROUP])
 
 
 @triton.jit
@@ -100,9 +100,9 @@ def step_weights(
         inside = exists[:, None] & (half < 2 * groups)[None, :]
         superblock = block[:, None] * ((groups + _SUPERBLOCK - 1) // _SUPERBLOCK) + half[None, :] // (2 * _SUPERBLOCK)
         first = superblock * record + place[:, None]
-        own = tl.load(scales + first + (2 + half % (2 * _SUPERBLOCK))[None, :] * _BLOCK, mask=inside, other=0)
+        block_scales = tl.load(scales + first + (2 + half % (2 * _SUPERBLOCK))[None, :] * _BLOCK, mask=inside, other=0)
         spread = tl.load(super_scales + superblock * (record // 2) + place[:, None], mask=inside, other=0.0)
-        weights = value * by_column(own.to(tl.float32) * spread.to(tl.float32), OUTPUTS, 2 * STEP, _GROUP // 2)
+        weights = value * by_column(block_scales.to(tl.float32) * spread.to(tl.float32), OUTPUTS, 2 * STEP, _GROUP // 2)
     elif KIND == "superblock_minimum":
         pair: tl.constexpr = (4 + 2 * _SUPERBLOCK) * _BLOCK
         above = block[:, None] * ((groups + _SUPERBLOCK - 1) // _SUPERBLOCK) + own_group[None, :] // _SUPERBLOCK
@@ -115,10 +115,12 @@ def step_weights(
         weights = value * by_column(scale, OUTPUTS, STEP, _GROUP) + by_column(minimum, OUTPUTS, STEP, _GROUP)
     else:
         numbers: tl.constexpr = 2 if KIND == "float16_minimum" else 1
-        at = scales + ((block * groups)[:, None] + own_group[None, :]) * (numbers * _BLOCK) + place[:, None]
-        weights = value * by_column(tl.load(at, mask=mask, other=0.0).to(tl.float32), OUTPUTS, STEP, _GROUP)
+        addresses = scales + ((block * groups)[:, None] + own_group[None, :]) * (numbers * _BLOCK) + place[:, None]
+        weights = value * by_column(tl.load(addresses, mask=mask, other=0.0).to(tl.float32), OUTPUTS, STEP, _GROUP)
         if KIND == "float16_minimum":
-            weights += by_column(tl.load(at + _BLOCK, mask=mask, other=0.0).to(tl.float32), OUTPUTS, STEP, _GROUP)
+            weights += by_column(
+                tl.load(addresses + _BLOCK, mask=mask, other=0.0).to(tl.float32), OUTPUTS, STEP, _GROUP
+            )
     return weights
 
 
@@ -178,8 +180,10 @@ def multiply_kernel(
         column = group * _GROUP + tl.arange(0, STEP * _GROUP)
         x = tl.load(x_rows + column[None, :], mask=has_row[:, None] & (column < columns)[None, :], other=0.0)
         if BITS == 0:
-            at = codes + output.to(tl.int64)[:, None] * output_stride + column.to(tl.int64)[None, :] * column_stride
-            weights = tl.load(at, mask=exists[:, None] & (column < columns)[None, :], other=0.0)
+            addresses = (
+                codes + output.to(tl.int64)[:, None] * output_stride + column.to(tl.int64)[None, :] * column_stride
+            )
+            weights = tl.load(addresses, mask=exists[:, None] & (column < columns)[None, :], other=0.0)
         else:
             weights = step_weights(
                 codes, scales, super_scales, lookup, output, exists, group, groups,
@@ -198,11 +202,11 @@ def join_kernel(
     partial: tl.tensor, products: tl.tensor, count: tl.tensor, SPLITS: tl.constexpr, BLOCK: tl.constexpr
 ) -> None:
     """The sums [count] of numbers [SPLITS, count], in the order of splits. Grid: blocks of numbers."""
-    own = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    indices = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
     for split in range(SPLITS):
-        total += tl.load(partial + split * count.to(tl.int64) + own, mask=own < count, other=0.0)
-    tl.store(products + own, total, mask=own < count)
+        total += tl.load(partial + split * count.to(tl.int64) + indices, mask=indices < count, other=0.0)
+    tl.store(products + indices, total, mask=indices < count)
 
 
 @triton.jit(do_not_specialize=["count"])

@@ -29,18 +29,20 @@ def noise_kernel(
 ) -> None:
     """The largest score of a block of tokens of one row, and its token, the first of several; both [rows, blocks]."""
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    own = block * BLOCK + tl.arange(0, BLOCK)
-    logits = tl.load(scaled + row * vocabulary + own, mask=own < vocabulary, other=float("-inf"))
+    tokens_of_block = block * BLOCK + tl.arange(0, BLOCK)
+    logits = tl.load(
+        scaled + row * vocabulary + tokens_of_block, mask=tokens_of_block < vocabulary, other=float("-inf")
+    )
     position, zeros = tl.load(positions + row), tl.zeros([BLOCK], tl.uint32)
     low, high = (zeros + (position & 0xFFFFFFFF).to(tl.uint32)), (zeros + (position >> 32).to(tl.uint32))
-    word, _, _, _ = tl.philox(tl.load(seeds + row), low, high, own.to(tl.uint32), zeros)
+    word, _, _, _ = tl.philox(tl.load(seeds + row), low, high, tokens_of_block.to(tl.uint32), zeros)
     uniform = (word.to(tl.float64) + 0.5) / 4294967296.0
     noisy = logits.to(tl.float64) - tl.log(-tl.log(uniform))
-    noisy = tl.where((own < vocabulary) & (logits >= tl.load(floors + row)), noisy, float("-inf"))
+    noisy = tl.where((tokens_of_block < vocabulary) & (logits >= tl.load(floors + row)), noisy, float("-inf"))
     best, index = tl.max(noisy, 0, return_indices=True)
-    at = row * tl.num_programs(1) + block
-    tl.store(scores + at, best)
-    tl.store(tokens + at, block * BLOCK + index)
+    entry = row * tl.num_programs(1) + block
+    tl.store(scores + entry, best)
+    tl.store(tokens + entry, block * BLOCK + index)
 
 
 def noisy_argmax(scaled: Tensor, floor: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:

@@ -54,13 +54,13 @@ def quantise_part(
     values = tl.load(source + START + columns, mask=exists, other=0.0).to(tl.float32)
     values = hadamard(values, COLUMNS, STAGES)
     largest = tl.max(tl.abs(values), 0)
-    own = tl.maximum(tl.div_rn(largest, 127.0), _TINY)
-    scaled = tl.div_rn(values, tl.full([COLUMNS], 1.0, tl.float32) * own)
+    step = tl.maximum(tl.div_rn(largest, 127.0), _TINY)
+    scaled = tl.div_rn(values, tl.full([COLUMNS], 1.0, tl.float32) * step)
     rounded = (scaled + _ROUNDING) - _ROUNDING
     # A maximum ignores NaN. Zero for finite values.
     broken = tl.sum(values - values, 0)
     tl.store(codes + START + columns, rounded.to(tl.int8), mask=exists)
-    tl.store(scale, own + broken)
+    tl.store(scale, step + broken)
 
 
 @triton.jit
@@ -122,10 +122,10 @@ def store_int8_kernel(
     cell = head * pool_cells + target_cell(targets, first_cell, RUN)
     key = key_rows + row * key_row_stride + head * key_head_stride
     parts: tl.constexpr = 2 if SECOND > 0 else 1
-    own = keys + cell * (FIRST + SECOND)
-    quantise_part(key, own, key_scales + cell * parts, 0, FIRST, FIRST_COLUMNS, FIRST_STAGES)
+    cell_keys = keys + cell * (FIRST + SECOND)
+    quantise_part(key, cell_keys, key_scales + cell * parts, 0, FIRST, FIRST_COLUMNS, FIRST_STAGES)
     if SECOND > 0:
-        quantise_part(key, own, key_scales + cell * parts + 1, FIRST, SECOND, SECOND_COLUMNS, SECOND_STAGES)
+        quantise_part(key, cell_keys, key_scales + cell * parts + 1, FIRST, SECOND, SECOND_COLUMNS, SECOND_STAGES)
     if VALUE > 0:
         value = value_rows + row * value_row_stride + head * value_head_stride
         quantise_part(value, values + cell * VALUE, value_scales + cell, 0, VALUE, VALUE_COLUMNS, 0)
@@ -165,8 +165,8 @@ def transform_kernel(
     target  [rows, heads, FIRST + SECOND], contiguous
     """
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    own = source + row * row_stride + head * head_stride
+    head_row = source + row * row_stride + head * head_stride
     place = target + (row * tl.num_programs(1) + head) * (FIRST + SECOND)
-    transform_part(own, place, 0, FIRST, FIRST_COLUMNS, FIRST_STAGES)
+    transform_part(head_row, place, 0, FIRST, FIRST_COLUMNS, FIRST_STAGES)
     if SECOND > 0:
-        transform_part(own, place, FIRST, SECOND, SECOND_COLUMNS, SECOND_STAGES)
+        transform_part(head_row, place, FIRST, SECOND, SECOND_COLUMNS, SECOND_STAGES)

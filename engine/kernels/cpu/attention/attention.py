@@ -96,11 +96,11 @@ class KernelBuffer:
     @classmethod
     def of(cls, layer: LayerKV) -> KernelBuffer | None:
         """The stored rows of a layer; None for a KV dtype or device that the kernel does not support."""
-        buffer, at = layer.buffer, layer.layer
+        buffer, index = layer.buffer, layer.layer
         if isinstance(buffer, FloatKVBuffer) and buffer.rows.dtype in FORMATS and buffer.rows.device.type == "cpu":
-            return cls(buffer.rows[at], None, buffer.width)
+            return cls(buffer.rows[index], None, buffer.width)
         if isinstance(buffer, Int8KVBuffer) and buffer.codes.device.type == "cpu":
-            return cls(buffer.codes[at], buffer.scales[at], buffer.parts[0] if buffer.parts else 0)
+            return cls(buffer.codes[index], buffer.scales[index], buffer.parts[0] if buffer.parts else 0)
         return None
 
     @property
@@ -196,9 +196,9 @@ def _check(query: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None, se
         "columns are contiguous": keys.stride(2) == values.stride(2) == 1,
         "every head has a sink": sinks is None or sinks.shape == (heads,),
         "segments are in the batch": all(
-            0 <= one.batch_slice.start <= one.batch_slice.stop <= rows for one in segments
+            0 <= segment.batch_slice.start <= segment.batch_slice.stop <= rows for segment in segments
         ),
-        "tables end with the rows": all(_is_whole(one) for one in segments),
+        "tables end with the rows": all(_is_whole(segment) for segment in segments),
     }
     for name, holds in conditions.items():
         if not holds:
@@ -244,11 +244,11 @@ def segment_table(segments: Sequence[Segment]) -> array[int]:
 
 def write_segments(table: array[int], segments: Sequence[Segment]) -> None:
     """Overwrite a segment_table of the same length. struct.pack_into takes a third of the time of ctypes structures."""
-    for at, segment in enumerate(segments):
+    for index, segment in enumerate(segments):
         rows, cells = segment.batch_slice, segment.cells
         first_cell, cell_table = (cells.start, 0) if isinstance(cells, slice) else (0, cells.data_ptr())
         numbers = (rows.start, rows.stop - rows.start, segment.start, segment.oldest_visible, first_cell, cell_table)
-        _SEGMENT.pack_into(table, at * _SEGMENT.size, *numbers)
+        _SEGMENT.pack_into(table, index * _SEGMENT.size, *numbers)
 
 
 def address(numbers: array[int]) -> int:

@@ -19,10 +19,10 @@ def _main() -> None:
     parser = argparse.ArgumentParser(prog="python -m engine.kernels.cpu.build", description="Build all kernels.")
     parser.add_argument("folder", type=Path, help="for the libraries")
     parser.add_argument("--machine", help="architecture, as aarch64 or x86_64 (by default this machine's)")
-    own = parser.parse_args()
+    arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
-        prebuild(own.folder, own.machine)
+        prebuild(arguments.folder, arguments.machine)
     except LibraryUnavailable as error:
         parser.error(error.reason)
 

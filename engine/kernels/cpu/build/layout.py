@@ -41,19 +41,19 @@ def struct_of(mirror: type[Structure]) -> struct.Struct:
 def _exported(library: ctypes.CDLL) -> dict[str, tuple[int, int]]:
     """(offset, size) by "Structure" and "Structure.field"."""
     address = ctypes.addressof(c_int64.in_dll(library, "cellar_layout"))
-    found: dict[str, tuple[int, int]] = {}
+    offsets: dict[str, tuple[int, int]] = {}
     while (entry := _FieldLayout.from_address(address)).structure is not None:
         name = entry.structure.decode() + ("" if entry.field is None else "." + entry.field.decode())
-        found[name] = entry.offset, entry.size
+        offsets[name] = entry.offset, entry.size
         address += ctypes.sizeof(_FieldLayout)
-    return found
+    return offsets
 
 
 def _expected(mirrors: Mirrors) -> dict[str, tuple[int, int]]:
-    found: dict[str, tuple[int, int]] = {}
+    offsets: dict[str, tuple[int, int]] = {}
     for structure, mirror in mirrors.items():
-        found[structure] = 0, ctypes.sizeof(mirror)
+        offsets[structure] = 0, ctypes.sizeof(mirror)
         for name, *_ in mirror._fields_:
             field = getattr(mirror, name)
-            found[f"{structure}.{name}"] = field.offset, field.size
-    return found
+            offsets[f"{structure}.{name}"] = field.offset, field.size
+    return offsets

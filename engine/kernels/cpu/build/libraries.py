@@ -207,9 +207,9 @@ def _compiler(path: str | None, machine: str | None = None) -> list[str]:
     is_native = machine in (None, platform.machine())
     names = COMPILERS if is_native else (f"{machine}-linux-gnu-g++",)
     for name in names:
-        found = shutil.which(name, path=path)
-        if found is not None:
-            return [found]
+        compiler = shutil.which(name, path=path)
+        if compiler is not None:
+            return [compiler]
     reason = f"no C++ compiler on the PATH (looked for {', '.join(names)})"
     raise LibraryUnavailable(reason if is_native else f"{reason} for {machine}; $CXX may name another")
 
@@ -231,12 +231,12 @@ def _build(compiler: list[str], kernel: str, flags: tuple[str, ...], target: Pat
 
 def _prune(cache: Path, pattern: str) -> None:
     """Remove all but the most recently used builds of one variant."""
-    found = []
+    builds = []
     for file in cache.glob(pattern):
         # Another process may remove the file at the same time.
         with suppress(FileNotFoundError):
-            found.append((file.stat().st_mtime_ns, file))
-    for _, file in sorted(found)[:-_KEPT_BUILDS]:
+            builds.append((file.stat().st_mtime_ns, file))
+    for _, file in sorted(builds)[:-_KEPT_BUILDS]:
         file.unlink(missing_ok=True)
 
 

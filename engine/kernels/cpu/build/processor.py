@@ -40,21 +40,21 @@ def _x86_variants() -> frozenset[str]:
     capability = torch.backends.cpu.get_cpu_capability()
     wide = capability == "AVX512"
     vnni = wide and torch.cpu._is_vnni_supported()
-    found = {
+    supported = {
         "bfloat16": vnni and torch.cpu._is_avx512_bf16_supported(),
         "avx512": wide,
         "vnni": vnni,
         "avx2": capability in ("AVX2", "AVX512"),
         "generic": True,
     }
-    return frozenset(variant for variant, is_supported in found.items() if is_supported)
+    return frozenset(variant for variant, is_supported in supported.items() if is_supported)
 
 
 def _arm64_variants() -> frozenset[str]:
     """NEON is in every arm64 processor; i8mm kernels use dotprod too."""
     has_dotprod = has_arm64_feature("dotprod")
-    found = {"neon": True, "dotprod": has_dotprod, "i8mm": has_dotprod and has_arm64_feature("i8mm")}
-    return frozenset(variant for variant, is_supported in found.items() if is_supported)
+    supported = {"neon": True, "dotprod": has_dotprod, "i8mm": has_dotprod and has_arm64_feature("i8mm")}
+    return frozenset(variant for variant, is_supported in supported.items() if is_supported)
 
 
 def has_arm64_feature(name: str) -> bool:

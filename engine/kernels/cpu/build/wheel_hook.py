@@ -46,6 +46,6 @@ def _platform_tag(libraries: list[Path]) -> str:
     if sys.platform != "linux":
         require_current(libraries, platform.machine())
         return str(next(iter(platform_tags())))
-    found = linux_platform(libraries)
-    require_current(libraries, found.machine)
-    return found.tag
+    current = linux_platform(libraries)
+    require_current(libraries, current.machine)
+    return current.tag

@@ -37,7 +37,7 @@ def linux_platform(libraries: Sequence[Path]) -> LinuxPlatform:
     machines = {int.from_bytes(content[18:20], "little") for content in contents}
     if len(machines) != 1 or not machines <= _ELF_MACHINES.keys():
         raise ValueError(f"the libraries in {libraries[0].parent} are not all for x86_64, or all for aarch64")
-    imported = {(int(major), int(minor)) for each in contents for major, minor in _glibc_version.findall(each)}
+    imported = {(int(major), int(minor)) for symbols in contents for major, minor in _glibc_version.findall(symbols)}
     return LinuxPlatform(_ELF_MACHINES[machines.pop()], max((*imported, _OLDEST_GLIBC)))
 
 

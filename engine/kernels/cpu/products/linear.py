@@ -24,7 +24,7 @@ from engine.kernels.packing import PackedMatrix, PackedStorage
 # The enumerations of format.h: of rows and outputs.
 FORMATS = {torch.float32: 0, torch.bfloat16: 1}
 # Those of weights, after float32 and bfloat16.
-WEIGHT_FORMATS: dict[WeightFormat, int] = {format: 2 + at for at, format in enumerate(LAYOUTS)}
+WEIGHT_FORMATS: dict[WeightFormat, int] = {format: 2 + index for index, format in enumerate(LAYOUTS)}
 
 
 class _MatrixFields(Structure):
