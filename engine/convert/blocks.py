@@ -31,7 +31,7 @@ def _q4_k(weights: RowMajorWeights) -> Tensor:
     assert weights.super_scales is not None
     assert weights.super_minimums is not None
     low, high = split_dim(weights.codes, 1, (-1, 4, 2, 32)).unbind(3)
-    scales, minimums = (split_dim(each, 1, (-1, 8)) for each in (weights.scales, weights.minimums))
+    scales, minimums = (split_dim(numbers, 1, (-1, 8)) for numbers in (weights.scales, weights.minimums))
     if max(int(scales.max()), int(minimums.max())) > 63:
         raise ValueError("a scale or minimum has more than 6 bits")
     supers = (_bytes(weights.super_scales), _bytes(-weights.super_minimums))

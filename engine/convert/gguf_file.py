@@ -65,7 +65,7 @@ class TensorPlan:
 
 def plan_tensors(tensors: Iterable[tuple[str, Tensor]], weight_type: WeightType, layers: int) -> list[TensorPlan]:
     """The type of each tensor of a model with `layers` layers: float32 for small ones."""
-    shapes = {name: tuple(each.shape) for name, each in tensors}
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors}
     tied = "output.weight" not in shapes
     return [
         TensorPlan(name, shape, _kind(name, shape, weight_type, layers, tied=tied)) for name, shape in shapes.items()
@@ -77,17 +77,19 @@ def _kind(name: str, shape: tuple[int, ...], weight_type: WeightType, layers: in
         return _Type.F32
     kind = _k_type(name, layers, tied=tied) if weight_type == "q4_k_m" else _Type[weight_type.upper()]
     # Rows that are no whole blocks of 256 columns, or of 32.
-    return next(each for each in (kind, _Type.Q8_0, _Type.F16) if shape[-1] % GGML_QUANT_SIZES[each][0] == 0)
+    return next(
+        candidate for candidate in (kind, _Type.Q8_0, _Type.F16) if shape[-1] % GGML_QUANT_SIZES[candidate][0] == 0
+    )
 
 
 def _k_type(name: str, layers: int, *, tied: bool) -> Any:
     """The type in the mix Q4_K_M: more bits for the logits, and for the most sensitive matrices of half the layers."""
     if name == "output.weight" or (tied and name == "token_embd.weight"):
         return _Type.Q6_K
-    found = _sensitive.match(name)
-    layer, eighth = int(found[1]) if found else 0, layers // 8
+    match = _sensitive.match(name)
+    layer, eighth = int(match[1]) if match else 0, layers // 8
     more = layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2
-    return _Type.Q6_K if found and more else _Type.Q4_K
+    return _Type.Q6_K if match and more else _Type.Q4_K
 
 
 def write_gguf(

@@ -128,22 +128,22 @@ def _build(known: PreTokenizer) -> Any:
 def _special_tokens(tokenizer: Any, config: Any) -> dict[str, Value]:
     """Special tokens, whether they are added to a text, and a second token that ends an answer."""
     numbers = {name: getattr(tokenizer, attribute, None) for name, attribute in _SPECIAL.items()}
-    found: dict[str, Value] = {
+    special: dict[str, Value] = {
         f"{name}_token_id": number
         for name, number in numbers.items()
         if number is not None and 0 <= number < config.vocab_size
     }
     encoded = tokenizer.backend_tokenizer.encode("a").ids
-    found["add_bos_token"] = bool(encoded) and encoded[0] == numbers["bos"]
-    found["add_eos_token"] = bool(encoded) and encoded[-1] == numbers["eos"]
+    special["add_bos_token"] = bool(encoded) and encoded[0] == numbers["bos"]
+    special["add_eos_token"] = bool(encoded) and encoded[-1] == numbers["eos"]
     ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
     ends = [end for end in ends if end is not None and 0 <= end < config.vocab_size]
     if ends:
-        found.setdefault("eos_token_id", ends[0])
-        others = [end for end in ends if end != found["eos_token_id"]]
+        special.setdefault("eos_token_id", ends[0])
+        others = [end for end in ends if end != special["eos_token_id"]]
         if others:
-            found["eot_token_id"] = others[0]
-    return found
+            special["eot_token_id"] = others[0]
+    return special
 
 
 def _templates(tokenizer: Any) -> Iterator[tuple[str, Value]]:

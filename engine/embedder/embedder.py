@@ -51,13 +51,13 @@ class Embedder:
 
     def vectors(self, inputs: Sequence[EmbeddingInput]) -> Tensor:
         """The vectors or scores [inputs, dimensions] in float32."""
-        longest = max(len(each.tokens) for each in inputs)
+        longest = max(len(text.tokens) for text in inputs)
         rows = {
-            "input_ids": [_padded(each.tokens, longest, self.pad_token) for each in inputs],
-            "attention_mask": [_padded([1] * len(each.tokens), longest, 0) for each in inputs],
+            "input_ids": [_padded(text.tokens, longest, self.pad_token) for text in inputs],
+            "attention_mask": [_padded([1] * len(text.tokens), longest, 0) for text in inputs],
         }
-        if any(each.token_types for each in inputs):
-            rows["token_type_ids"] = [_padded(each.token_types, longest, 0) for each in inputs]
+        if any(text.token_types for text in inputs):
+            rows["token_type_ids"] = [_padded(text.token_types, longest, 0) for text in inputs]
         accepted = {name: row for name, row in rows.items() if name in self._parameters}
         with torch.inference_mode(), _use_threads(self._threads):
             output = self._model(

@@ -41,9 +41,9 @@ class VectorHead:
         vectors = torch.stack(
             [
                 self._pool(
-                    at_least_float32(states[: len(each.tokens)]), 0 if self._pools_prompt else each.prompt_tokens
+                    at_least_float32(states[: len(text.tokens)]), 0 if self._pools_prompt else text.prompt_tokens
                 )
-                for states, each in zip(output.last_hidden_state, inputs, strict=True)
+                for states, text in zip(output.last_hidden_state, inputs, strict=True)
             ]
         )
         for step in self._steps:

@@ -202,7 +202,7 @@ def _check(name: str, embedder: Embedder, tokenizer: EmbeddingTokenizer) -> int:
         for length in (*_SAMPLE_LENGTHS, longest)
     ]
     try:
-        alone, together = torch.cat([embedder.vectors([each]) for each in inputs]), embedder.vectors(inputs)
+        alone, together = torch.cat([embedder.vectors([text]) for text in inputs]), embedder.vectors(inputs)
     except Exception as error:
         raise ModelUnsupported(name, f"it cannot run ({error_line(error)})") from error
     if not alone.isfinite().all():

@@ -38,7 +38,7 @@ class _QueuedJob:
         self.started: float | None = None
         self.remaining = sorted(range(len(job.inputs)), key=lambda index: len(job.inputs[index].tokens))
         self.vectors: dict[int, bytes] = {}
-        self.tokens = sum(len(each.tokens) for each in job.inputs)
+        self.tokens = sum(len(text.tokens) for text in job.inputs)
 
     @property
     def next(self) -> EmbeddingInput:

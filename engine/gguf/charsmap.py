@@ -39,9 +39,9 @@ def _check_trie(units: NDArray[np.uint32], replacements: bytes, key: str) -> Non
         children = nodes[:, None] ^ labels
         if children.max() >= len(units):
             raise GgufError(f"its metadata {key} leads beyond its end")
-        found = children[(units[children] & _LABEL) == labels]
-        leaf = (units[found] >> np.uint32(8)) & np.uint32(1) == 1
-        nodes = found ^ _offsets(units[found])
+        matches = children[(units[children] & _LABEL) == labels]
+        leaf = (units[matches] >> np.uint32(8)) & np.uint32(1) == 1
+        nodes = matches ^ _offsets(units[matches])
         if len(nodes) and nodes.max() >= len(units):
             raise GgufError(f"its metadata {key} leads beyond its end")
         values = units[nodes[leaf]] & _VALUE

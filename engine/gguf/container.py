@@ -166,8 +166,8 @@ def read_model(file: Path) -> GgufModel:
     if count > 1 and len(files) != count:
         raise GgufError(f"{files[0].name} is one of {count} shards, but its name does not end in -00001-of-{count:05d}")
     for number, shard in enumerate(files[1:], 1):
-        own, more = _read_file(shard)
-        if (own.integer("split.no", -1), own.integer("split.count", -1)) != (number, len(files)):
+        shard_metadata, more = _read_file(shard)
+        if (shard_metadata.integer("split.no", -1), shard_metadata.integer("split.count", -1)) != (number, len(files)):
             raise GgufError(f"{shard.name} is another shard than its name says")
         if duplicates := tensors.keys() & more.keys():
             raise GgufError(f"{shard.name} has the tensor {min(duplicates)} of another shard")
@@ -192,7 +192,7 @@ def shard_files(file: Path) -> tuple[Path, ...]:
         raise GgufError(f"{file.name} is no shard of a model: its number is out of range")
     suffix = file.name[-len("-of-00000.gguf") :]
     files = tuple(file.with_name(f"{match['stem']}-{number:05d}{suffix}") for number in range(1, count + 1))
-    missing = next((each.name for each in files if not each.is_file()), None)
+    missing = next((shard.name for shard in files if not shard.is_file()), None)
     if missing is not None:
         raise GgufError(f"it lacks the shard {missing}")
     return files
@@ -371,8 +371,8 @@ class _Cursor:
             return self._strings(count)
         dtype = np.dtype(_SCALARS[kind])
         items = self.take(count * dtype.itemsize, "array").view(dtype)
-        found: list[int] = (items != 0 if kind == GGUFValueType.BOOL else items).tolist()
-        return found
+        values: list[int] = (items != 0 if kind == GGUFValueType.BOOL else items).tolist()
+        return values
 
     def _strings(self, count: int) -> list[str]:
         unpack, view, offset = struct.Struct("<Q").unpack_from, self._view, self.offset
@@ -390,15 +390,15 @@ class _Cursor:
         for _ in range(count):
             ends.append(ends[-1] + 8 + unpack(view, ends[-1])[0])
         starts = np.array(ends) + 8
-        lengths, found = np.diff(starts) - 8, dict[str, int]()
+        lengths, ids = np.diff(starts) - 8, dict[str, int]()
         for text in texts:
             encoded = text.encode()
             [same] = np.nonzero(lengths == len(encoded))
-            for at, byte in enumerate(encoded):
-                same = same[self.content[starts[same] + at] == byte]
+            for offset, byte in enumerate(encoded):
+                same = same[self.content[starts[same] + offset] == byte]
             if len(same):
-                found[text] = int(same[-1])
-        return count, found
+                ids[text] = int(same[-1])
+        return count, ids
 
     def tensor_header(self, field: str) -> _TensorHeader:
         """The next header of a tensor."""

@@ -32,7 +32,9 @@ class DeferredWeights:
         self._restore = list[Callable[[], object]]()
         deferred = {id(parameter): name for name, (parameter, _) in self._sources.items()}
         for module in model.modules():
-            names = [deferred[id(own)] for own in module.parameters(recurse=False) if id(own) in deferred]
+            names = [
+                deferred[id(parameter)] for parameter in module.parameters(recurse=False) if id(parameter) in deferred
+            ]
             if names:
                 self._drop(names)
                 self._defer(module, names)

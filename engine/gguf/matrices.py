@@ -55,20 +55,21 @@ class FileMatrices:
 
     def limit(self, plan: QuantizationPlan) -> QuantizationPlan:
         """The plan without matrices that the files hold as floats, and with the parts of experts; sets `formats`."""
-        plan = replace(plan, experts={name: self._divided(name, own) for name, own in plan.experts.items()})
-        plain = {each.name for each in planned_matrices(plan) if self._is_plain(each.name)}
+        plan = replace(plan, experts={name: self._divided(name, stacks) for name, stacks in plan.experts.items()})
+        plain = {matrix.name for matrix in planned_matrices(plan) if self._is_plain(matrix.name)}
         groups = [tuple(layer for layer in group if layer.name not in plain) for group in plan.groups]
         # One tensor holds the matrices of all experts, so those of the first one have all types.
         experts = {
-            name: own
-            for name, own in plan.experts.items()
-            if not {matrix_name(name, stack, at) for stack in (own.up, own.down) for at in range(stack.parts)} & plain
+            name: stacks
+            for name, stacks in plan.experts.items()
+            if not {matrix_name(name, stack, part) for stack in (stacks.up, stacks.down) for part in range(stack.parts)}
+            & plain
         }
         skipped = Counter(plan.skipped)
         if kept := sum(layer.name in plain for layer in plan.layers):
             skipped["floats in the file"] += kept
         limited = replace(plan, groups=tuple(filter(None, groups)), skipped=skipped, experts=experts)
-        self.formats = {each.name: self._format(each.name, each.weight) for each in planned_matrices(limited)}
+        self.formats = {matrix.name: self._format(matrix.name, matrix.weight) for matrix in planned_matrices(limited)}
         return limited
 
     def embeddings(self, model: nn.Module, plan: QuantizationPlan) -> list[PlannedEmbedding]:
@@ -94,15 +95,17 @@ class FileMatrices:
         """The parameters of which every matrix is in the plan and has an exact format: `quantize` needs no weights."""
         plan = self.limit(plan)
         embeddings = [f"{embedding.name}.weight" for embedding in self.embeddings(model, plan)]
-        exact = {own.name for own in planned_matrices(plan) if self._has_exact_format(own)}
+        exact = {matrix.name for matrix in planned_matrices(plan) if self._has_exact_format(matrix)}
         stacks = {
             f"{name}.{stack.parameter}": [matrix_name(name, stack, number) for number in range(len(stack.matrices))]
             for name, experts in plan.experts.items()
             for stack in (experts.up, experts.down)
         }
         layers = {f"{layer.name}.weight": [layer.name] for layer in plan.layers}
-        own = {name for name, own in (stacks | layers).items() if exact.issuperset(own) and name not in self._tied}
-        return frozenset(own.union(embeddings))
+        readable = {
+            name for name, parts in (stacks | layers).items() if exact.issuperset(parts) and name not in self._tied
+        }
+        return frozenset(readable.union(embeddings))
 
     def deferrable(self, skeleton: nn.Module) -> dict[str, Matrices]:
         """The sources of parameters that a model reads in calls of their module only, if every matrix has an exact
@@ -181,9 +184,9 @@ class FileMatrices:
             return _WIDER
         return EXACT_FORMATS[matrix.type]
 
-    def _has_exact_format(self, own: PlannedMatrix) -> bool:
-        matrix = self._matrix(own.name)
-        return matrix is not None and self._is_exact(matrix, own.weight)
+    def _has_exact_format(self, planned: PlannedMatrix) -> bool:
+        matrix = self._matrix(planned.name)
+        return matrix is not None and self._is_exact(matrix, planned.weight)
 
     def _is_exact(self, matrix: FileMatrix, weight: Tensor) -> bool:
         return matrix.type in EXACT_FORMATS and matrix.shape == tuple(weight.shape)
@@ -201,5 +204,5 @@ def _keeps_blocks(matrix: FileMatrix) -> bool:
 
 
 def _type_name(matrix: FileMatrix | None) -> str:
-    types = () if matrix is None else dict.fromkeys(each.tensor.type.name for each in matrix.ranges)
+    types = () if matrix is None else dict.fromkeys(rows.tensor.type.name for rows in matrix.ranges)
     return " and ".join(types) or "several types"

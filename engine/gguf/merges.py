@@ -54,9 +54,9 @@ def derive_merges(tokens: Sequence[str], scores: Sequence[float], mergeable: Seq
     ordered = sorted(mergeable, key=lambda token: (-scores[token], -len(tokens[token])))
     merges, characters = list[Merge](), 0
     for text in map(tokens.__getitem__, ordered):
-        splits = [at for at in range(len(text) - 1, 0, -1) if text[:at] in parts and text[at:] in parts]
+        splits = [split for split in range(len(text) - 1, 0, -1) if text[:split] in parts and text[split:] in parts]
         characters += len(splits) * len(text)
         if characters > _MAX_MERGE_CHARACTERS:
             raise GgufError("its vocabulary has too many tokens that are parts of each other")
-        merges += [(text[:at], text[at:]) for at in splits]
+        merges += [(text[:split], text[split:]) for split in splits]
     return merges

@@ -68,20 +68,20 @@ class FileMatrix:
     @property
     def shape(self) -> tuple[int, int]:
         """(outputs, columns)"""
-        return sum(each.stop - each.start for each in self.ranges), self.ranges[0].columns
+        return sum(rows.stop - rows.start for rows in self.ranges), self.ranges[0].columns
 
     @property
     def type(self) -> GGMLQuantizationType | None:
         """The type of all rows; None: they have different types, or columns of one block are not together."""
-        types = {each.tensor.type for each in self.ranges}
+        types = {rows.tensor.type for rows in self.ranges}
         kind = types.pop() if len(types) == 1 else None
         return kind if kind is None or self._keeps_blocks(kind) else None
 
     @property
     def blocks(self) -> Bytes:
         """uint8 [outputs, bytes of a row], if all rows have one type; a view of the file if the order is the file's."""
-        own = [each.blocks for each in self.ranges]
-        rows = own[0] if len(own) == 1 else np.concatenate(own)
+        parts = [part.blocks for part in self.ranges]
+        rows = parts[0] if len(parts) == 1 else np.concatenate(parts)
         rows = rows if self.order is None else rows[self.order]
         if self.column_order is None:
             return rows
@@ -91,15 +91,15 @@ class FileMatrix:
 
     def release(self) -> None:
         """Remove the pages of the file with these rows from the memory of this process."""
-        for own in self.ranges:
-            release_pages(own.blocks)
+        for rows in self.ranges:
+            release_pages(rows.blocks)
 
     def read(self, dtype: torch.dtype, reader: BlockReader) -> Tensor:
         """The weights [outputs, columns]; a view of the file if it has this dtype. Raises GgufError."""
         if len(self.ranges) == 1:
             weights = _read_rows(self.ranges[0], dtype, reader)
         else:
-            weights = torch.cat([_read_rows(each, dtype, reader) for each in self.ranges])
+            weights = torch.cat([_read_rows(rows, dtype, reader) for rows in self.ranges])
         weights = weights if self.order is None else weights[torch.from_numpy(self.order)]
         return weights if self.column_order is None else weights[:, torch.from_numpy(self.column_order)]
 
@@ -152,14 +152,14 @@ class Matrices:
 
     def part(self, number: int) -> FileMatrix:
         """A part of a matrix; `number` counts the parts of all matrices."""
-        at, part = divmod(number, self.parts)
-        matrix = self.matrices[at]
+        index, part = divmod(number, self.parts)
+        matrix = self.matrices[index]
         return matrix if self.parts == 1 else FileMatrix((matrix.ranges[part],))
 
     @property
     def tensors(self) -> tuple[GgufTensor, ...]:
         """See ParameterSource."""
-        return tuple({each.tensor.name: each.tensor for own in self.matrices for each in own.ranges}.values())
+        return tuple({rows.tensor.name: rows.tensor for matrix in self.matrices for rows in matrix.ranges}.values())
 
     def read(self, dtype: torch.dtype, reader: BlockReader) -> Tensor:
         """See ParameterSource."""
@@ -167,8 +167,8 @@ class Matrices:
             values = self.matrices[0].read(dtype, reader)
         else:
             values = torch.empty(len(self.matrices), *self.matrices[0].shape, dtype=dtype)
-            for own, matrix in zip(values, self.matrices, strict=True):
-                own.copy_(matrix.read(dtype, reader))
+            for target, matrix in zip(values, self.matrices, strict=True):
+                target.copy_(matrix.read(dtype, reader))
         values = values.mT if self.transposed else values
         values = values.reshape(self.shape)
         return values if self.decode is None else self.decode(values)
@@ -199,7 +199,7 @@ class LatentExpansion:
     def read(self, dtype: torch.dtype, reader: BlockReader) -> Tensor:
         """See ParameterSource."""
         keys, values = (
-            _read_rows(whole_rows(each), dtype, reader).view(each.shape) for each in (self.keys, self.values)
+            _read_rows(whole_rows(tensor), dtype, reader).view(tensor.shape) for tensor in (self.keys, self.values)
         )
         return torch.cat([keys.mT, values], dim=1).reshape(self.shape)
 
@@ -234,9 +234,9 @@ def _read_rows(rows: RowRange, dtype: torch.dtype, reader: BlockReader) -> Tenso
         return blocks.view(plain).to(dtype)
     weights = torch.empty(len(blocks), rows.columns, dtype=dtype)
     size = max(_CHUNK_WEIGHTS // rows.columns, 1)
-    for own, part in zip(torch.split(weights, size), torch.split(blocks, size), strict=True):
+    for target, part in zip(torch.split(weights, size), torch.split(blocks, size), strict=True):
         values = reader.dequantize(part, kind)
         if values is None:
             raise GgufError(f"the tensor {rows.tensor.name} has the type {kind.name}, which is not supported")
-        own.copy_(values)
+        target.copy_(values)
     return weights

@@ -131,7 +131,7 @@ class Vocabulary:
 
     def text(self, name: str) -> str | None:
         """The text of a special token by its short name."""
-        return None if (found := self.special.get(name)) is None else self.tokens[found]
+        return None if (token := self.special.get(name)) is None else self.tokens[token]
 
     def with_types(self, *types: TokenType) -> list[int]:
         """The ids of all tokens of these types."""
@@ -147,13 +147,15 @@ def read_vocabulary(metadata: Mapping[str, Any]) -> Vocabulary:
         twice = next(token for number, token in enumerate(tokens) if ids[token] != number)
         raise GgufError(f"its vocabulary {_KEYS.LIST} has the token {twice!r} twice")
     types = _types(metadata, len(tokens))
-    found = _special_tokens(metadata, ids, len(tokens))
-    for token in found.controls:
+    special_tokens = _special_tokens(metadata, ids, len(tokens))
+    for token in special_tokens.controls:
         types[token] = TokenType.CONTROL
-    for token in found.plain:
+    for token in special_tokens.plain:
         types[token] = TokenType.NORMAL
     scores, (lstrip, rstrip) = _scores(metadata, len(tokens)), _stripping(metadata, ids, types)
-    return Vocabulary(kind, tokens, ids, types, scores, found.special, found.end_tokens, lstrip, rstrip)
+    return Vocabulary(
+        kind, tokens, ids, types, scores, special_tokens.special, special_tokens.end_tokens, lstrip, rstrip
+    )
 
 
 def read_special_tokens(metadata: Metadata) -> SpecialTokens:
@@ -224,7 +226,7 @@ def _numbers(metadata: Mapping[str, Any], key: str, size: int) -> Sequence[float
 
 def _special_ids(metadata: Mapping[str, Any], kind: str, size: int) -> dict[str, int]:
     """The ids of the special tokens with a key, and the usual ones of the kind."""
-    found = {name: number for name, number in _DEFAULT_IDS.get(kind, {}).items() if number < size}
+    special = {name: number for name, number in _DEFAULT_IDS.get(kind, {}).items() if number < size}
     for name, key in _ID_KEYS.items():
         value = metadata.get(key)
         if value is None or value in _NO_IDS:
@@ -232,11 +234,11 @@ def _special_ids(metadata: Mapping[str, Any], kind: str, size: int) -> dict[str,
         if isinstance(value, bool) or not isinstance(value, int):
             raise GgufError(f"its metadata {key} is no integer")
         if 0 <= value < size:
-            found[name] = value
+            special[name] = value
         else:
             # As llama.cpp does: padding tokens of many files were never added to their vocabulary.
             log.warning("%s is %d, but the vocabulary has %d tokens: it is ignored", key, value, size)
-    return found
+    return special
 
 
 def _special_tokens(metadata: Mapping[str, Any], ids: Mapping[str, int], size: int) -> SpecialTokens:
@@ -244,10 +246,10 @@ def _special_tokens(metadata: Mapping[str, Any], ids: Mapping[str, int], size: i
     special = _special_ids(metadata, text_value(metadata, _KEYS.MODEL), size)
     controls = _known(ids, _END_NAMES)
     for name, texts in _NAMED.items():
-        found = next((ids[text] for text in texts if text in ids), None)
-        if name not in special and found is not None:
-            special[name] = found
-            controls.add(found)
+        token = next((ids[text] for text in texts if text in ids), None)
+        if name not in special and token is not None:
+            special[name] = token
+            controls.add(token)
     ends = _known(ids, _END_NAMES) | {special[key] for key in _END_KEYS if key in special}
     # In the formats of gpt-oss and Solar, <|end|> ends a message; in that of Gemma 4, </s> is plain text.
     calls, returns = _known(ids, ("<|call|>", "<|calls|>")), _known(ids, ("<|return|>", "<|flush|>"))

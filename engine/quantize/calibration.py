@@ -83,7 +83,7 @@ def calibrate(
     attention  implementation of attention for the unmodified model
     """
     recorder = _ProductRecorder(plan)
-    own = model.config._attn_implementation
+    original_attention = model.config._attn_implementation
     generator = torch.Generator().manual_seed(0)
     try:
         model.set_attn_implementation(attention)
@@ -99,7 +99,7 @@ def calibrate(
         log.warning("weights are quantised without a calibration (%s: %s)", type(error).__name__, error)
         return {}
     finally:
-        model.set_attn_implementation(own)
+        model.set_attn_implementation(original_attention)
     return recorder.statistics()
 
 

@@ -100,5 +100,5 @@ def _multiply_by_expert(
     """By part, the products on the device alone; empty: it has none."""
     if not isinstance(prepare, DeviceProducts):
         return []
-    found = [prepare.experts(matrices[part::parts]) for part in range(parts)]
-    return [] if None in found else [each for each in found if each is not None]
+    products = [prepare.experts(matrices[part::parts]) for part in range(parts)]
+    return [] if None in products else [product for product in products if product is not None]

@@ -127,7 +127,7 @@ def _fit_with_minimums(
     at_once = max(_CACHED_WEIGHTS // grouped[0].numel(), 1)
     parts = zip(torch.split(grouped, at_once), torch.split(importance.view(-1, 1, GROUP), at_once), strict=True)
     fitted = zip(*(_affine_scales(*part, largest) for part in parts), strict=True)
-    scales, minimums = (_super_scaled(torch.cat(each), SUPERBLOCK, scale_levels) for each in fitted)
+    scales, minimums = (_super_scaled(torch.cat(candidates), SUPERBLOCK, scale_levels) for candidates in fitted)
     if feedback:
         codes = _compensated_codes(weights, scales.values, minimums.values, largest, feedback)
     else:
@@ -212,15 +212,19 @@ def _compensated_codes(
     codes = torch.empty_like(weights)
     for number, factor in enumerate(feedback):
         first = number * _FEEDBACK_COLUMNS
-        own = weights[first : first + len(factor)]
+        columns = weights[first : first + len(factor)]
         for start in range(0, len(factor), GROUP):
             stop = min(start + GROUP, len(factor))
             group = (first + start) // GROUP
             part = slice(first + start, first + stop)
             errors = _compensate_group(
-                own[start:stop], codes[part], (scales[group], minimums[group]), largest, factor[start:stop, start:stop]
+                columns[start:stop],
+                codes[part],
+                (scales[group], minimums[group]),
+                largest,
+                factor[start:stop, start:stop],
             )
-            own[stop:].addmm_(factor[start:stop, stop:].T, errors, alpha=-1)
+            columns[stop:].addmm_(factor[start:stop, stop:].T, errors, alpha=-1)
     # Columns of padding have no factor.
     covered = sum(map(len, feedback))
     codes[covered:] = 0
@@ -236,9 +240,11 @@ def _compensate_group(
     # In units of the scale, which all columns of the group share, an error is what rounding changes.
     scaled = (weights * inverse).sub_(minimums * inverse)
     errors = torch.empty_like(weights)
-    for column, (own, code, error, feedback) in enumerate(zip(scaled, codes, errors, factor / diagonal, strict=True)):
-        torch.round(own, out=code).clamp_(0, largest)
-        torch.sub(own, code, out=error)
+    for column, (values, code, error, feedback) in enumerate(
+        zip(scaled, codes, errors, factor / diagonal, strict=True)
+    ):
+        torch.round(values, out=code).clamp_(0, largest)
+        torch.sub(values, code, out=error)
         scaled[column + 1 :].addr_(feedback[column + 1 :], error, alpha=-1)
     # All weights with a scale of 0 are the minimum.
     return torch.where(inverse == 0, weights - minimums, errors.mul_(scales)).div_(diagonal)
@@ -247,12 +253,14 @@ def _compensate_group(
 def _fit_half_groups(weights: Tensor, format: WeightFormat, importance: Tensor, columns: int) -> RowMajorWeights:
     """Weights [columns, outputs] as code * scale with signed codes; scales of 16 columns."""
     layout = LAYOUTS[format]
-    grouped, own = (each.view(-1, layout.scale_columns, each.shape[-1]) for each in (weights, importance[:, None]))
+    grouped, weighting = (
+        numbers.view(-1, layout.scale_columns, numbers.shape[-1]) for numbers in (weights, importance[:, None])
+    )
     # The largest weight gets the code with the largest magnitude, which is negative.
     scales = grouped.gather(1, grouped.abs().argmax(1, keepdim=True))[:, 0] / -layout.zero
     for _ in range(_ROUNDS - 1):
         codes = _signed_codes(grouped, scales, layout.zero)
-        weighted = codes * own
+        weighted = codes * weighting
         squares = (weighted * codes).sum(1)
         scales = torch.where(squares > 0, (weighted * grouped).sum(1) / squares, 0)
     rounded = _super_scaled(scales, GROUP * SUPERBLOCK // layout.scale_columns, _SIGNED_LEVELS)

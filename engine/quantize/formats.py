@@ -70,17 +70,19 @@ def choose(
     others  number of weights and format of matrices that are not measured
     """
     chosen = dict.fromkeys(effects, BASE) | {name: format for name, (_, format) in others.items()}
-    sizes = {name: each.weights for name, each in effects.items()} | {name: size for name, (size, _) in others.items()}
+    sizes = {name: effect.weights for name, effect in effects.items()} | {
+        name: size for name, (size, _) in others.items()
+    }
     free = sum(size * (MAX_AVERAGE_BITS - LAYOUTS[chosen[name]].weight_bits) for name, size in sizes.items())
-    divergence = sum(each.divergence[BASE] for each in effects.values())
+    divergence = sum(effect.divergence[BASE] for effect in effects.values())
     while divergence > _SUFFICIENT_DIVERGENCE:
         raises = [
-            each
+            candidate
             for name, effect in effects.items()
-            for each in _raises(name, effect, chosen[name])
-            if each.cost <= free
+            for candidate in _raises(name, effect, chosen[name])
+            if candidate.cost <= free
         ]
-        best = max(raises, key=lambda each: each.gain / each.cost, default=None)
+        best = max(raises, key=lambda candidate: candidate.gain / candidate.cost, default=None)
         if best is None:
             break
         chosen[best.name], free, divergence = best.format, free - best.cost, divergence - best.gain
@@ -99,10 +101,10 @@ class _Raise:
 
 def _raises(name: str, effect: MatrixEffect, current: WeightFormat) -> list[_Raise]:
     """The useful formats with more bits than the current one."""
-    found = []
+    raises = []
     for format in LADDER[LADDER.index(current) + 1 :]:
         cost = effect.weights * (LAYOUTS[format].weight_bits - LAYOUTS[current].weight_bits)
         gain = effect.divergence[current] - effect.divergence[format]
         if gain > _LEAST_GAIN:
-            found.append(_Raise(name, format, cost, gain))
-    return found
+            raises.append(_Raise(name, format, cost, gain))
+    return raises

@@ -88,13 +88,13 @@ def plan_from_names(model: nn.Module, names: QuantizationPlanNames) -> Quantizat
     """The plan with these names; None unless the model has all of them."""
     modules = dict(model.named_modules())
     experts = {name: experts_of(modules[name]) for name in names.experts if name in modules}
-    found = {name: each for name, each in experts.items() if each is not None}
+    supported = {name: stacks for name, stacks in experts.items() if stacks is not None}
     names_to_quantize = {name for group in names.groups for name in group}
     linear = {name for name in names_to_quantize if type(modules.get(name)) in (nn.Linear, Conv1D)}
-    if linear != names_to_quantize or len(found) != len(names.experts):
+    if linear != names_to_quantize or len(supported) != len(names.experts):
         return None
     groups = tuple(tuple(LinearLayer(name, modules[name]) for name in group) for group in names.groups)
-    return QuantizationPlan(groups, Counter(names.skipped), found)
+    return QuantizationPlan(groups, Counter(names.skipped), supported)
 
 
 class LayerSurvey:
@@ -126,7 +126,7 @@ class LayerSurvey:
                 selected[observed] = observed.layer
             else:
                 skipped[reason] += 1
-        experts = {name: each for name, each in self._experts.items() if each.module in self._called_experts}
+        experts = {name: survey for name, survey in self._experts.items() if survey.module in self._called_experts}
         return QuantizationPlan(tuple(self._groups(selected)), skipped, experts)
 
     def _record_experts(self, module: nn.Module, inputs: object, outputs: object) -> None:

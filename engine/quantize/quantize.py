@@ -78,7 +78,7 @@ def estimate(model: nn.Module, available_bytes: int) -> QuantizationEstimate | N
     read_bytes = sum([parameter.nbytes for parameter in parameters])
     auto = _auto_bits(weights, available_bytes)
     bits = (("int8", LAYOUTS["int8"].weight_bits), ("int4", MAX_AVERAGE_BITS))
-    reads = tuple((name, weights * own / 8 / read_bytes) for name, own in bits)
+    reads = tuple((name, weights * format_bits / 8 / read_bytes) for name, format_bits in bits)
     return QuantizationEstimate(reads, None if auto is None else f"int{auto}")
 
 
@@ -279,7 +279,7 @@ def _log_summary(model: nn.Module, plan: QuantizationPlan, label: str) -> None:
     if unsupported:
         counts.append(f"{unsupported / 1e6:.1f} million weights of experts")
     layers, experts = list(_layers(model)), list(_experts(model))
-    weights = sum(layer.weights for layer in layers) + sum(each.weights for each in experts)
+    weights = sum(layer.weights for layer in layers) + sum(stacks.weights for stacks in experts)
     quantized = f"{len(plan.layers)} linear layers" + (f", the experts of {len(experts)} layers" if experts else "")
     skipped = ", ".join(counts) or "only layers of other types"
     log.info("%s: %s, %.1f million weights; not quantised: %s", label, quantized, weights / 1e6, skipped)

@@ -57,7 +57,7 @@ def planned_matrices(plan: QuantizationPlan) -> Iterator[PlannedMatrix]:
 
 def matrix_shapes(plan: QuantizationPlan, embeddings: Sequence[PlannedEmbedding] = ()) -> dict[str, tuple[int, int]]:
     """Outputs and columns of the matrices to store, by name; an embedding with a layer is stored with it."""
-    weights = {each.name: each.weight for each in planned_matrices(plan)}
+    weights = {matrix.name: matrix.weight for matrix in planned_matrices(plan)}
     weights |= {embedding.name: embedding.module.weight for embedding in embeddings if embedding.layer is None}
     return {name: (weight.shape[0], weight.shape[1]) for name, weight in weights.items()}
 
@@ -90,12 +90,12 @@ class Quantizer:
         """With 4 bits, the formats are chosen by `statistics` of layers and of modules with experts, by name."""
         matrices = list(planned_matrices(plan))
         self._statistics = {
-            each.name: statistics[each.statistics]
-            for each in matrices
-            if each.statistics is not None and each.statistics in statistics
+            matrix.name: statistics[matrix.statistics]
+            for matrix in matrices
+            if matrix.statistics is not None and matrix.statistics in statistics
         }
         if bits == 8:
-            self.formats: dict[str, WeightFormat] = {each.name: "int8" for each in matrices}
+            self.formats: dict[str, WeightFormat] = {matrix.name: "int8" for matrix in matrices}
         else:
             self.formats = self._choose(matrices)
         # The statistics of the last inputs: layers of a group have the same ones.
@@ -118,13 +118,13 @@ class Quantizer:
 
     def _choose(self, matrices: list[PlannedMatrix]) -> dict[str, WeightFormat]:
         effects, others = {}, {}
-        for each in matrices:
-            statistics = self._statistics.get(each.name)
-            effect = None if statistics is None else measure(each.weight, statistics)
+        for matrix in matrices:
+            statistics = self._statistics.get(matrix.name)
+            effect = None if statistics is None else measure(matrix.weight, statistics)
             if effect is None:
-                others[each.name] = (each.weight.numel(), UNMEASURED if statistics is None else BASE)
+                others[matrix.name] = (matrix.weight.numel(), UNMEASURED if statistics is None else BASE)
             else:
-                effects[each.name] = effect
+                effects[matrix.name] = effect
         return choose(effects, others)
 
 

@@ -94,10 +94,10 @@ def sliding_layers(file: Hyperparameters, period: int) -> list[str]:
     if isinstance(pattern, int):
         sliding = [pattern == 0 or layer % pattern < pattern - 1 for layer in range(file.layers)]
     elif isinstance(pattern, list) and len(pattern) >= file.layers:
-        sliding = [bool(each) for each in pattern[: file.layers]]
+        sliding = [bool(slides) for slides in pattern[: file.layers]]
     else:
         raise GgufError(f"its metadata {file.key('attention.sliding_window_pattern')} is not one value for each layer")
-    return ["sliding_attention" if each else "full_attention" for each in sliding]
+    return ["sliding_attention" if slides else "full_attention" for slides in sliding]
 
 
 def sliding_window(file: Hyperparameters, default: int) -> int | None:

@@ -111,9 +111,9 @@ class Rows:
         fused = self._fused(name, tensors)
         if fused is not None:
             return self._matrices(name, [fused], None, shape, tensors.config)
-        found = [tensors.find(tensor) for tensor in self._names(name, tensors)]
-        parts = [tensor for tensor in found if tensor is not None]
-        if not parts or len(parts) < len(found):
+        matches = [tensors.find(tensor) for tensor in self._names(name, tensors)]
+        parts = [tensor for tensor in matches if tensor is not None]
+        if not parts or len(parts) < len(matches):
             return self._projection(name, shape, tensors)
         return self._matrices(name, parts, self.order, shape, tensors.config)
 
@@ -156,7 +156,8 @@ class Rows:
         matrices = []
         for number in range(count):
             ranges = (
-                RowRange(each.tensor, number * each.stop // count, (number + 1) * each.stop // count) for each in wholes
+                RowRange(whole.tensor, number * whole.stop // count, (number + 1) * whole.stop // count)
+                for whole in wholes
             )
             matrices.append(FileMatrix(tuple(ranges), row_order, column_order))
         return Matrices(tuple(matrices), shape, self.transposed, self.decode)

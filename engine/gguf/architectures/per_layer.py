@@ -20,7 +20,9 @@ _UNROTATED = 1e29
 def _read_heads(file: Hyperparameters) -> Fields:
     kinds = sliding_layers(file, 6)
     key_heads = file.sizes("attention.head_count_kv")
-    local, full = ({heads for heads, kind in zip(key_heads, kinds, strict=True) if kind == own} for own in _KINDS)
+    local, full = (
+        {heads for heads, kind in zip(key_heads, kinds, strict=True) if kind == layer_kind} for layer_kind in _KINDS
+    )
     if len(local) > 1 or len(full) > 1:
         raise GgufError("its layers of one kind have different numbers of heads")
     first = kinds.index("full_attention") if "full_attention" in kinds else 0
@@ -64,7 +66,7 @@ def _read_widths(file: Hyperparameters) -> Fields:
 
 def _write_widths(config: Any) -> Mapping[str, Value]:
     doubled = [config.use_double_wide_mlp and mode == "reuse" for mode in config.kv_sharing_modes]
-    return {"feed_forward_length": [config.intermediate_size * (2 if each else 1) for each in doubled]}
+    return {"feed_forward_length": [config.intermediate_size * (2 if doubles else 1) for doubles in doubled]}
 
 
 def _read_rotation(file: Hyperparameters) -> Fields:

@@ -26,7 +26,7 @@ def attention_layers(file: Hyperparameters) -> tuple[list[bool], int]:
 
 def _read_convolved_layers(file: Hyperparameters) -> Fields:
     attends, key_heads = attention_layers(file)
-    kinds = ["full_attention" if each else "conv" for each in attends]
+    kinds = ["full_attention" if attention else "conv" for attention in attends]
     return {"num_key_value_heads": key_heads, "layer_types": kinds}
 
 

@@ -91,12 +91,12 @@ class Hyperparameters:
 
     def factors(self, tensor: str) -> list[float]:
         """The values of a small float32 tensor, such as the factors of rotary frequencies. Raises GgufError."""
-        found = self.tensors.get(tensor)
-        if found is None:
+        match = self.tensors.get(tensor)
+        if match is None:
             raise GgufError(f"it lacks the tensor {tensor}")
-        if found.type != GGMLQuantizationType.F32 or len(found.shape) != 1:
+        if match.type != GGMLQuantizationType.F32 or len(match.shape) != 1:
             raise GgufError(f"the tensor {tensor} is no vector in F32")
-        factors: list[float] = found.data.view(np.float32).tolist()
+        factors: list[float] = match.data.view(np.float32).tolist()
         if not all(math.isfinite(factor) and factor > 0 for factor in factors):
             raise GgufError(f"the tensor {tensor} has factors that are not positive")
         return factors

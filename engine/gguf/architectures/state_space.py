@@ -44,7 +44,7 @@ def _by_group(values: Tensor, config: Any) -> Tensor:
 
 def _read_hybrid_layers(file: Hyperparameters) -> Fields:
     attends, key_heads = attention_layers(file)
-    kinds = ["full_attention" if each else "linear_attention" for each in attends]
+    kinds = ["full_attention" if attention else "linear_attention" for attention in attends]
     return {"layer_types": kinds, "num_key_value_heads": key_heads, "attention_bias": False}
 
 
