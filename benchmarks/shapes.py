@@ -64,6 +64,20 @@ SHAPES: dict[str, dict[str, Any]] = {
     | {"global_head_dim": 512, "num_kv_shared_layers": 5, "use_double_wide_mlp": True, "sliding_window": 512}
     | {"layer_types": [*["sliding_attention"] * 4, "full_attention"] * 2, "vocab_size_per_layer_input": 262_144}
     | {"hidden_size_per_layer_input": 256, "max_position_embeddings": 32_768},
+    "qwen3.5-4b-8-layers": COMMON
+    | {"model_type": "qwen3_5_text", "vocab_size": 248_320, "hidden_size": 2560, "intermediate_size": 9216}
+    | {"num_hidden_layers": 8, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 256}
+    | {"linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128}
+    | {"linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "max_position_embeddings": 32_768},
+    "gpt-oss-20b-4-layers": COMMON
+    | {"model_type": "gpt_oss", "vocab_size": 201_088, "hidden_size": 2880, "intermediate_size": 2880, "head_dim": 64}
+    | {"num_hidden_layers": 4, "num_attention_heads": 64, "num_key_value_heads": 8, "num_local_experts": 32}
+    | {"num_experts_per_tok": 4, "sliding_window": 128, "tie_word_embeddings": False},
+    "lfm2-8b-a1b-6-layers": {name: value for name, value in COMMON.items() if name != "rms_norm_eps"}
+    | {"model_type": "lfm2_moe", "vocab_size": 65_536, "hidden_size": 2048, "intermediate_size": 7168}
+    | {"num_hidden_layers": 6, "num_attention_heads": 32, "num_key_value_heads": 8, "moe_intermediate_size": 1792}
+    | {"num_dense_layers": 2, "num_experts": 32, "num_experts_per_tok": 4, "conv_L_cache": 3, "use_expert_bias": True}
+    | {"layer_types": ["conv", "conv", "full_attention"] * 2, "max_position_embeddings": 32_768},
 }
 
 
@@ -75,10 +89,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--gguf", type=Path, default=None, metavar="FILE", help="also write the weights as GGUF, in bfloat16"
     )
-    given = parser.parse_args(arguments)
-    write_folder(SHAPES[given.shape], given.folder)
-    if given.gguf:
-        write_gguf(given.folder, given.gguf)
+    options = parser.parse_args(arguments)
+    write_folder(SHAPES[options.shape], options.folder)
+    if options.gguf:
+        write_gguf(options.folder, options.gguf)
     return 0
 
 
