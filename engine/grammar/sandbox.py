@@ -1,7 +1,7 @@
 """A subprocess that compiles each grammar first, and matches some tokens.
 
 llguidance limits most costs of a grammar, but some grammars take minutes or gigabytes, or crash the process; here they
-end the subprocess only. It runs this file as a script, so the file imports nothing but llguidance.
+end the subprocess only. It imports this file, which therefore imports nothing but llguidance.
 """
 
 from __future__ import annotations
@@ -10,19 +10,16 @@ import io
 import json
 import os
 import random
-import resource
-import signal
-import subprocess
 import sys
 import time
-import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from multiprocessing.connection import Connection, Pipe
-from pathlib import Path
+from multiprocessing.connection import Connection
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+
+from engine.sandbox import SandboxProcess, limit_memory, limited_time
 
 # A state of the lexer takes 1 to 2 kB; usual grammars reach a few hundred. The time of a parser row grows with
 # the square of its items: 2,000 (the default) keep a mask near 100 ms, 10,000 took 12 s.
@@ -40,11 +37,8 @@ LOG_LEVEL = 0
 # For one mask, llguidance would compute all of an endless forced text, as of /a+/ "a". The last declaration counts.
 NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
 
-# Elapsed time of an answer on a busy machine. A new subprocess builds the vocabulary first, in 1 s for 150,000 tokens.
-_ANSWER_TIMEOUT_SECONDS = 60.0
 # Processor time of a check: elapsed time depends on the other work of the machine.
 _MAX_COMPILE_SECONDS = 5.0
-_POLLS = 10
 # Processor time of one mask and one token.
 _MAX_STEP_SECONDS = 0.2
 _MEMORY_BYTES = 256 * 2**20
@@ -54,7 +48,6 @@ _NICE_INCREMENT = 5
 # Wait of a grammar for a subprocess in the background: a busy machine may leave it without a processor.
 _BACKGROUND_SECONDS = 1.0
 
-_DEVNULL = subprocess.DEVNULL
 COMPILE_LIMIT_EXCEEDED = "it takes too long or too much memory to compile"
 STEP_LIMIT_EXCEEDED = "it takes too long to match"
 
@@ -95,95 +88,65 @@ class GrammarSandbox:
         lengths = [len(token) for token in vocabulary.tokens]
         numbers = json.dumps([lengths, vocabulary.special_token_ids, vocabulary.end_tokens])
         self._vocabulary = numbers.encode(), b"".join(vocabulary.tokens)
-        self._pipe: Connection | None = None
-        self._ready = self._in_background = False
-        self._end: Callable[[], object] = lambda: None
+        self._process = SandboxProcess(__name__)
+        self._is_ready = self._in_background = False
 
     def check(self, source: str) -> str:
         """Why the grammar must not be compiled in this process, or "". Raises TimeoutError without an answer."""
         pipe = self._wait_ready()
         try:
             pipe.send_bytes(source.encode())
-            return self._answer(pipe)
+            return self._process.receive().decode()
         except (EOFError, BrokenPipeError, ConnectionResetError):
             self.close()
             return COMPILE_LIMIT_EXCEEDED
 
     def close(self) -> None:
         """End the subprocess; the next check starts another one."""
-        self._end()
-        self._pipe, self._ready = None, False
+        self._process.close()
 
     def start(self, *, in_background: bool = False) -> Connection:
         """Start the subprocess if it does not run, without a wait for its vocabulary.
 
         in_background  whether the vocabulary is built in time that no other process needs
         """
-        if self._pipe is None:
-            self._pipe, self._in_background = self._start(in_background), in_background
-        return self._pipe
+        pipe, is_new = self._process.connect(_MAX_COMPILE_SECONDS, int(in_background))
+        if is_new:
+            self._is_ready, self._in_background = False, in_background
+            for part in self._vocabulary:
+                pipe.send_bytes(part)
+        return pipe
 
     def _wait_ready(self) -> Connection:
         pipe = self.start()
-        if not self._ready:
+        if not self._is_ready:
             if self._in_background and not pipe.poll(_BACKGROUND_SECONDS):
                 # Its priority cannot be raised.
                 self.close()
                 pipe = self.start()
-            self._answer(pipe)
-            self._ready = True
+            self._process.receive()
+            self._is_ready = True
         return pipe
 
-    def _answer(self, pipe: Connection) -> str:
-        """The next message. Raises TimeoutError, EOFError."""
-        # A wait is split into polls: after a suspension of both processes only one of them has timed out.
-        if not any(pipe.poll(_ANSWER_TIMEOUT_SECONDS / _POLLS) for _ in range(_POLLS)):
-            self.close()
-            raise TimeoutError(f"the grammar sandbox does not answer within {_ANSWER_TIMEOUT_SECONDS:g} s")
-        return pipe.recv_bytes().decode()
 
-    def _start(self, in_background: bool) -> Connection:
-        here, there = Pipe()
-        # Isolated: modules of this folder would shadow the standard library.
-        numbers = (there.fileno(), _MAX_COMPILE_SECONDS, int(in_background))
-        command = [sys.executable, "-I", __file__, *map(str, numbers)]
-        # No messages of a crash, and no signals from the terminal.
-        process = subprocess.Popen(
-            command, pass_fds=[there.fileno()], stdin=_DEVNULL, stderr=_DEVNULL, start_new_session=True
-        )
-        there.close()
-        self._end = weakref.finalize(self, _terminate, process, here)
-        for part in self._vocabulary:
-            here.send_bytes(part)
-        return here
-
-
-def _terminate(process: subprocess.Popen[bytes], pipe: Connection) -> None:
-    pipe.close()
-    process.kill()
-    process.wait()
-
-
-def _serve(pipe: Connection, max_seconds: float, *, in_background: bool) -> None:
+def serve(pipe: Connection, max_seconds: str, in_background: str) -> None:
     """The main loop of the subprocess, until the pipe is closed or a check takes `max_seconds` of processor time."""
     os.nice(_NICE_INCREMENT)
     lengths, markers, end_tokens = json.loads(pipe.recv_bytes())
     text = io.BytesIO(pipe.recv_bytes())
     tokens = [text.read(length) for length in lengths]
     vocabulary = GrammarVocabulary(tokens, markers, end_tokens=end_tokens, encode=_encode_nothing)
-    with ThreadPoolExecutor(1, initializer=_yield_processor if in_background else None) as thread:
+    with ThreadPoolExecutor(1, initializer=_yield_processor if int(in_background) else None) as thread:
         sliced = thread.submit(lambda: with_slices(vocabulary.to_llguidance())).result()
     pipe.send_bytes(b"")
-    _limit_memory()
+    limit_memory(_MEMORY_BYTES)
     while True:
         try:
             source = pipe.recv_bytes().decode()
         except EOFError:
             return
-        # Its signal ends the subprocess.
-        signal.setitimer(signal.ITIMER_PROF, max_seconds)
-        fault = _check_grammar(sliced, source)
-        signal.setitimer(signal.ITIMER_PROF, 0)
+        with limited_time(float(max_seconds)):
+            fault = _check_grammar(sliced, source)
         pipe.send_bytes(fault.encode())
 
 
@@ -198,14 +161,6 @@ def _yield_processor() -> None:
 def _encode_nothing(text: str) -> list[int]:
     """The sandbox samples tokens from masks and encodes no text."""
     return []
-
-
-def _limit_memory() -> None:
-    """Limit the memory of this process to `_MEMORY_BYTES` more than now (Linux only)."""
-    statm = Path("/proc/self/statm")
-    if statm.exists():
-        limit = int(statm.read_text().split()[0]) * resource.getpagesize() + _MEMORY_BYTES
-        resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
 
 
 def _check_grammar(vocabulary: LLTokenizer, source: str) -> str:
@@ -236,7 +191,3 @@ def _random_token(mask: bytes, generator: random.Random) -> int | None:
         return None
     byte = rotated[zeros]
     return (start + zeros) % len(mask) * 8 + generator.choice([bit for bit in range(8) if byte >> bit & 1])
-
-
-if __name__ == "__main__":
-    _serve(Connection(int(sys.argv[1])), float(sys.argv[2]), in_background=sys.argv[3] == "1")

@@ -8,20 +8,16 @@ from __future__ import annotations
 
 import functools
 import json
-import resource
 import signal
-import subprocess
-import sys
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from multiprocessing.connection import Connection, Pipe
-from pathlib import Path
+from multiprocessing.connection import Connection
 from typing import Any
 
 from jinja2 import TemplateError
 
+from engine.sandbox import SandboxProcess, limit_memory
 from engine.text.variables import undeclared_variables
 
 # Processor time of all renderings of one request, or of the detection of the tool call format.
@@ -32,18 +28,9 @@ _MAX_RENDERED_BYTES = 64 * 2**20
 # Characters of all templates of a model; published ones have up to 30,000.
 _MAX_CHARACTERS = 256 * 1024
 _MAX_REASON_CHARACTERS = 1000
-# Elapsed time of an answer on a busy machine; the start of the subprocess imports transformers' templates in 0.7 s.
-_ANSWER_TIMEOUT_SECONDS = 60.0
-_POLLS = 10
 _LOCK_TIMEOUT_SECONDS = 10.0
 
 _RENDERED, _REFUSED, _TOO_COSTLY = b"+", b"-", b"!"
-_ROOT = str(Path(__file__).resolve().parents[2])
-_PROGRAM = (
-    "import sys; sys.path.insert(0, sys.argv[1])\n"
-    "from engine.text.template_process import serve\n"
-    "serve(int(sys.argv[2]), float(sys.argv[3]))"
-)
 
 
 class TemplateTooCostly(Exception):
@@ -57,7 +44,7 @@ class TemplateUnavailable(Exception):
 class TemplateJob:
     """The renderings of one request, which have a limit of processor time together."""
 
-    def __init__(self, pipe: Connection, answer: Callable[[Connection], bytes]) -> None:
+    def __init__(self, pipe: Connection, answer: Callable[[], bytes]) -> None:
         self._pipe, self._answer, self._is_first = pipe, answer, True
 
     def prepare(self, template: str) -> frozenset[str]:
@@ -82,7 +69,7 @@ class TemplateJob:
     def _call(self, template: str, messages: list[dict[str, object]] | None, options: Mapping[str, object]) -> str:
         self._pipe.send_bytes(json.dumps((self._is_first, template, messages, dict(options))).encode())
         self._is_first = False
-        answer = self._answer(self._pipe)
+        answer = self._answer()
         text = answer[1:].decode(errors="surrogatepass")
         if answer[:1] == _REFUSED:
             raise TemplateError(text)
@@ -98,10 +85,8 @@ class TemplateProcess:
     def __init__(self, max_seconds: float = _MAX_SECONDS) -> None:
         self._max_seconds = max_seconds
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._pipe: Connection | None = None
-        self._ready = False
-        self._end: Callable[[], object] = lambda: None
+        self._process = SandboxProcess(__name__)
+        self._is_ready = False
 
     def start(self) -> None:
         """Start the subprocess if it does not run, without a wait for its imports."""
@@ -115,9 +100,9 @@ class TemplateProcess:
             raise TemplateUnavailable("waits for other renderings")
         try:
             pipe = self._connect()
-            if not self._ready:
-                self._receive(pipe)
-                self._ready = True
+            if not self._is_ready:
+                self._receive()
+                self._is_ready = True
             yield TemplateJob(pipe, self._answer)
         except (EOFError, BrokenPipeError, ConnectionResetError) as error:
             self.close()
@@ -125,10 +110,19 @@ class TemplateProcess:
         finally:
             self._lock.release()
 
-    def _answer(self, pipe: Connection) -> bytes:
+    def close(self) -> None:
+        """End the subprocess; the next job starts another one."""
+        self._process.close()
+
+    def _connect(self) -> Connection:
+        pipe, is_new = self._process.connect(self._max_seconds)
+        self._is_ready = self._is_ready and not is_new
+        return pipe
+
+    def _answer(self) -> bytes:
         """The answer to a rendering. Raises TemplateTooCostly if the subprocess exceeded a limit."""
         try:
-            answer = self._receive(pipe)
+            answer = self._receive()
         except (EOFError, ConnectionResetError):
             answer = _TOO_COSTLY
         if answer == _TOO_COSTLY:
@@ -136,41 +130,12 @@ class TemplateProcess:
             raise TemplateTooCostly("takes too long or too much memory to render")
         return answer
 
-    def _receive(self, pipe: Connection) -> bytes:
+    def _receive(self) -> bytes:
         """The next message. Raises TemplateUnavailable, EOFError."""
-        # A wait is split into polls: after a suspension of both processes only one of them has timed out.
-        if not any(pipe.poll(_ANSWER_TIMEOUT_SECONDS / _POLLS) for _ in range(_POLLS)):
-            self.close()
-            raise TemplateUnavailable(f"is not rendered within {_ANSWER_TIMEOUT_SECONDS:g} s")
-        return pipe.recv_bytes()
-
-    def _connect(self) -> Connection:
-        if self._process is not None and self._process.poll() is not None:
-            self.close()
-        if self._pipe is None:
-            self._pipe = self._spawn()
-        return self._pipe
-
-    def _spawn(self) -> Connection:
-        here, there = Pipe()
-        command = [sys.executable, "-I", "-c", _PROGRAM, _ROOT, str(there.fileno()), str(self._max_seconds)]
-        # No messages of a crash, and no signals from the terminal.
-        self._process = subprocess.Popen(
-            command,
-            pass_fds=[there.fileno()],
-            stdin=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        there.close()
-        self._end = weakref.finalize(self, _terminate, self._process, here)
-        return here
-
-    def close(self) -> None:
-        """End the subprocess; the next job starts another one."""
-        self._end()
-        self._process = self._pipe = None
-        self._ready = False
+        try:
+            return self._process.receive()
+        except TimeoutError as error:
+            raise TemplateUnavailable(f"is not rendered: {error}") from error
 
 
 @functools.cache
@@ -186,28 +151,21 @@ def check_size(templates: Iterable[str]) -> None:
         raise TemplateTooCostly(f"has {characters:,} characters, and the limit is {_MAX_CHARACTERS:,}")
 
 
-def _terminate(process: subprocess.Popen[bytes], pipe: Connection) -> None:
-    pipe.close()
-    process.kill()
-    process.wait()
-
-
-def serve(descriptor: int, max_seconds: float) -> None:
+def serve(pipe: Connection, max_seconds: str) -> None:
     """The main loop of the subprocess, until its pipe is closed or a job takes `max_seconds` of processor time."""
     # The other processes import transformers' templates later, or never.
     import engine.text.template  # noqa: F401
 
-    pipe = Connection(descriptor)
     pipe.send_bytes(b"")
-    _limit_memory()
-    seconds = max_seconds
+    limit_memory(_MEMORY_BYTES)
+    limit = seconds = float(max_seconds)
     while True:
         try:
             is_first, template, messages, options = json.loads(pipe.recv_bytes())
         except EOFError:
             return
         # Its signal ends the subprocess.
-        signal.setitimer(signal.ITIMER_PROF, max_seconds if is_first else seconds)
+        signal.setitimer(signal.ITIMER_PROF, limit if is_first else seconds)
         answer = _answer(template, messages, options)
         seconds, _ = signal.setitimer(signal.ITIMER_PROF, 0)
         pipe.send_bytes(answer)
@@ -228,11 +186,3 @@ def _answer(template: str, messages: list[dict[str, object]] | None, options: di
     except Exception as error:
         answer = _REFUSED + str(error)[:_MAX_REASON_CHARACTERS].encode(errors="surrogatepass")
     return answer if len(answer) <= _MAX_RENDERED_BYTES else _TOO_COSTLY
-
-
-def _limit_memory() -> None:
-    """Limit the memory of this process to `_MEMORY_BYTES` more than now (Linux only)."""
-    statm = Path("/proc/self/statm")
-    if statm.exists():
-        limit = int(statm.read_text().split()[0]) * resource.getpagesize() + _MEMORY_BYTES
-        resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))

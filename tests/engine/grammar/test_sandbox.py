@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
+from engine import sandbox as process_module
 from engine.errors import GrammarTooCostly, Overloaded
 from engine.grammar import sandbox as trial
 from engine.grammar.sandbox import GrammarSandbox, GrammarVocabulary
@@ -71,7 +72,7 @@ def test_invalid_grammars_pass_the_sandbox(tried: GrammarSandbox) -> None:
 
 def test_the_process_exits_when_the_pipe_closes(tried: GrammarSandbox) -> None:
     assert "" == tried.check('start: "a"')
-    process, pipe = tried._end.peek()[2]  # type: ignore[attr-defined]
+    process, pipe = tried._process._end.peek()[2]  # type: ignore[attr-defined]
     pipe.close()
 
     assert 0 == process.wait(10)
@@ -97,7 +98,7 @@ def test_the_limit_of_a_compilation_is_processor_time(tried: GrammarSandbox, mon
     """A process that waits for the processor uses none of it."""
     monkeypatch.setattr(trial, "_MAX_COMPILE_SECONDS", 0.5)
     assert "" == tried.check('start: "a"')
-    process, _ = tried._end.peek()[2]  # type: ignore[attr-defined]
+    process, _ = tried._process._end.peek()[2]  # type: ignore[attr-defined]
     process.send_signal(signal.SIGSTOP)
     continued = threading.Timer(2 * trial._MAX_COMPILE_SECONDS, process.send_signal, [signal.SIGCONT])
     continued.start()
@@ -112,7 +113,7 @@ def test_a_grammar_without_an_answer_of_the_sandbox_may_be_sent_again(
     """On a machine without processor time for it."""
     save_tokenizer(tmp_path)
     known = grammars_of(tmp_path)
-    monkeypatch.setattr(trial, "_ANSWER_TIMEOUT_SECONDS", 0.0)
+    monkeypatch.setattr(process_module, "_ANSWER_TIMEOUT_SECONDS", 0.0)
     with pytest.raises(Overloaded):
         known.compile(Grammar('start: "a"'))
     monkeypatch.undo()

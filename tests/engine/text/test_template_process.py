@@ -115,9 +115,10 @@ def test_a_conversation_that_a_template_refuses_keeps_the_process(limited: Templ
 def test_a_process_that_was_killed_is_replaced(limited: TemplateProcess) -> None:
     with limited.job() as job:
         job.prepare(SPEAKERS)
-    assert limited._process is not None
-    limited._process.kill()
-    limited._process.wait()
+    process = limited._process._process
+    assert process is not None
+    process.kill()
+    process.wait()
 
     with limited.job() as job:
         assert "hello\n" == job.render(SPEAKERS, [MESSAGE], {})
