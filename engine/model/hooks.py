@@ -91,6 +91,15 @@ class AttentionBackend(Protocol):
         ...
 
 
+def set_attention(model: Any, name: str) -> None:
+    """Set the attention implementation of the text layers; those of other parts, such as vision towers, keep theirs."""
+    config = model.config
+    text = config.get_text_config(decoder=True)
+    key = next((key for key in config.sub_configs if getattr(config, key, None) is text), None)
+    has_parts = key is not None or (config.sub_configs and text is config)
+    model.set_attn_implementation({"": name, **({} if key is None else {key: name})} if has_parts else name)
+
+
 @contextmanager
 def use_backend(backend: AttentionBackend) -> Iterator[None]:
     """Inside the block, models with the attention implementation ATTENTION_NAME call `backend`."""

@@ -1,0 +1,1 @@
+"""Images and sounds of prompts: decoding, processing, and the rows that the model makes of them."""
