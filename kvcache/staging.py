@@ -1,4 +1,4 @@
-"""The way of numbers from the host to a device: the arrays of a step in one copy."""
+"""Copies the integers of a step to the device in one transfer."""
 
 from __future__ import annotations
 

@@ -13,9 +13,9 @@ from server.affinity.keys import RequestKeys
 from server.affinity.memory import KEYS_PER_REPLICA, PrefixMemory
 from server.affinity.ring import HashRing, position
 
-# Requests above the least loaded of four replicas that a known prefix, and a conversation, outweighs: of the pairs from
-# (1, 2) to (8, 16) the fastest in benchmarks/fleet/simulate.py at 60 and 90 % of the capacity of 100 replicas with
-# 8 slots.
+# Extra requests that a replica may have, over the least loaded of four, before a known prefix, or a conversation, no
+# longer decides: of the pairs from (1, 2) to (8, 16) the fastest in benchmarks/fleet/simulate.py at 60 and 90 % of the
+# capacity of 100 replicas with 8 slots.
 PREFIX_WORTH, CONVERSATION_WORTH = 4, 8
 # Replicas of one answer of the chooser: the first gets the request, the others follow where it fails.
 CHOICES = 4
