@@ -65,11 +65,13 @@ HEADERS_TOO_LARGE = ErrorKind(431, "invalid_request_error", "headers_too_large")
 INTERNAL_ERROR = ErrorKind(500, "server_error", "internal_error")
 GENERATION_FAILED = ErrorKind(500, "server_error", "generation_failed")
 MODEL_LOADING = ErrorKind(503, "unavailable_error", "model_loading")
+MODEL_FAILED = ErrorKind(503, "unavailable_error", "model_failed")
 SERVER_DRAINING = ErrorKind(503, "unavailable_error", "server_draining")
 TOO_MANY_CONNECTIONS = ErrorKind(503, "unavailable_error", "too_many_connections")
 HUB_UNREACHABLE = ErrorKind(503, "unavailable_error", "hub_unreachable")
 ENGINE_DEAD = ErrorKind(503, "unavailable_error", "engine_dead")
 STORE_UNAVAILABLE = ErrorKind(503, "unavailable_error", "store_unavailable")
+LOAD_TIMEOUT = ErrorKind(504, "unavailable_error", "load_timeout")
 DISK_FULL = ErrorKind(507, "unavailable_error", "disk_full")
 
 # Paths with another error format.
@@ -163,6 +165,9 @@ def from_engine_error(error: engine_errors.EngineError, path: str) -> ApiError:
             return invalid_value(error.field, error.reason)
         case engine_errors.Unavailable():
             return _unavailable(error)
+        case engine_errors.ModelError():
+            message = f"The model cannot be loaded: {error}."
+            return ApiError(MODEL_FAILED, message, headers={"x-should-retry": "false"})
         case engine_errors.Unsatisfiable():
             return ApiError(UNSATISFIABLE, f"The request allows no answer: {error.reason}.")
         case engine_errors.SequenceFailed():
@@ -195,6 +200,12 @@ def unsupported_parameter(field: str, reason: str) -> ApiError:
     """A documented parameter that the served model does not support."""
     message = f"This server does not support '{field}' with this model: {reason}."
     return ApiError(UNSUPPORTED_PARAMETER, message, param=field)
+
+
+def load_timeout(model: str, seconds: float) -> ApiError:
+    """The load of a model took longer than a request waits for it; it goes on."""
+    message = f"The model '{model}' was not loaded within {seconds:g} s. The load goes on: try again later."
+    return ApiError(LOAD_TIMEOUT, message, param="model", headers={"Retry-After": str(MAX_RETRY_SECONDS)})
 
 
 def internal_error() -> ApiError:
