@@ -10,9 +10,8 @@ import logging
 import queue
 import threading
 import time
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -23,7 +22,7 @@ from engine.draft.loading import load_draft, make_speculation
 from engine.embedder.loading import LoadedEmbedder, load_embedder
 from engine.embedder.scheduler import EmbeddingScheduler
 from engine.embedder.tokenizer import EmbeddingTokenizer
-from engine.errors import Draining, EngineDead, EngineError, InvalidRequest, Loading, ModelError, Overloaded
+from engine.errors import Draining, EngineDead, EngineError, InvalidRequest, Loading, ModelError
 from engine.grammar.compiler import GrammarCompiler
 from engine.load.load import LoadedModel
 from engine.load.machine.device import resolve_device
@@ -32,6 +31,7 @@ from engine.loop import Cancel, Command, Embed, EngineLoop, Inspect, SetUnread, 
 from engine.output.stop_regex import check_stop_regex
 from engine.output.stream import RequestStream
 from engine.parallel.loading import loaded_model
+from engine.queue_limit import QueueLimit
 from engine.text.tokenizer import Tokenizer
 from engine.types.events import Event, Failed
 from engine.types.progress import Progress, progress_to
@@ -45,41 +45,6 @@ log = logging.getLogger("cellar.engine")
 
 # The interval at which the event loop checks for a stuck step.
 _LIVENESS_CHECK_SECONDS = 5.0
-
-
-class QueueLimit:
-    """Limits open requests, running and waiting ones. Belongs to the event loop's thread.
-
-    max_waiting  of all owners together. An owner with less than an even share of slots and queue is admitted all the
-                 same, so that no owner can fill the queue for the others.
-    """
-
-    def __init__(self, max_waiting: int) -> None:
-        self._max_waiting = max_waiting
-        self._open_requests: Counter[str] = Counter()
-        self._mean_seconds = 1.0
-
-    def check(self, owner: str, slots: int) -> None:
-        """Raise Overloaded, with the estimated wait, if no further request of the owner is admitted."""
-        waiting = self._open_requests.total() - slots
-        share = (self._max_waiting + slots) // len({*self._open_requests, owner})
-        if waiting >= self._max_waiting and self._open_requests[owner] >= share:
-            raise Overloaded(waiting, min(max(self._mean_seconds * (waiting + 1) / slots, 1.0), 60.0))
-
-    def record_duration(self, seconds: float) -> None:
-        """Add the time of a finished request, from admission to end, to the exponential mean."""
-        self._mean_seconds += 0.1 * (seconds - self._mean_seconds)
-
-    @contextmanager
-    def hold(self, owner: str) -> Iterator[None]:
-        """Count a request of the owner as open inside the block."""
-        self._open_requests[owner] += 1
-        try:
-            yield
-        finally:
-            self._open_requests[owner] -= 1
-            if not self._open_requests[owner]:
-                del self._open_requests[owner]
 
 
 class Engine(EngineClient):

@@ -40,6 +40,39 @@ class AddedVocabulary:
         return tokens[0] if len(tokens) == 1 else None
 
 
+@dataclass(frozen=True, slots=True)
+class ChatFormatSource:
+    """Values from which the chat format of a model is detected again, in another process.
+
+    encodings  tokens of the texts that the detection encodes
+    """
+
+    template: str
+    added: dict[str, int]
+    special: frozenset[str]
+    encodings: dict[str, tuple[int, ...]]
+    response: dict[str, object] | None
+
+    def detect(self) -> ChatFormat:
+        """The chat format, as `detect_chat_format` found it."""
+        vocabulary = AddedVocabulary(self.added, self.special, self.encodings.__getitem__)
+        return detect_chat_format(self.template, vocabulary, self.response)
+
+
+def chat_format_source(
+    template: str, vocabulary: AddedVocabulary, response: Mapping[str, object] | None = None
+) -> ChatFormatSource:
+    """The values that `detect_chat_format` uses."""
+    encodings: dict[str, tuple[int, ...]] = {}
+
+    def encode(text: str) -> Sequence[int]:
+        return encodings.setdefault(text, tuple(vocabulary.encode(text)))
+
+    detect_chat_format(template, replace(vocabulary, encode=encode), response)
+    response = None if response is None else dict(response)
+    return ChatFormatSource(template, dict(vocabulary.added), vocabulary.special, encodings, response)
+
+
 def detect_chat_format(
     template: str, vocabulary: AddedVocabulary, response: Mapping[str, object] | None = None
 ) -> ChatFormat:

@@ -14,7 +14,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from engine.chat_format.detection import AddedVocabulary, detect_chat_format
+from engine.chat_format.detection import AddedVocabulary, ChatFormatSource, chat_format_source, detect_chat_format
 from engine.chat_format.message import Tool
 from engine.errors import ContextTooLong, InvalidRequest, Overloaded
 from engine.text.detokenizer import Detokenizer, IncrementalDetokenizer, TokenBytes, detokenize
@@ -75,8 +75,11 @@ class Tokenizer:
         self._call_format, self.has_system_role = ToolCallFormat(), True
         if self.has_chat_template:
             self._examine_templates()
-        response = getattr(tokenizer, "response_template", None)
-        self.chat_format = detect_chat_format(_template_text(tokenizer), self._added_vocabulary(), response)
+        self.chat_format = detect_chat_format(self.template, self._added_vocabulary(), self._response_template)
+
+    def chat_format_source(self) -> ChatFormatSource:
+        """The values from which another process detects `chat_format`."""
+        return chat_format_source(self.template, self._added_vocabulary(), self._response_template)
 
     def with_context(self, context: int, max_context: int) -> Tokenizer:
         """Set the context and the maximum context; returns the tokenizer itself."""
@@ -137,8 +140,13 @@ class Tokenizer:
 
     @property
     def template(self) -> str:
-        """The source of the chat template, or ""."""
-        return _template_text(self._tokenizer) or ""
+        """The source of the chat template, or of all of them if there are several; "" without one."""
+        return "\n".join(_templates(self._tokenizer))
+
+    @property
+    def _response_template(self) -> Mapping[str, object] | None:
+        response: Mapping[str, object] | None = getattr(self._tokenizer, "response_template", None)
+        return response
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         """The tokens of a prompt, with or without special tokens such as BOS.
@@ -388,11 +396,6 @@ class _Offsets(Sequence[int]):
 
     def __getitem__(self, token: Any) -> Any:
         return self._encoding.token_to_chars(token)[self._edge]
-
-
-def _template_text(tokenizer: Any) -> str:
-    """The source of the chat template, or of all of them if there are several."""
-    return "\n".join(_templates(tokenizer))
 
 
 def _templates(tokenizer: Any) -> list[str]:

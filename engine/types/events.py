@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -18,7 +19,7 @@ class Logprob:
 
     token: int
     text: str
-    bytes: bytes
+    bytes: builtins.bytes
     logprob: float
     in_output: bool = True
 

@@ -6,8 +6,8 @@ from contextlib import ExitStack
 
 import pytest
 
-from engine.engine import QueueLimit
 from engine.errors import Overloaded
+from engine.queue_limit import QueueLimit
 
 SLOTS, MOST = 2, 6
 
