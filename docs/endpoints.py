@@ -35,6 +35,10 @@ SECTIONS = {
     "scoring": ("Rankings and decisions", "By the served model or an embedding model ([more](scoring.md))."),
     "tokens": ("Tokens", "Text to tokens and back, and the model's template ([more](scoring.md#tokens))."),
     "models": ("Models and capabilities", "What is served, and which parameters it supports."),
+    "adapters": (
+        "LoRA adapters",
+        "Loading and unloading, as in vLLM, and llama.cpp's list ([more](adapters.md#load-and-unload)).",
+    ),
     "monitoring": (
         "Health and metrics",
         "For probes, Prometheus and the web page ([metrics](monitoring.md), [page](page.md)).",

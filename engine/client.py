@@ -121,7 +121,7 @@ class EngineClient(Protocol):
 
     @property
     def info(self) -> ModelInfo:
-        """The model. Raises Loading before it is loaded."""
+        """The model, with its adapters now. Raises Loading before it is loaded."""
 
     @property
     def memory(self) -> MemoryPlan:
@@ -155,6 +155,19 @@ class EngineClient(Protocol):
 
         Raises Loading, and EngineDead if the engine ends.
         """
+
+    def has_adapter(self, name: str) -> bool:
+        """Whether requests can name an adapter: a loaded one, or one of the folder of adapters."""
+
+    async def load_adapter(self, name: str, path: str, *, in_place: bool) -> None:
+        """Load an adapter below the folder of adapters; `in_place`: in place of an adapter with its name, which running
+        requests keep.
+
+        Raises Loading, EngineDead, AdapterUnsupported and subclasses of AdapterError.
+        """
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget a loaded adapter at once; running requests keep it. Raises Loading, EngineDead, AdapterUnknown."""
 
     def check_admission(self, owner: str) -> None:
         """Raise Overloaded if `open` would refuse every request of the owner now because the queue is full."""

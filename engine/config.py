@@ -229,6 +229,23 @@ class EngineConfig:
             default_text="none",
         ),
     ] = ()
+    lora_dir: Annotated[
+        str | None,
+        Setting(
+            "Folder of LoRA adapters: requests choose a subfolder by its name as their model, which loads it at the "
+            "first request, and POST /v1/load_lora_adapter loads paths below it.",
+            default_text="none",
+        ),
+    ] = None
+    max_loras: Annotated[int, Setting("Most adapters of --lora-dir in memory.")] = 8
+    lora_memory: Annotated[
+        int | None,
+        Setting(
+            "Memory of the adapters of --lora-dir, such as 1GiB.",
+            default_text="512 MiB, or 5 % of the free memory if that is less",
+            parse=parse_size,
+        ),
+    ] = None
     embedding_model: Annotated[
         str | None,
         Setting("Folder or hub id of a second model, for embeddings or for ranking.", default_text="none"),
@@ -280,6 +297,7 @@ class EngineConfig:
             draft_model=None,
             draft_quantize=None,
             lora=(),
+            lora_dir=None,
             chat_template=None,
             context=context,
             slots=slots,
@@ -294,6 +312,11 @@ class EngineConfig:
         return {name: folder for name, _, folder in (entry.partition("=") for entry in self.lora)}
 
     @property
+    def has_adapters(self) -> bool:
+        """Whether requests may have adapters, of the start or loaded at run time."""
+        return bool(self.lora or self.lora_dir)
+
+    @property
     def records_steps(self) -> bool:
         """Whether decoding steps may be recorded as CUDA graphs: not those that several ranks compute together."""
         return not self.enforce_eager and self.tensor_parallel == 1
@@ -304,7 +327,7 @@ class EngineConfig:
             value = getattr(self, name)
             if isinstance(value, str) and value not in words:
                 raise ConfigError(name, f"must be one of {', '.join(words)}, not {value}")
-        for name in ("context", "slots", "cells", "chunk", "threads", "checkpoint", "tensor_parallel"):
+        for name in ("context", "slots", "cells", "chunk", "threads", "checkpoint", "tensor_parallel", "max_loras"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(name, f"must be at least 1, not {value}")
@@ -312,9 +335,9 @@ class EngineConfig:
             raise ConfigError("batch_invariant", "is for float32, bfloat16 and float16, not float64")
         if self.context is not None and self.context < 8:
             raise ConfigError("context", f"must be at least 8, not {self.context}")
-        for name in ("max_waiting", "disk_cache_bytes", "host_cache_bytes", "itl_target_ms"):
+        for name in ("max_waiting", "disk_cache_bytes", "host_cache_bytes", "itl_target_ms", "lora_memory"):
             value = getattr(self, name)
-            if value != "auto" and not 0 <= value < math.inf:
+            if value not in ("auto", None) and not 0 <= value < math.inf:
                 raise ConfigError(name, f"must be 0 or more, not {value}")
         self._check_memory()
         self._check_device()
@@ -368,8 +391,10 @@ class EngineConfig:
                 raise ConfigError("lora", f"must be name=FOLDER, not {entry}")
         if len(self.adapters) < len(self.lora):
             raise ConfigError("lora", "has a name twice")
-        if self.lora and self.tensor_parallel > 1:
-            raise ConfigError("lora", "is not supported with --tensor-parallel")
+        if self.lora_dir and not Path(self.lora_dir).expanduser().is_dir():
+            raise ConfigError("lora_dir", f"{self.lora_dir} is no folder")
+        if self.has_adapters and self.tensor_parallel > 1:
+            raise ConfigError("lora" if self.lora else "lora_dir", "is not supported with --tensor-parallel")
 
     def _check_drafts(self) -> None:
         if self.draft_tokens != "auto" and not 0 <= self.draft_tokens <= MAX_DRAFT_TOKENS:

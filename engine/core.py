@@ -15,6 +15,7 @@ from dataclasses import replace
 
 import torch
 
+from engine.adapters.adapter import Adapter
 from engine.config import EngineConfig
 from engine.draft.depth import FixedDepth
 from engine.draft.speculation import Speculation
@@ -99,6 +100,14 @@ class Core:
         sequence.adapter = adapters.acquire(request.adapter)
         self._sequences[request.id] = sequence
         self._scheduler.submit(sequence)
+
+    def load_adapter(self, adapter: Adapter) -> None:
+        """Load an adapter: requests name it from now on; sequences of an earlier one with its name keep that."""
+        self._loaded.adapters.load(adapter)
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget an adapter; its sequences keep it. KeyError for an unknown name."""
+        self._loaded.adapters.unload(name)
 
     def cancel(self, request_id: str) -> None:
         """Remove a request, running or waiting, without an event; unknown and finished ids are ignored."""

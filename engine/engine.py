@@ -11,10 +11,12 @@ import queue
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractContextManager, ExitStack, asynccontextmanager
+from contextlib import AbstractContextManager, AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
 
+from engine.adapters.catalog import AdapterCatalog
+from engine.adapters.folder import AdapterFolder
 from engine.client import EngineClient
 from engine.config import EngineConfig
 from engine.core import Core
@@ -22,12 +24,33 @@ from engine.draft.loading import load_draft, make_speculation
 from engine.embedder.loading import LoadedEmbedder, load_embedder
 from engine.embedder.scheduler import EmbeddingScheduler
 from engine.embedder.tokenizer import EmbeddingTokenizer
-from engine.errors import Draining, EngineDead, EngineError, InvalidRequest, Loading, ModelError
+from engine.errors import (
+    AdapterPathRefused,
+    AdapterUnknown,
+    Draining,
+    EngineDead,
+    EngineError,
+    InvalidRequest,
+    Loading,
+    ModelError,
+)
 from engine.grammar.compiler import GrammarCompiler
+from engine.load.adapters import AdapterReader, adapter_limits
 from engine.load.load import LoadedModel
 from engine.load.machine.device import resolve_device
 from engine.load.recording import record_steps
-from engine.loop import Cancel, Command, Embed, EngineLoop, Inspect, SetUnread, Stop, Submit
+from engine.loop import (
+    Cancel,
+    Command,
+    Embed,
+    EngineLoop,
+    Inspect,
+    LoadAdapter,
+    SetUnread,
+    Stop,
+    Submit,
+    UnloadAdapter,
+)
 from engine.output.stop_regex import check_stop_regex
 from engine.output.stream import RequestStream
 from engine.parallel.loading import loaded_model
@@ -65,6 +88,8 @@ class Engine(EngineClient):
         # Requests and jobs that were opened so far.
         self._opened = 0
         self._loaded: LoadedModel | None = None
+        self._adapter_folder = AdapterFolder(config.lora_dir) if config.lora_dir else None
+        self._adapters: AdapterCatalog | None = None
         self._embedder: LoadedEmbedder | None = None
         self._failure: EngineError | None = None
         self._draining = False
@@ -120,8 +145,9 @@ class Engine(EngineClient):
 
     @property
     def info(self) -> ModelInfo:
-        """The model. Raises Loading before it is loaded."""
-        return self._require_model().info
+        """The model, with its adapters now. Raises Loading before it is loaded."""
+        info = self._require_model().info
+        return info if self._adapters is None else replace(info, adapters=self._adapters.infos)
 
     @property
     def memory(self) -> MemoryPlan:
@@ -171,6 +197,32 @@ class Engine(EngineClient):
             self._inbox.put(Inspect(owner, salt, partial(self._call_on_loop, partial(_set_result, pending))))
         return await asyncio.shield(pending)
 
+    def has_adapter(self, name: str) -> bool:
+        """Whether requests can name an adapter: a loaded one, or one of the folder of adapters."""
+        if self._adapters is not None:
+            return self._adapters.has(name)
+        return name in self._config.adapters or (
+            self._adapter_folder is not None and self._adapter_folder.find(name) is not None
+        )
+
+    async def load_adapter(self, name: str, path: str, *, in_place: bool) -> None:
+        """Load an adapter below the folder of adapters; `in_place`: in place of an adapter with its name, which running
+        requests keep.
+
+        Raises Loading, EngineDead, AdapterUnsupported and subclasses of AdapterError.
+        """
+        self._require_model()
+        if self._adapters is None:
+            raise AdapterPathRefused
+        await self._adapters.load(name, path, in_place=in_place)
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget a loaded adapter at once; running requests keep it. Raises Loading, EngineDead, AdapterUnknown."""
+        self._require_model()
+        if self._adapters is None:
+            raise AdapterUnknown(name)
+        self._adapters.unload(name)
+
     def check_admission(self, owner: str) -> None:
         """Raise Overloaded if `open` would refuse every request of the owner now because the queue is full."""
         if self._loaded is not None:
@@ -182,11 +234,28 @@ class Engine(EngineClient):
 
     @asynccontextmanager
     async def open(self, request: Request) -> AsyncIterator[RequestStream]:
-        """Run a request inside the block; leaving the block cancels it.
+        """Run a request inside the block; leaving the block cancels it. An adapter of the folder is loaded first.
 
-        Raises before the request is queued: Loading, Draining, EngineDead, Overloaded, ContextTooLong, InvalidRequest.
+        Raises before the request is queued: Loading, Draining, EngineDead, Overloaded, ContextTooLong, InvalidRequest,
+        AdapterUnsupported, AdaptersFull.
         """
         self._check(request)
+        async with self._adapter_of(request), self._open_checked(request) as stream:
+            yield stream
+
+    @asynccontextmanager
+    async def _adapter_of(self, request: Request) -> AsyncIterator[None]:
+        """Inside the block the adapter of a request is in use."""
+        if self._adapters is None or not request.adapter:
+            yield
+            return
+        async with AsyncExitStack() as block:
+            with self.reserve(request.owner):
+                await block.enter_async_context(self._adapters.hold(request.adapter))
+            yield
+
+    @asynccontextmanager
+    async def _open_checked(self, request: Request) -> AsyncIterator[RequestStream]:
         matcher = None
         if request.stop_regex or request.grammar is not None:
             with self.reserve(request.owner):
@@ -194,8 +263,8 @@ class Engine(EngineClient):
                     await asyncio.to_thread(check_stop_regex, request.stop_regex)
                 if request.grammar is not None:
                     matcher = await asyncio.to_thread(self.grammars.matcher, request.grammar)
-            # The engine may be draining by now, or a request with this id was opened.
-            self._check(request)
+        # The engine may be draining by now, or a request with this id was opened.
+        self._check(request)
         async with self._open_stream(request.id, request.owner, Submit(request, matcher)) as stream:
             yield stream
 
@@ -234,6 +303,8 @@ class Engine(EngineClient):
         After `seconds` in all, unfinished requests end with Failed and unflushed tokens are lost.
         """
         self._draining = True
+        if self._adapters is not None:
+            self._adapters.close()
         deadline = self._loop.time() + seconds
         while self._streams and await self._wait_until(self._stream_closed, deadline):
             self._stream_closed.clear()
@@ -259,6 +330,10 @@ class Engine(EngineClient):
         self._check_accepting(request.id)
         loaded = self._require_model()
         check_request(request, loaded, max_step_tokens=self._config.chunk, drafters=self._drafting.kinds)
+        if self._adapters is not None:
+            self._adapters.check(request.adapter)
+        elif request.adapter:
+            raise InvalidRequest("model", f"there is no adapter {request.adapter[:128]!r}")
         self._queue_limit.check(request.owner, loaded.info.slots)
 
     def _check_accepting(self, id: str) -> None:
@@ -305,6 +380,8 @@ class Engine(EngineClient):
         """On the event loop: the thread loaded the model, or failed."""
         self._loaded, self._drafting = loaded or self._loaded, drafting
         self._embedder = embedder or self._embedder
+        if loaded is not None and loaded.adapter_reader is not None:
+            self._adapters = self._catalog(loaded, loaded.adapter_reader)
         self._failure = self._failure or failure
         self._phase = "ready"
         self._load_done.set()
@@ -315,6 +392,19 @@ class Engine(EngineClient):
                 # A finished one leaves the table in the next iteration of the event loop.
                 if not pending.done():
                     pending.set_exception(failure)
+
+    def _catalog(self, loaded: LoadedModel, reader: AdapterReader) -> AdapterCatalog:
+        """The adapters that are loaded, and those of the folder of the settings."""
+        folder = self._adapter_folder
+        root = None if folder is None else folder.root
+        return AdapterCatalog(
+            loaded.info.adapters,
+            adapter_limits(self._config, loaded.memory.available_bytes),
+            folder,
+            read=partial(reader.read, root=root),
+            load=lambda adapter: self._inbox.put(LoadAdapter(adapter)),
+            unload=lambda name: self._inbox.put(UnloadAdapter(name)),
+        )
 
     # The methods below run on the engine thread.
 

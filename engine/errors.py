@@ -13,6 +13,11 @@ EngineError
 │   ├── PlanTooLarge         weights and cache exceed the memory
 │   ├── DraftTooLarge        the draft model exceeds the memory that the model leaves
 │   └── EmbedderTooLarge     the embedding model exceeds the memory
+├── AdapterError             a call that loads or unloads an adapter is refused
+│   ├── AdapterLoaded        its name is loaded already
+│   ├── AdapterUnknown       no adapter has the name
+│   ├── AdapterPathRefused   the path is not below the folder of adapters
+│   └── AdaptersFull         the adapter exceeds the memory or the number of adapters
 ├── RequestError             the request cannot be served; no token was computed for it
 │   ├── InvalidRequest       a field has a value that the model or its template refuses
 │   │   ├── GrammarTooCostly the grammar exceeds its limits of time or memory
@@ -83,6 +88,43 @@ class AdapterUnsupported(ModelError):
     def __init__(self, adapter: str, reason: str) -> None:
         super().__init__(f"cannot load the adapter {adapter!r}: {reason}")
         self.adapter, self.reason = adapter, reason
+
+
+class AdapterError(EngineError):
+    """A call that loads or unloads an adapter is refused."""
+
+
+class AdapterLoaded(AdapterError):
+    """An adapter with the name is loaded already."""
+
+    def __init__(self, adapter: str) -> None:
+        super().__init__(f"the adapter {adapter!r} is loaded already")
+        self.adapter = adapter
+
+
+class AdapterUnknown(AdapterError):
+    """No loaded adapter has the name."""
+
+    def __init__(self, adapter: str) -> None:
+        super().__init__(f"there is no adapter {adapter!r}")
+        self.adapter = adapter
+
+
+class AdapterPathRefused(AdapterError):
+    """The path of an adapter is not below the folder of adapters, or there is no such folder."""
+
+    def __init__(self) -> None:
+        super().__init__("adapters are loaded from paths below the folder of --lora-dir only")
+
+
+class AdaptersFull(AdapterError):
+    """An adapter exceeds the memory or the number of adapters that are loaded at run time."""
+
+    def __init__(self, size: int, used: int, limit: int, count: int, max_count: int) -> None:
+        super().__init__(
+            f"the adapter needs {format_size(size)}; {count} of {max_count} adapters (--max-loras) are loaded, with "
+            f"{format_size(used)} of {format_size(limit)} (--lora-memory)"
+        )
 
 
 class ModelKept(ModelError):

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from engine.adapters.adapter import Adapter
 from engine.core import Core
 from engine.embedder.scheduler import EmbeddingScheduler
 from engine.grammar.matcher import GrammarMatcher
@@ -63,11 +64,25 @@ class Inspect:
 
 
 @dataclass(frozen=True, slots=True)
+class LoadAdapter:
+    """Load an adapter under its name, in place of another one with that name."""
+
+    adapter: Adapter
+
+
+@dataclass(frozen=True, slots=True)
+class UnloadAdapter:
+    """Forget a loaded adapter."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     """End the loop."""
 
 
-Command = Submit | Embed | Cancel | SetUnread | Inspect | Stop
+Command = Submit | Embed | Cancel | SetUnread | Inspect | LoadAdapter | UnloadAdapter | Stop
 
 
 class EngineLoop:
@@ -138,6 +153,10 @@ class EngineLoop:
                 self._core.set_unread(request_id, is_unread)
             case Inspect(owner, salt, deliver):
                 deliver(self._core.snapshot(owner, salt))
+            case LoadAdapter(adapter):
+                self._core.load_adapter(adapter)
+            case UnloadAdapter(name):
+                self._core.unload_adapter(name)
 
     def _handle_commands(self, inbox: queue.SimpleQueue[Command], watchdog: Watchdog, *, wait: bool) -> bool:
         """Execute all queued commands; `wait` for the first one for a while. False after a Stop."""

@@ -24,7 +24,6 @@ def check_request(request: Request, loaded: LoadedModel, *, max_step_tokens: int
         encoder.check(request.media, request.prompt)
     else:
         _require("media", request.media is None, "this model has no encoder for media")
-    loaded.adapters.check(request.adapter)
     _require_feature("bidirectional", loaded, StepFeatures(bidirectional=bool(request.bidirectional)))
     _check_bidirectional(request, max_step_tokens)
     _check_scores(request, info.vocabulary)

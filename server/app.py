@@ -25,6 +25,7 @@ from server.metrics.traces import make_traces
 from server.models.lease import LeaseMiddleware
 from server.models.registry import ModelRegistry
 from server.routes import (
+    adapters,
     anthropic,
     batches,
     capabilities,
@@ -85,6 +86,7 @@ def create_app(engine: EngineClient, settings: Settings) -> FastAPI:
     app.state.models = registry = ModelRegistry(service)
     app.router.route_class = LenientRoute if settings.lenient else WarningRoute
     for routes in (
+        adapters,
         capabilities,
         completions,
         llama,

@@ -26,15 +26,20 @@ _MAX_CONFIG_BYTES = 2**20
 
 
 def read_adapter(
-    name: str, folder: Path, shapes: Mapping[str, tuple[int, int]], dtype: torch.dtype = torch.float32
+    name: str,
+    folder: Path,
+    shapes: Mapping[str, tuple[int, int]],
+    dtype: torch.dtype = torch.float32,
+    root: Path | None = None,
 ) -> Adapter:
     """The adapter in a folder. Raises AdapterUnsupported.
 
     shapes  [outputs, columns] of the layers that can be adapted, by the name of the module
     dtype   of its factors in memory
+    root    symbolic links are followed inside of it only; None: everywhere
     """
     # Each file is read once: what is validated, loaded and part of the digest is the same.
-    content, weights = _read_files(name, folder)
+    content, weights = _read_files(name, folder, root)
     config = AdapterConfig.parse(name, content)
     try:
         tensors = safetensors.torch.load(weights)
@@ -47,8 +52,8 @@ def read_adapter(
     return Adapter(name, _digest(content, weights), layers)
 
 
-def _read_files(name: str, folder: Path) -> tuple[bytes, bytes]:
-    """The contents of the configuration and of the weights."""
+def _read_files(name: str, folder: Path, root: Path | None) -> tuple[bytes, bytes]:
+    """The contents of the configuration and of the weights, of one version of the folder."""
     if folder.suffix == ".gguf":
         raise AdapterUnsupported(name, "adapters in GGUF files are not supported")
     if not (folder / CONFIG_FILE).is_file():
@@ -56,14 +61,28 @@ def _read_files(name: str, folder: Path) -> tuple[bytes, bytes]:
     if not (folder / WEIGHTS_FILE).is_file():
         remedy = f"; {_PICKLE_FILE} is not read: save it as safetensors" if (folder / _PICKLE_FILE).exists() else ""
         raise AdapterUnsupported(name, f"{folder} has no {WEIGHTS_FILE}{remedy}")
+    files = (folder / CONFIG_FILE, folder / WEIGHTS_FILE)
     try:
-        with (folder / CONFIG_FILE).open("rb") as file:
+        if root is not None and not all(file.resolve().is_relative_to(root) for file in files):
+            raise AdapterUnsupported(name, "a symbolic link leaves the folder of adapters")
+        versions = [_version(file) for file in files]
+        with files[0].open("rb") as file:
             content = file.read(_MAX_CONFIG_BYTES + 1)
         if len(content) > _MAX_CONFIG_BYTES:
             raise AdapterUnsupported(name, f"{CONFIG_FILE} has more than {_MAX_CONFIG_BYTES} bytes")
-        return content, (folder / WEIGHTS_FILE).read_bytes()
+        weights = files[1].read_bytes()
+        # A configuration with the weights of another version would scale them wrongly.
+        if versions != [_version(file) for file in files]:
+            raise AdapterUnsupported(name, "its files changed while they were read")
+        return content, weights
     except OSError as error:
         raise AdapterUnsupported(name, f"{folder} cannot be read ({error.strerror})") from error
+
+
+def _version(file: Path) -> tuple[int, ...]:
+    """Differs after a write to the file, or when another file has its name."""
+    status = file.stat()
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _pairs(name: str, tensors: Mapping[str, Tensor], layers: Container[str]) -> dict[str, dict[str, Tensor]]:

@@ -6,7 +6,7 @@ the same bits in any batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -70,9 +70,13 @@ class AdapterLinear(nn.Module):
         if batch is None:
             return output
         rows, products = inputs.reshape(-1, inputs.shape[-1]), output.reshape(-1, output.shape[-1])
+        names = _names.get()
+        if names is not None:
+            if rows.shape[0] == batch.batch_rows:
+                names.add(self._name)
+            return output
         if rows.shape[0] != batch.batch_rows:
             raise ValueError(f"the layer {self._name} computes {rows.shape[0]} rows of a batch of {batch.batch_rows}")
-        _called(self._name)
         for slot, indices in batch.by_slot:
             factors = self.factors.get(slot)
             if factors is not None:
@@ -103,6 +107,23 @@ class AdaptableLayers:
         """[outputs, columns] of each layer."""
         return {name: (module.out_features, module.in_features) for name, module in self._layers.items()}
 
+    def find_called(self, run: Callable[[], None]) -> frozenset[str]:
+        """The layers that `run` calls with all rows of a batch, in which a row has an adapter.
+
+        A model may read the weights of a layer without a call, or call it with the rows of some tokens only.
+        """
+        for name in self._layers:
+            self._wrap(name)
+        names: set[str] = set()
+        token = _names.set(names)
+        try:
+            run()
+        finally:
+            _names.reset(token)
+            for name in self._layers:
+                self._unwrap(name)
+        return frozenset(names)
+
     def set(self, slot: int, factors: Mapping[str, LowRank]) -> None:
         """Set the factors of a slot, by the names of layers."""
         for name, pair in factors.items():
@@ -115,15 +136,22 @@ class AdaptableLayers:
 
     def _wrap(self, name: str) -> AdapterLinear:
         if name not in self._wrapped:
-            parent, _, attribute = name.rpartition(".")
             self._wrapped[name] = wrapped = AdapterLinear(name, self._layers[name])
-            setattr(self._model.get_submodule(parent), attribute, wrapped)
+            self._replace(name, wrapped)
         return self._wrapped[name]
+
+    def _unwrap(self, name: str) -> None:
+        del self._wrapped[name]
+        self._replace(name, self._layers[name])
+
+    def _replace(self, name: str, module: nn.Module) -> None:
+        parent, _, attribute = name.rpartition(".")
+        setattr(self._model.get_submodule(parent), attribute, module)
 
 
 # The rows of the current forward; None: no row has an adapter.
 _rows: ContextVar[AdapterRows | None] = ContextVar("engine.adapters.modules.rows", default=None)
-# The names of called layers, where they are watched.
+# The names of called layers, inside `find_called`.
 _names: ContextVar[set[str] | None] = ContextVar("engine.adapters.modules.names", default=None)
 
 
@@ -135,20 +163,3 @@ def use_adapters(lengths: Sequence[int], slots: Sequence[int]) -> Iterator[None]
         yield
     finally:
         _rows.reset(token)
-
-
-@contextmanager
-def watch_adapted_layers() -> Iterator[set[str]]:
-    """Yields the names of the layers that add products of adapters inside the block."""
-    names: set[str] = set()
-    token = _names.set(names)
-    try:
-        yield names
-    finally:
-        _names.reset(token)
-
-
-def _called(name: str) -> None:
-    names = _names.get()
-    if names is not None:
-        names.add(name)

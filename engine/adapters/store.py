@@ -8,7 +8,6 @@ from dataclasses import replace
 
 from engine.adapters.adapter import Adapter
 from engine.adapters.modules import AdaptableLayers
-from engine.errors import InvalidRequest
 from engine.types.request import Request
 from engine.types.status import AdapterInfo
 
@@ -17,7 +16,7 @@ NO_ADAPTER = 0
 
 
 class AdapterStore:
-    """Adapters by the name of requests. Belongs to the engine thread, except for `check`.
+    """Adapters by the name of requests. Belongs to the engine thread.
 
     A slot is free again when its name is unloaded and no running sequence uses it.
     """
@@ -54,11 +53,6 @@ class AdapterStore:
     def unload(self, name: str) -> None:
         """Forget a name; running sequences keep its adapter. KeyError for an unknown name."""
         self._free(self._slots.pop(name))
-
-    def check(self, name: str) -> None:
-        """Raise InvalidRequest unless requests can name the adapter; "" is none. From any thread."""
-        if name and name not in self._slots:
-            raise InvalidRequest("model", f"there is no adapter {name!r}")
 
     def with_salt(self, request: Request) -> Request:
         """The request with a salt of its adapter's own: cached prefixes and outputs are of one version of it."""

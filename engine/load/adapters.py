@@ -1,15 +1,18 @@
-"""Loads the adapters of the settings, and checks that the runner of the model computes them."""
+"""Reads the adapters of a model, and loads those of the settings."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from engine.adapters.adapter import Adapter
+from engine.adapters.catalog import AdapterLimits
 from engine.adapters.checkpoint import read_adapter
-from engine.adapters.modules import AdaptableLayers, watch_adapted_layers
+from engine.adapters.modules import AdaptableLayers
 from engine.adapters.store import AdapterStore
 from engine.config import EngineConfig
 from engine.errors import AdapterUnsupported
@@ -19,26 +22,64 @@ from engine.step.input import StepFeatures, StepInput
 from kvcache.cache import Cache
 from kvcache.spec import Span
 
-# Tokens of the check: two with the adapter, and one without.
+# The default of --lora-memory is the least of both: bytes, and a part of the free memory.
+_MEMORY_BYTES, _MEMORY_DIVISOR = 512 * 2**20, 20
+# Tokens of the check: two with an adapter, and one without.
 _LENGTHS = (2, 1)
 
 
-def load_adapters(config: EngineConfig, model: Any, runner: ModelRunner, *, recurrent: bool) -> AdapterStore:
-    """The adapters of the settings. Raises AdapterUnsupported."""
-    if not config.lora:
-        return AdapterStore()
-    layers = AdaptableLayers(model)
-    store, shapes = AdapterStore(layers), layers.shapes
-    dtype = torch.float64 if model.dtype == torch.float64 else torch.float32
+@dataclass(frozen=True, slots=True)
+class AdapterReader:
+    """Reads adapters of one model. From any thread.
+
+    shapes  [outputs, columns] of its linear layers, by name
+    called  the layers that a step calls with all rows
+    dtype   of factors in memory
+    """
+
+    shapes: Mapping[str, tuple[int, int]]
+    called: frozenset[str]
+    dtype: torch.dtype
+
+    def read(self, name: str, path: Path, root: Path | None = None) -> Adapter:
+        """The adapter in a folder; symbolic links are followed inside of `root` only. Raises AdapterUnsupported."""
+        adapter = read_adapter(name, path, self.shapes, self.dtype, root)
+        for layer in adapter.layers:
+            if layer not in self.called:
+                raise AdapterUnsupported(name, f"the model does not call its layer {layer} for every token")
+        return adapter
+
+
+def load_adapters(
+    config: EngineConfig, model: Any, runner: ModelRunner, *, recurrent: bool
+) -> tuple[AdapterStore, AdapterReader | None]:
+    """The adapters of the settings, and the reader of others; None if the settings permit none.
+
+    Raises AdapterUnsupported.
+    """
+    if not config.has_adapters:
+        return AdapterStore(), None
     reason = runner.supports(StepFeatures(adapters=True))
     if reason is None and has_encoder(model.config):
         reason = "models with an encoder have no adapters"
+    if reason is not None:
+        raise AdapterUnsupported(next(iter(config.adapters), config.lora_dir or ""), reason)
+    layers = AdaptableLayers(model)
+    store, shapes = AdapterStore(layers), layers.shapes
+    cache = _cache(runner, model.dtype, recurrent=recurrent)
+    called = layers.find_called(lambda: _run(runner, cache))
+    reader = AdapterReader(shapes, called, torch.float64 if model.dtype == torch.float64 else torch.float32)
     for name, folder in config.adapters.items():
-        if reason is not None:
-            raise AdapterUnsupported(name, reason)
-        adapter = read_adapter(name, Path(folder).expanduser(), shapes, dtype)
-        _check(adapter, store.load(adapter), runner, _cache(runner, model.dtype, recurrent=recurrent))
-    return store
+        store.load(reader.read(name, Path(folder).expanduser()))
+    return store, reader
+
+
+def adapter_limits(config: EngineConfig, available_bytes: int) -> AdapterLimits:
+    """Of the adapters that are loaded at run time."""
+    memory = config.lora_memory
+    if memory is None:
+        memory = min(_MEMORY_BYTES, available_bytes // _MEMORY_DIVISOR)
+    return AdapterLimits(config.max_loras, memory)
 
 
 def _cache(runner: ModelRunner, dtype: torch.dtype, *, recurrent: bool) -> Cache:
@@ -49,18 +90,9 @@ def _cache(runner: ModelRunner, dtype: torch.dtype, *, recurrent: bool) -> Cache
     return Cache(specs, slots=2, capacity=length, cells=2 * length, state_bytes=state_bytes, dtype=dtype)
 
 
-def _check(adapter: Adapter, slot: int, runner: ModelRunner, cache: Cache) -> None:
-    """Raise AdapterUnsupported unless a step calls every adapted layer with all rows of the batch.
-
-    A model may read the weights of a layer without a call, or call it with the rows of some tokens only.
-    """
+def _run(runner: ModelRunner, cache: Cache) -> None:
+    """A step with two sequences, the first with an adapter."""
     spans = [Span(number, 0, length) for number, length in enumerate(_LENGTHS)]
     tokens = range(sum(_LENGTHS))
-    with watch_adapted_layers() as called, cache.forward(spans) as forward:
-        try:
-            runner.run(StepInput(forward, tokens, [tokens[-1]], adapters=(slot, 0)))
-        except ValueError as error:
-            raise AdapterUnsupported(adapter.name, str(error)) from error
-    missing = [layer for layer in adapter.layers if layer not in called]
-    if missing:
-        raise AdapterUnsupported(adapter.name, f"the model does not call its layer {missing[0]} for every token")
+    with cache.forward(spans) as forward:
+        runner.run(StepInput(forward, tokens, [tokens[-1]], adapters=(1, 0)))

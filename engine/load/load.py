@@ -21,7 +21,7 @@ from engine.config import BUNDLED_NAME, EngineConfig
 from engine.errors import ModelUnsupported
 from engine.grammar.compiler import GrammarCompiler
 from engine.kernels.cpu.build.libraries import compile_ahead
-from engine.load.adapters import load_adapters
+from engine.load.adapters import AdapterReader, load_adapters
 from engine.load.check.checking import EarlierChecks, ModelChecks, log_margins, read_earlier_checks
 from engine.load.fusion import fuse
 from engine.load.layers import LayersToQuantize, QuantizedLayers, quantize_layers
@@ -66,7 +66,8 @@ _ENCODER_MEMORY_DIVISOR = 8
 class LoadedModel:
     """A checked model, and everything that serving it requires.
 
-    adapters  that requests can name
+    adapters  of the settings, and later those that are loaded at run time
+    adapter_reader  None: the settings permit no adapters
     on_move  of its cache, see Cache
     margins  of the decisions by tolerance at this load, the narrowest first; empty with the outcome of an earlier start
     """
@@ -85,6 +86,7 @@ class LoadedModel:
     on_move: Callable[[int, CellArray, CellArray, int], None] | None = None
     identity: str = ""
     adapters: AdapterStore = field(default_factory=AdapterStore)
+    adapter_reader: AdapterReader | None = None
     margins: tuple[Margin, ...] = ()
 
     @property
@@ -151,7 +153,7 @@ def _load(config: EngineConfig, on_phase: Callable[[str], None], reserved_bytes:
     quantised = quantize_layers(config, layers, checks.quantization_plan()) if on_cpu else quantised
     selection, invariant = checks.select(quantised.format, context=max_context(text_config))
     compute_dtype = torch.float32 if selection.reason is None else dtype
-    adapters = load_adapters(config, model, selection.runner, recurrent=recurrent)
+    adapters, adapter_reader = load_adapters(config, model, selection.runner, recurrent=recurrent)
     _fuse(config, selection.runner, text_config.vocab_size, on_phase)
     sizes = model_sizes(
         config,
@@ -203,6 +205,7 @@ def _load(config: EngineConfig, on_phase: Callable[[str], None], reserved_bytes:
         grammars=GrammarCompiler(tokenizer, vocabulary_size=text_config.vocab_size, end_tokens=ends),
         encoder=encoder,
         adapters=adapters,
+        adapter_reader=adapter_reader,
     )
     return replace(loaded, identity=_identity(checkpoint, loaded, quantised.key))
 

@@ -51,8 +51,8 @@ _REMEDIES = {
     "cellar pull MODEL --revision REVISION downloads it and prints its folder.": ("revision", "hf-file", "-hff"),
     "Embeddings of the model need no option; --embedding-model adds a second model.": ("embedding", "embeddings"),
     "Metrics are always at /metrics.": ("metrics", "enable-metrics"),
-    "--lora name=FOLDER, repeatable, is the only option of LoRA adapters.": (
-        *("enable-lora", "max-loras", "max-lora-rank", "lora-base", "lora-init-without-apply"),
+    "--lora name=FOLDER, repeatable, and --lora-dir FOLDER are the options of LoRA adapters.": (
+        *("enable-lora", "max-lora-rank", "lora-base", "lora-init-without-apply"),
     ),
     "There is no vision and no audio input: models are served for text only.": (
         *("mmproj", "mmproj-url", "mm", "-mm", "image", "audio", "limit-mm-per-prompt", "enable-multimodal"),

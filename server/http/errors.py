@@ -45,6 +45,7 @@ UNSATISFIABLE = ErrorKind(400, "invalid_request_error", "unsatisfiable")
 CONTEXT_LENGTH_EXCEEDED = ErrorKind(400, "invalid_request_error", "context_length_exceeded")
 INVALID_API_KEY = ErrorKind(401, "invalid_request_error", "invalid_api_key")
 ORIGIN_NOT_ALLOWED = ErrorKind(403, "invalid_request_error", "origin_not_allowed")
+ADAPTER_PATH_NOT_ALLOWED = ErrorKind(403, "invalid_request_error", "adapter_path_not_allowed")
 KEY_REQUIRED = ErrorKind(403, "invalid_request_error", "key_required")
 MODEL_NOT_FOUND = ErrorKind(404, "invalid_request_error", "model_not_found")
 RESPONSE_NOT_FOUND = ErrorKind(404, "invalid_request_error", "response_not_found")
@@ -72,6 +73,7 @@ HUB_UNREACHABLE = ErrorKind(503, "unavailable_error", "hub_unreachable")
 ENGINE_DEAD = ErrorKind(503, "unavailable_error", "engine_dead")
 STORE_UNAVAILABLE = ErrorKind(503, "unavailable_error", "store_unavailable")
 LOAD_TIMEOUT = ErrorKind(504, "unavailable_error", "load_timeout")
+ADAPTERS_FULL = ErrorKind(507, "unavailable_error", "adapters_full")
 DISK_FULL = ErrorKind(507, "unavailable_error", "disk_full")
 
 # Paths with another error format.
@@ -163,6 +165,8 @@ def from_engine_error(error: engine_errors.EngineError, path: str) -> ApiError:
             return context_too_long(error, field, subject="the prompt", advice=more)
         case engine_errors.InvalidRequest():
             return invalid_value(error.field, error.reason)
+        case engine_errors.AdapterError() | engine_errors.AdapterUnsupported():
+            return _adapter_error(error)
         case engine_errors.Unavailable():
             return _unavailable(error)
         case engine_errors.ModelError():
@@ -231,9 +235,32 @@ def _timed_out_empty(event: Finished) -> bool:
     return event.reason == "length" and event.stop == "deadline" and not event.usage.completion_tokens
 
 
+def _adapter_error(error: engine_errors.AdapterError | engine_errors.AdapterUnsupported) -> ApiError:
+    """The texts are vLLM's where it has the error."""
+    match error:
+        case engine_errors.AdapterLoaded():
+            message = (
+                f"The lora adapter '{error.adapter}' has already been loaded. If you want to load the adapter in "
+                "place, set 'load_inplace' to True."
+            )
+            return ApiError(INVALID_VALUE, message, param="lora_name")
+        case engine_errors.AdapterUnknown():
+            return ApiError(MODEL_NOT_FOUND, f"The lora adapter '{error.adapter}' cannot be found.", param="lora_name")
+        case engine_errors.AdapterPathRefused():
+            return ApiError(ADAPTER_PATH_NOT_ALLOWED, _sentence(error), param="lora_path")
+        case engine_errors.AdaptersFull():
+            return ApiError(ADAPTERS_FULL, _sentence(error), headers={"x-should-retry": "false"})
+        case _:
+            return ApiError(INVALID_VALUE, _sentence(error), param="lora_path")
+
+
+def _sentence(error: engine_errors.EngineError) -> str:
+    return f"{str(error)[:1].upper()}{str(error)[1:]}."
+
+
 def _unavailable(error: engine_errors.Unavailable) -> ApiError:
     retry = {"Retry-After": str(_retry_seconds(error.retry_after_seconds))}
-    message = f"{str(error)[:1].upper()}{str(error)[1:]}."
+    message = _sentence(error)
     match error:
         case engine_errors.Overloaded():
             return ApiError(QUEUE_FULL, message, headers=retry)

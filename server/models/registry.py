@@ -30,8 +30,10 @@ class ModelRegistry:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the model that generates, the main name first, and of its adapters."""
-        return (*self.settings.model_names, *self.settings.adapters)
+        """The names of the model that generates, the main name first, and of its loaded adapters."""
+        engine, settings = self._service.engine, self.settings
+        loaded = [adapter.name for adapter in engine.info.adapters] if engine.ready else settings.adapters
+        return (*settings.model_names, *loaded)
 
     @property
     def all_names(self) -> tuple[str, ...]:
@@ -42,11 +44,11 @@ class ModelRegistry:
     def served_name(self, name: str) -> str:
         """The name itself, or the served one of an address on the hub such as hf.co/organisation/model."""
         plain = plain_name(name)
-        return plain if plain in self.all_names and name not in self.all_names else name
+        return plain if plain in self.all_names and not self._is_served(name) else name
 
     def without_tag(self, name: str) -> str:
         """The name without the default tag of Ollama's clients."""
-        return name if name in self.names else self.served_name(name.removesuffix(LATEST_TAG))
+        return name if self._is_served(name) else self.served_name(name.removesuffix(LATEST_TAG))
 
     def check_admission(self, owner: str) -> None:
         """Raise Overloaded if every request of the owner would be refused now because the queue is full."""
@@ -95,12 +97,20 @@ class ModelRegistry:
             )
             raise ApiError(MODEL_NOT_FOUND, message, param="model")
         is_any_name = self.settings.serves_any_name and _may_be_name(name)
-        if name.removesuffix(LATEST_TAG) not in self.names and not is_any_name:
+        adapter = next((each for each in (name, name.removesuffix(LATEST_TAG)) if self._is_adapter(each)), "")
+        if not adapter and name.removesuffix(LATEST_TAG) not in self.settings.model_names and not is_any_name:
             served = ", ".join(f"'{each}'" for each in self.names)
             message = f"The model '{name[:128]}' does not exist here. This server serves {served}."
             raise ApiError(MODEL_NOT_FOUND, message, param="model")
-        short = name if name in self.settings.adapters else name.removesuffix(LATEST_TAG)
-        return replace(self._service, name=name, adapter=short if short in self.settings.adapters else "")
+        return replace(self._service, name=name, adapter=adapter)
+
+    def _is_served(self, name: str) -> bool:
+        return name in self.all_names or self._is_adapter(name)
+
+    def _is_adapter(self, name: str) -> bool:
+        """Whether a name is of an adapter, and of no model."""
+        names = (*self.settings.model_names, self.settings.embedding_name)
+        return name not in names and self._service.engine.has_adapter(name)
 
 
 def _may_be_name(name: str) -> bool:

@@ -24,10 +24,10 @@ from server.http.errors import (
     unsupported_parameter,
 )
 from server.http.stream_encoder import Frames, json_line
+from server.models.permission import ModelPermission
 from server.models.presets import LATEST_TAG, Preset
 from server.models.registry import ModelRegistry
 from server.ollama.cached import remove_cached
-from server.ollama.permission import ModelPermission
 from server.ollama.pull import Downloads, Lines, hub_name, served_lines
 from server.routes.openapi import NDJSON, streamed_responses
 from server.schemas.ollama import CopyRequest, CreateRequest, DeleteRequest, OllamaStatus, PullRequest

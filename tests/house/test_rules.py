@@ -28,7 +28,7 @@ BOUNDARIES = {
     "server/responses/task.py": "HTTP boundary of a background response",
 }
 # Files of the engine with coroutines: they run on the event loop, everything else on the engine thread.
-EVENT_LOOP = {"engine/client.py", "engine/engine.py", "engine/output/stream.py"}
+EVENT_LOOP = {"engine/adapters/catalog.py", "engine/client.py", "engine/engine.py", "engine/output/stream.py"}
 FAMILIES = ("llama", "qwen", "gemma", "mistral", "phi", "olmo", "gpt", "neox", "cohere", "mamba", "deepseek", "granite")
 # Their files name the architecture of a model: it is part of the format.
 FILE_FORMATS = ("engine/convert/", "engine/gguf/")

@@ -12,17 +12,26 @@ import math
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from engine.chat_format.detection import AddedVocabulary, detect_chat_format
-from engine.errors import ContextTooLong, Draining, EngineError, GrammarTooCostly, InvalidRequest, Loading, Overloaded
+from engine.errors import (
+    AdapterUnknown,
+    ContextTooLong,
+    Draining,
+    EngineError,
+    GrammarTooCostly,
+    InvalidRequest,
+    Loading,
+    Overloaded,
+)
 from engine.text.fill_in_middle import FillInMiddle
 from engine.text.variables import undeclared_variables
 from engine.types.events import Delta, Event, Failed, Finished, Logprob, Started, Timings, TokenLogprob, Usage
 from engine.types.request import EmbeddingJob, Grammar, RenderedPrompt, Request
 from engine.types.snapshot import EngineSnapshot
-from engine.types.status import DraftingInfo, EmbeddingModelInfo, MemoryPlan, ModelInfo, Stats
+from engine.types.status import AdapterInfo, DraftingInfo, EmbeddingModelInfo, MemoryPlan, ModelInfo, Stats
 from server.configuration.settings import ClientLimits, Settings
 from server.lifecycle import Lifecycle, listen
 from tests.server.embedders import FakeEmbeddingTokenizer, count_letters
@@ -216,6 +225,7 @@ class FakeEngine:
     # The state of the engine; and the owner and salt of each request for it.
     state: EngineSnapshot = EngineSnapshot(Stats(), 0.0, 64, (), (), (), ())
     inspected: list[tuple[str, bytes]] = field(default_factory=list)
+    adapter_error: EngineError | None = None
     cut: set[asyncio.Event] = field(default_factory=set)
 
     def start(self) -> None:
@@ -248,6 +258,21 @@ class FakeEngine:
     async def snapshot(self, owner: str, salt: bytes) -> EngineSnapshot:
         self.inspected.append((owner, salt))
         return self.state
+
+    def has_adapter(self, name: str) -> bool:
+        return any(adapter.name == name for adapter in self.info_value.adapters)
+
+    async def load_adapter(self, name: str, path: str, *, in_place: bool) -> None:
+        if self.adapter_error is not None:
+            raise self.adapter_error
+        adapter = AdapterInfo(name, path, 8, ("q_proj",), 1 << 20)
+        self.info_value = replace(self.info_value, adapters=(*self.info_value.adapters, adapter))
+
+    def unload_adapter(self, name: str) -> None:
+        if not self.has_adapter(name):
+            raise AdapterUnknown(name)
+        others = tuple(adapter for adapter in self.info_value.adapters if adapter.name != name)
+        self.info_value = replace(self.info_value, adapters=others)
 
     def check_admission(self, owner: str) -> None:
         self.admissions.append(owner)

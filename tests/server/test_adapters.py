@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from engine.config import ConfigError, EngineConfig
+from engine.errors import AdapterLoaded, AdapterPathRefused, AdaptersFull, AdapterUnsupported, EngineError
 from engine.types.status import AdapterInfo
 from server.app import create_app
 from server.lifecycle import banner
@@ -131,3 +132,84 @@ def test_ranks_and_names_of_models_are_refused() -> None:
         settings(lora=("fake=/adapters/x",)).check()
     assert EngineConfig(lora=LORA).adapters == {"sql": "/adapters/sql", "org/support": "/adapters/a=b"}
     assert EngineConfig(lora=LORA).for_draft("x", context=8, slots=1, cells=8).lora == ()
+
+
+LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+NEW = {"lora_name": "new", "lora_path": "new-v1"}
+
+
+def test_adapters_are_loaded_and_unloaded(app: Any, engine: FakeEngine) -> None:
+    """With vLLM's bodies and texts; requests may name them at once, and not after."""
+    body = {"model": "new", "messages": CHAT}
+    assert ask(app, "POST", "/v1/chat/completions", json_body=body).status == 404
+    loaded = ask(app, "POST", LOAD, json_body=NEW)
+
+    assert (loaded.status, loaded.body) == (200, b"Success: LoRA adapter 'new' added successfully.")
+    assert ask(app, "POST", "/v1/chat/completions", json_body=body).status == 200
+    assert engine.requests[-1].adapter == "new"
+    assert "new" in [model["id"] for model in ask(app, "GET", "/v1/models").json["data"]]
+    unloaded = ask(app, "POST", UNLOAD, json_body={"lora_name": "new", "lora_int_id": None})
+    assert (unloaded.status, unloaded.body) == (200, b"Success: LoRA adapter 'new' removed successfully.")
+    assert ask(app, "POST", "/v1/chat/completions", json_body=body).status == 404
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code", "text"),
+    [
+        (AdapterLoaded("new"), 400, "invalid_value", "The lora adapter 'new' has already been loaded"),
+        (AdapterUnsupported("new", "rank 0"), 400, "invalid_value", "Cannot load the adapter 'new': rank 0."),
+        (AdapterPathRefused(), 403, "adapter_path_not_allowed", "below the folder of --lora-dir"),
+        (AdaptersFull(2**20, 2**29, 2**29, 3, 8), 507, "adapters_full", "needs 1.0 MiB; 3 of 8 adapters"),
+    ],
+)
+def test_refused_loads_have_the_reason(
+    error: EngineError, status: int, code: str, text: str, app: Any, engine: FakeEngine
+) -> None:
+    """In the format of OpenAI's errors."""
+    engine.adapter_error = error
+    refused = ask(app, "POST", LOAD, json_body=NEW)
+
+    assert (refused.status, refused.json["error"]["code"]) == (status, code)
+    assert text in refused.json["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        (UNLOAD, {"lora_name": "other"}, 404),
+        (UNLOAD, {"lora_name": "fake"}, 404),
+        (UNLOAD, {}, 400),
+        (LOAD, {"lora_name": "x"}, 400),
+        (LOAD, {**NEW, "lora_name": "fake"}, 400),
+        (LOAD, {**NEW, "lora_name": "fake:latest"}, 400),
+        (LOAD, {**NEW, "lora_name": "a\nb"}, 400),
+        (LOAD, {**NEW, "lora_name": ""}, 400),
+        (LOAD, {**NEW, "lora_path": 7}, 400),
+        (LOAD, {**NEW, "other": 7}, 400),
+        ("/lora-adapters", [{"id": 0, "scale": 0.5}], 400),
+    ],
+)
+def test_wrong_calls_are_refused(path: str, body: Any, status: int, app: Any, engine: FakeEngine) -> None:
+    """Nothing changes."""
+    assert ask(app, "POST", path, json_body=body).status == status
+    assert engine.info.adapters == ADAPTERS
+
+
+def test_a_load_needs_a_key_or_a_local_client(engine: FakeEngine) -> None:
+    """As Ollama's calls that change the models do."""
+    proxied = {"x-forwarded-for": "10.0.0.1"}
+    for path, body in ((LOAD, NEW), (UNLOAD, {"lora_name": "sql"})):
+        app = create_app(engine, settings(lora=LORA))  # type: ignore[arg-type]
+        assert ask(app, "POST", path, json_body=body, headers=proxied).status == 403
+        app = create_app(engine, settings(lora=LORA, keys=("secret",)))  # type: ignore[arg-type]
+        assert ask(app, "POST", path, json_body=body).status == 401
+        keyed = {**proxied, "authorization": "Bearer secret"}
+        assert ask(app, "POST", path, json_body=body, headers=keyed).status == 200
+
+
+def test_llama_cpp_s_list_has_no_scales(app: Any) -> None:
+    """Requests choose an adapter by its name."""
+    assert ask(app, "GET", "/lora-adapters").json == [
+        {"id": 0, "path": "sql", "scale": 0.0},
+        {"id": 1, "path": "org/support", "scale": 0.0},
+    ]

@@ -185,7 +185,10 @@ def test_an_unknown_variable_is_an_error(
         ("serve -ngl 99", "Unknown option: -ngl. Its name in Cellar is --device."),
         ("run x y --temp 0.2", "Unknown option: --temp. Its name in Cellar is --temperature."),
         ("serve --lora-modules sql=x", "Unknown option: --lora-modules. Its name in Cellar is --lora."),
-        ("serve --enable-lora", "Unknown option: --enable-lora. --lora name=FOLDER, repeatable, is the only option"),
+        (
+            "serve --enable-lora",
+            "Unknown option: --enable-lora. --lora name=FOLDER, repeatable, and --lora-dir",
+        ),
         ("chat x --mmproj x.gguf", "Unknown option: --mmproj. There is no vision and no audio input"),
         ("serve --cors", "Unknown option: --cors. Its name in Cellar is --allowed-host."),
         ("serve --temp 0", "Unknown option: --temp. Requests have it: their parameter temperature, or --temperature"),

@@ -159,9 +159,9 @@ class ModelChecks:
         if config.tensor_parallel > 1:
             graphs = ", without CUDA graphs" if isinstance(runner, DeviceRunner) else ""
             return RunnerSelection(runner, f"--tensor-parallel {config.tensor_parallel} is computed by torch{graphs}")
-        if config.lora:
+        if config.has_adapters:
             # In a native step a request without an adapter would have other bits alone than beside adapters.
-            return RunnerSelection(runner, "adapters (--lora) are computed by torch")
+            return RunnerSelection(runner, "adapters are computed by torch")
         if config.kernels == "torch" or config.device != "cpu":
             return RunnerSelection(runner, "C++ kernels are not used")
         return select(self._model, runner, self._traits, context=context, checked=checked)
@@ -171,7 +171,7 @@ class ModelChecks:
         is checked. Raises ModelUnsupported.
         """
         runner, native, is_required = selection.runner, selection.reason is None, self._config.batch_invariant
-        is_wanted = is_required or bool(self._config.lora)
+        is_wanted = is_required or self._config.has_adapters
         quantises_rows = format is not None and self._config.device == "cpu"
         if self._dtype == torch.float64 or not (quantises_rows or (is_wanted and not native)):
             return native
@@ -239,6 +239,6 @@ def _outcome_file(
     if is_small(checkpoint.path) or config.tensor_parallel > 1:
         return None
     settings: tuple[object, ...] = (config.device, config.kernels, config.mla)
-    settings += (config.quantize == "none", config.dtype, config.batch_invariant, bool(config.lora))
+    settings += (config.quantize == "none", config.dtype, config.batch_invariant, config.has_adapters)
     kernel = getattr(attend, "__qualname__", type(attend).__qualname__)
     return OutcomeFile((weights, checkpoint.configuration, settings, kernel))

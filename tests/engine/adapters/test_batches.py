@@ -11,11 +11,10 @@ import torch
 from engine.config import EngineConfig
 from engine.core import Core
 from engine.draft.loading import make_speculation
-from engine.errors import AdapterUnsupported, InvalidRequest
+from engine.errors import AdapterUnsupported
 from engine.load.load import LoadedModel
 from engine.step.input import StepFeatures, StepInput
 from engine.types.request import Request
-from engine.validity import check_request
 from kvcache.cache import Cache
 from kvcache.spec import Span
 from tests.engine.kit.adapters import KINDS, AdaptedReference, save_adapter
@@ -169,19 +168,13 @@ def test_adapters_are_counted_as_weights(adapted: Adapted, loaded: Callable[...,
     assert [info.rank for info in model.info.adapters] == [8, 16, 4, 8, 8, 1, 64, 24]
 
 
-def test_an_unknown_adapter_is_refused(adapted: Adapted) -> None:
-    """Before the request is queued."""
-    with pytest.raises(InvalidRequest, match="no adapter 'other'"):
-        check_request(ask("a", PROMPT, adapter="other"), adapted("float32"), max_step_tokens=64, drafters=())
-
-
 def test_the_native_step_has_no_adapters(loaded: Callable[..., LoadedModel], adapted: Adapted) -> None:
     """A model with adapters runs in torch operations, and its banner says so."""
     assert loaded("llama", "float32").info.not_native_reason is None
     assert loaded("llama", "float32").runner.runners[0].supports(StepFeatures(adapters=True)) == (
         "the native step has no adapters"
     )
-    assert adapted("float32").info.not_native_reason == "adapters (--lora) are computed by torch"
+    assert adapted("float32").info.not_native_reason == "adapters are computed by torch"
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from torch import nn
 from engine.adapters.adapter import Adapter, LowRank
 from engine.adapters.modules import AdaptableLayers, AdapterLinear, use_adapters
 from engine.adapters.store import AdapterStore
-from engine.errors import InvalidRequest
 from engine.types.request import Request
 
 ROWS = torch.eye(4)[:3]
@@ -64,8 +63,6 @@ def test_an_unloaded_name_is_unknown_at_once() -> None:
     store.acquire("a")
     store.unload("a")
 
-    with pytest.raises(InvalidRequest, match="no adapter 'a'"):
-        store.check("a")
     assert model.added(slot) == [1.0]
     store.release(slot)
     assert (model.added(slot), store.bytes, store.infos) == ([0.0], 0, ())
@@ -76,12 +73,11 @@ def test_an_unloaded_name_is_unknown_at_once() -> None:
 def test_no_adapter_is_slot_0() -> None:
     """Without adapters too."""
     store = AdapterStore()
-    store.check("")
     store.release(store.acquire(""))
 
     assert store.acquire("") == 0
-    with pytest.raises(InvalidRequest):
-        store.check("a")
+    with pytest.raises(KeyError):
+        store.acquire("a")
 
 
 def test_salts_differ_by_digest() -> None:

@@ -35,6 +35,7 @@ TEXTS = {
     "calibration": "{folder}/keys",
     "chat_template": "{folder}/keys",
     "drafter": "model",
+    "lora_dir": "{folder}",
 }
 
 
