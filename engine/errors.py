@@ -125,6 +125,7 @@ class AdaptersFull(AdapterError):
             f"the adapter needs {format_size(size)}; {count} of {max_count} adapters (--max-loras) are loaded, with "
             f"{format_size(used)} of {format_size(limit)} (--lora-memory)"
         )
+        self.size, self.used, self.limit, self.count, self.max_count = size, used, limit, count, max_count
 
 
 class ModelKept(ModelError):

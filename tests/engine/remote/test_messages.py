@@ -87,6 +87,7 @@ def sample_errors() -> list[EngineError]:
         "exact": False,
         "retry_after_seconds": 2.5,
         **dict.fromkeys(("needed_bytes", "available_bytes", "tokens", "capacity", "max_context", "waiting"), 77),
+        **dict.fromkeys(("size", "used", "limit", "count", "max_count"), 78),
     }
     return [
         _sample(kind, values)
