@@ -129,6 +129,12 @@ class EngineConfig:
             default_text="a built-in text",
         ),
     ] = None
+    no_media: Annotated[
+        bool,
+        Setting(
+            "Serve the text of models with images or audio: the weights of their vision or audio towers are not read."
+        ),
+    ] = False
     chat_template: Annotated[
         str | None,
         Setting("File with a chat template in Jinja, also for GGUF files.", default_text="the model's own"),
@@ -298,6 +304,7 @@ class EngineConfig:
             draft_quantize=None,
             lora=(),
             lora_dir=None,
+            no_media=True,
             chat_template=None,
             context=context,
             slots=slots,

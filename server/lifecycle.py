@@ -298,8 +298,11 @@ def _lines(
     yield "model", f"{info.architecture}, {format_count(info.parameters)} parameters, {info.dtype}, from {info.folder}"
     maximum = f" (--context: up to {info.max_context})" if info.max_context > info.context else ""
     yield "context", f"{info.context} tokens a sequence{maximum}, {info.slots} slots, overflow: {settings.overflow}"
-    if info.unread_modalities:
-        yield "inputs", f"text only: its {', '.join(info.unread_modalities)} parts are not loaded"
+    if info.text_only_reason:
+        unread = ", ".join(info.unread_modalities)
+        yield "inputs", f"text only: its {unread} parts are not used ({info.text_only_reason})"
+    elif info.input_modalities != ("text",):
+        yield "inputs", ", ".join(info.input_modalities)
     yield "steps", _step_text(info)
     if info.tensor_parallel > 1:
         yield "ranks", f"{info.tensor_parallel} processes divide the model; the memory below is that of each"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -15,9 +16,9 @@ from engine.gguf.matrices import FileMatrices
 from engine.kernels import dispatch, linear
 from engine.kernels.linear import PrepareMatrices
 from engine.kernels.rounding import Bits
-from engine.load.check.selftest import default_attention
 from engine.load.machine.resources import release_freed_memory
-from engine.quantize.calibration import CalibrationText, calibrate, read_text
+from engine.model import hooks
+from engine.quantize.calibration import CalibrationText, LayerStatistics, calibrate, read_text
 from engine.quantize.plan import QuantizationPlan
 from engine.quantize.quantize import bits_for, bytes_of, quantize, repack
 from engine.quantize.store import WeightStore
@@ -124,9 +125,13 @@ def _quantize(
     model = layers.model
     text = CalibrationText(read_text(config.calibration), lambda part: layers.tokenizer.result().encode(part))
     store = WeightStore(layers.identity if bits == 8 else f"{layers.identity} {text.digest}", bits)
-    quantize(model, plan, store, prepare, lambda: calibrate(model, plan, text, default_attention(model)))
+    quantize(model, plan, store, prepare, lambda: _calibrate(model, plan, text))
     # The formats of int4 weights depend on the calibration text, and cells on them.
     return QuantizedLayers(f"int{bits}", store.key if bits == 4 else "")
+
+
+def _calibrate(model: Any, plan: QuantizationPlan, text: CalibrationText) -> Mapping[str, LayerStatistics]:
+    return calibrate(model, plan, text, hooks.use_attention(model, hooks.default_attention(model)))
 
 
 def _release_files(model: Any) -> None:

@@ -23,11 +23,12 @@ from engine.grammar.compiler import GrammarCompiler
 from engine.kernels.cpu.build.libraries import compile_ahead
 from engine.load.adapters import AdapterReader, load_adapters
 from engine.load.check.checking import EarlierChecks, ModelChecks, log_margins, read_earlier_checks
+from engine.load.contents import content_encoder
 from engine.load.fusion import fuse
 from engine.load.layers import LayersToQuantize, QuantizedLayers, quantize_layers
 from engine.load.machine.device import use_device
 from engine.load.machine.resources import release_freed_memory
-from engine.load.plan.memory import max_fitting_context, model_sizes, plan_memory, rank_bytes
+from engine.load.plan.memory import encoder_budget, max_fitting_context, model_sizes, plan_memory, rank_bytes
 from engine.load.read.checkpoint import (
     Checkpoint,
     default_threads,
@@ -37,10 +38,12 @@ from engine.load.read.checkpoint import (
     resolve,
 )
 from engine.load.read.configuration import choose_dtype, max_context, read_config
+from engine.load.read.modalities import text_only_reason
 from engine.load.read.skeleton import install_hooks, install_rope, make_skeleton, unread_modalities
 from engine.load.read.tokenizer_files import read_model_tokenizer, read_template
 from engine.load.read.weight_bars import reported_weights
 from engine.load.read.weights import read_model
+from engine.media.encoder import CapturingEncoder
 from engine.model.encoder import Encoder, has_encoder
 from engine.model.layers import CachedLayer, state_bytes
 from engine.model.margins import Margin, recording
@@ -51,6 +54,7 @@ from engine.quantize.quantize import bytes_of, estimate
 from engine.run.device import DeviceRunner
 from engine.run.packed import PackedRunner
 from engine.run.runner import LocalRunner, ModelRunner
+from engine.step.content import ContentEncoder
 from engine.text.template_process import template_process
 from engine.text.tokenizer import Tokenizer
 from engine.types.status import MemoryPlan, ModelInfo, QuantizationEstimate
@@ -58,14 +62,12 @@ from kvcache.cell_pool import CellArray
 
 log = logging.getLogger("cellar.engine")
 
-# Encoder entries have at most the available memory divided by it.
-_ENCODER_MEMORY_DIVISOR = 8
-
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     """A checked model, and everything that serving it requires.
 
+    content_encoder  of images and sounds in prompts; None: the model reads text only
     adapters  of the settings, and later those that are loaded at run time
     adapter_reader  None: the settings permit no adapters
     on_move  of its cache, see Cache
@@ -83,6 +85,7 @@ class LoadedModel:
     eos: frozenset[int]
     grammars: GrammarCompiler
     encoder: Encoder | None = None
+    content_encoder: ContentEncoder | None = None
     on_move: Callable[[int, CellArray, CellArray, int], None] | None = None
     identity: str = ""
     adapters: AdapterStore = field(default_factory=AdapterStore)
@@ -112,7 +115,8 @@ def load(config: EngineConfig, on_phase: Callable[[str], None], *, reserved_byte
     """
     with recording() as margins, reported_weights():
         try:
-            loaded = _load(config, on_phase, reserved_bytes)
+            on_phase("resolve")
+            loaded = _load_inputs(config, _open(config), on_phase, reserved_bytes)
         except torch.OutOfMemoryError as error:
             raise ModelUnsupported(
                 config.model or BUNDLED_NAME,
@@ -122,13 +126,47 @@ def load(config: EngineConfig, on_phase: Callable[[str], None], *, reserved_byte
     return replace(loaded, margins=log_margins(margins))
 
 
-def _load(config: EngineConfig, on_phase: Callable[[str], None], reserved_bytes: int) -> LoadedModel:
-    on_phase("resolve")
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """The files of the model with its configuration."""
+
+    name: str
+    checkpoint: Checkpoint
+    config: Any
+
+
+def _open(config: EngineConfig) -> _Source:
+    """The source of the model, on the device and with the threads of the settings. Raises ModelError."""
     folder, name = resolve(config.model), config.model or BUNDLED_NAME
     _use_device(config.device)
-    available = rank_bytes(config, reserved_bytes)
     torch.set_num_threads(max((config.threads or default_threads(folder)) // config.tensor_parallel, 1))
-    checkpoint, model_config = read_config(name, folder, config)
+    return _Source(name, *read_config(name, folder, config))
+
+
+def _load_inputs(
+    config: EngineConfig, source: _Source, on_phase: Callable[[str], None], reserved_bytes: int
+) -> LoadedModel:
+    """The model with its vision tower, or its text if it has no other input or the tower is not supported."""
+    reason = text_only_reason(source.checkpoint, source.config, config)
+    if reason is None:
+        try:
+            # The load changes the configuration.
+            whole = replace(source, config=deepcopy(source.config))
+            return _load(config, whole, on_phase, reserved_bytes)
+        except ModelUnsupported as error:
+            reason = error.reason
+        log.warning("%s is served as a text model: %s", source.name, reason)
+        release_freed_memory()
+    loaded = _load(replace(config, no_media=True), source, on_phase, reserved_bytes)
+    unread = unread_modalities(source.config)
+    info = replace(loaded.info, unread_modalities=unread, text_only_reason=reason if unread else "")
+    return replace(loaded, info=info)
+
+
+def _load(config: EngineConfig, source: _Source, on_phase: Callable[[str], None], reserved_bytes: int) -> LoadedModel:
+    """Without the vision tower by `no_media`."""
+    name, checkpoint, model_config = source.name, source.checkpoint, source.config
+    folder, available = checkpoint.path, rank_bytes(config, reserved_bytes)
     dtype = choose_dtype(config, model_config, small=is_small(folder))
     kv_dtype: torch.dtype = dtype if config.kv_dtype == "auto" else getattr(torch, config.kv_dtype)
     reading = _start_tokenizer(name, checkpoint, config.chat_template, model_config.get_text_config().vocab_size)
@@ -145,7 +183,9 @@ def _load(config: EngineConfig, on_phase: Callable[[str], None], reserved_bytes:
     on_phase("calibrate")
     switch, recurrent = install_rope(name, model), install_hooks(model)
     on_phase("kernels")
-    encoder = _encoder(name, model, budget_bytes=available // _ENCODER_MEMORY_DIVISOR)
+    budget_bytes = encoder_budget(available)
+    encoder = _encoder(name, model, budget_bytes=budget_bytes)
+    contents = None if config.no_media else content_encoder(name, folder, model, budget_bytes=budget_bytes)
     checks.set_traits(text_config.vocab_size, recurrent=recurrent, encoder=encoder, switch=switch)
     on_phase("self-test" if checks.earlier is None else "checked before")
     checks.find_runner(name)
@@ -165,7 +205,7 @@ def _load(config: EngineConfig, on_phase: Callable[[str], None], reserved_bytes:
         longest=max_context(text_config),
         state_bytes=state_bytes(model, text_config.vocab_size) if _has_pool(recurrent, selection.runner) else 0,
     )
-    left = available - sizes.weights_bytes - (0 if encoder is None else encoder.budget_bytes)
+    left = available - sizes.weights_bytes - (budget_bytes if encoder or contents else 0)
     memory, context, slots = plan_memory(config, sizes, left)
     largest_context = max(context, max_fitting_context(config, sizes, left))
     tokenizer = reading.result().with_context(min(context, memory.cells), largest_context)
@@ -188,7 +228,8 @@ def _load(config: EngineConfig, on_phase: Callable[[str], None], reserved_bytes:
         kernel_variants=step_variants() if selection.reason is None else (),
         adapters=adapters.infos,
         quantization_estimate=_quantization_estimate(config, model, available, quantised.format),
-        unread_modalities=unread_modalities(model_config),
+        input_modalities=("text",) if contents is None else ("text", *contents.kinds),
+        unread_modalities=() if contents is None else _further_modalities(model_config, contents),
         default_max_tokens=_default_max_tokens(model),
     )
     ends = _end_tokens(model, tokenizer)
@@ -204,6 +245,7 @@ def _load(config: EngineConfig, on_phase: Callable[[str], None], reserved_bytes:
         eos=ends,
         grammars=GrammarCompiler(tokenizer, vocabulary_size=text_config.vocab_size, end_tokens=ends),
         encoder=encoder,
+        content_encoder=contents,
         adapters=adapters,
         adapter_reader=adapter_reader,
     )
@@ -267,6 +309,10 @@ def _read_earlier_checks(
     except OSError as error:
         raise ModelUnsupported(name, error_line(error)) from error
     return read_earlier_checks(settings, checkpoint, digest, dtype, kv_dtype)
+
+
+def _further_modalities(config: Any, contents: CapturingEncoder) -> tuple[str, ...]:
+    return tuple(name for name in unread_modalities(config) if name not in contents.kinds)
 
 
 def _encoder(name: str, model: Any, *, budget_bytes: int) -> Encoder | None:

@@ -51,6 +51,7 @@ class ContentSample:
 class CapturingEncoder:
     """The ContentEncoder of a model whose decoder takes embeddings.
 
+    kinds          of contents
     bidirectional  the layers in which placeholders attend to later ones
     budget_bytes   of all entries in memory
     """
@@ -59,6 +60,7 @@ class CapturingEncoder:
         """Encodes a content of each kind to measure entries and to read masks. Raises ContentsUnsupported, or whatever
         the model raises.
         """
+        self.kinds = tuple(dict.fromkeys(sample.content.kind for sample in samples))
         self.budget_bytes = budget_bytes
         self._model, self._capture, self._lock = model, DecoderCapture(model), Lock()
         parameter = next(model.parameters())
@@ -67,7 +69,8 @@ class CapturingEncoder:
         self._offset_modules = [module for module in model.modules() if hasattr(module, "rope_deltas")]
         self._placeholders = _placeholders(model.config)
         self._text_token = next(token for token in range(2, 2**31) if token not in self._placeholders)
-        with _mask_building(model):
+        # The attention of the engine has no masks.
+        with hooks.use_attention(model, "eager"):
             text = self._run([self._text_token], {}, [0])
             self._text_arguments = frozenset(name for name, tree in text.items() if any(True for _ in leaves(tree)))
             masks = self._run([self._text_token] * 2, {}, [0, 0]).get("attention_mask")
@@ -241,14 +244,3 @@ def _kept_offsets(modules: Sequence[Any]) -> Iterator[None]:
     finally:
         for module, offset in zip(modules, offsets, strict=True):
             module.rope_deltas = offset
-
-
-@contextmanager
-def _mask_building(model: Any) -> Iterator[None]:
-    """Within the block, the model builds masks for its attention layers."""
-    attention = model.config._attn_implementation
-    hooks.set_attention(model, "eager")
-    try:
-        yield
-    finally:
-        hooks.set_attention(model, attention)

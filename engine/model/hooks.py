@@ -91,6 +91,11 @@ class AttentionBackend(Protocol):
         ...
 
 
+def default_attention(model: Any) -> str:
+    """The attention implementation of the unmodified model."""
+    return "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
+
+
 def set_attention(model: Any, name: str) -> None:
     """Set the attention implementation of the text layers; those of other parts, such as vision towers, keep theirs."""
     config = model.config
@@ -98,6 +103,17 @@ def set_attention(model: Any, name: str) -> None:
     key = next((key for key in config.sub_configs if getattr(config, key, None) is text), None)
     has_parts = key is not None or (config.sub_configs and text is config)
     model.set_attn_implementation({"": name, **({} if key is None else {key: name})} if has_parts else name)
+
+
+@contextmanager
+def use_attention(model: Any, name: str) -> Iterator[None]:
+    """`set_attention` within the block."""
+    earlier = model.config._attn_implementation
+    set_attention(model, name)
+    try:
+        yield
+    finally:
+        set_attention(model, earlier)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -74,20 +74,18 @@ def _parts(text: str) -> Iterator[str]:
 
 
 def calibrate(
-    model: Any, plan: QuantizationPlan, text: CalibrationText, attention: str
+    model: Any, plan: QuantizationPlan, text: CalibrationText, attention: AbstractContextManager[None]
 ) -> Mapping[str, LayerStatistics]:
     """Statistics by the name of a layer, and of a module with experts: those of their up projections.
 
     Empty if the model cannot run on the text alone, with a warning.
 
-    attention  implementation of attention for the unmodified model
+    attention  has the attention of the unmodified model within its block
     """
     recorder = _ProductRecorder(plan)
-    original_attention = model.config._attn_implementation
     generator = torch.Generator().manual_seed(0)
     try:
-        model.set_attn_implementation(attention)
-        with recorder.hooks(model), torch.inference_mode(mode=False), torch.enable_grad():
+        with attention, recorder.hooks(model), torch.inference_mode(mode=False), torch.enable_grad():
             for tokens in text.sequences():
                 logits = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0].float()
                 probabilities = logits.detach().softmax(-1)
@@ -98,8 +96,6 @@ def calibrate(
     except Exception as error:
         log.warning("weights are quantised without a calibration (%s: %s)", type(error).__name__, error)
         return {}
-    finally:
-        model.set_attn_implementation(original_attention)
     return recorder.statistics()
 
 

@@ -7,7 +7,7 @@ weight, during the forwards of the self-test. Experts are quantised if they are 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -100,12 +100,14 @@ def plan_from_names(model: nn.Module, names: QuantizationPlanNames) -> Quantizat
 class LayerSurvey:
     """Observes the linear layers and experts of a model until `close` removes the wrappers."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, skipped: Container[nn.Module] = ()) -> None:
+        """`skipped` modules are not observed, and keep their dtype."""
         self._model, self._calls = model, _CallLog()
-        layers = {name: module for name, module in model.named_modules() if type(module) in (nn.Linear, Conv1D)}
+        modules = {name: module for name, module in model.named_modules() if module not in skipped}
+        layers = {name: module for name, module in modules.items() if type(module) in (nn.Linear, Conv1D)}
         self._observed = [_ObservedLinear(LinearLayer(name, module), self._calls) for name, module in layers.items()]
         replace_modules(model, {observed.layer.module: observed for observed in self._observed})
-        self._experts = {name: experts for name, module in model.named_modules() if (experts := experts_of(module))}
+        self._experts = {name: experts for name, module in modules.items() if (experts := experts_of(module))}
         self._called_experts = set[nn.Module]()
         self._hook_handles = [
             experts.module.register_forward_hook(self._record_experts) for experts in self._experts.values()

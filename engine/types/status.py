@@ -52,7 +52,9 @@ class ModelInfo:
     kernel_variants          of the native step and of its products with quantised weights; empty without it
     adapters                 LoRA adapters that requests can name
     quantization_estimate    None: the weights are quantised, or cannot be
-    unread_modalities        inputs of the model beside text ("image", "video", "audio"), whose weights are not read
+    input_modalities         kinds of content in prompts ("text", "image", "audio")
+    unread_modalities        further inputs of the model ("image", "video", "audio")
+    text_only_reason         why images and audio are unread; empty: they are read, or it has no such inputs
     default_max_tokens       of answers whose request has no limit (max_new_tokens of the generation configuration);
                              None: the context
     """
@@ -75,7 +77,9 @@ class ModelInfo:
     kernel_variants: tuple[str, ...] = ()
     adapters: tuple[AdapterInfo, ...] = ()
     quantization_estimate: QuantizationEstimate | None = None
+    input_modalities: tuple[str, ...] = ("text",)
     unread_modalities: tuple[str, ...] = ()
+    text_only_reason: str = ""
     default_max_tokens: int | None = None
 
 

@@ -71,6 +71,8 @@ def _lines(planned: ModelPlan) -> Iterator[tuple[str, str]]:
                 f"up to {format_size(planned.states_bytes)} for {planned.slots} slots"
             ),
         )
+    if planned.encoder_bytes:
+        yield "images", f"up to {format_size(planned.encoder_bytes)} for encoded images"
     yield "process", f"{format_size(planned.process_bytes)} (Python, libraries, tokenizer)"
     memory = planned.memory
     if memory is None:

@@ -60,7 +60,7 @@ def _model(service: Service) -> ModelCapabilities:
         chat=bool(tokenizer.template),
         tools=tokenizer.chat_format.supports_tool_calls,
         reasoning=tokenizer.chat_format.supports_reasoning,
-        # No route accepts media: towers of images and audio are not loaded.
+        # No route accepts images or audio.
         input_modalities=["text"],
         template_arguments=sorted(tokenizer.template_names - RESERVED_ARGUMENTS),
         adapters=[adapter.name for adapter in info.adapters],

@@ -419,15 +419,17 @@ def test_the_start_up_screen_of_the_bundled_model_offers_others() -> None:
     assert "demonstration" not in banner(INFO, memory, DraftingInfo(), Settings(model="someone/model"), url)
 
 
-def test_the_start_up_screen_shows_the_parts_that_are_not_loaded() -> None:
-    """Of a model with images or audio."""
-    multimodal = replace(INFO, unread_modalities=("image", "audio"))
-    url = "http://127.0.0.1:8000"
+def test_the_start_up_screen_shows_the_inputs_of_a_multimodal_model() -> None:
+    text_only = replace(INFO, unread_modalities=("image", "audio"), text_only_reason="--no-media")
+    with_images = replace(INFO, input_modalities=("text", "image"), unread_modalities=("video",))
+    texts = [banner(info, MEMORY, DraftingInfo(), Settings(), "http://x") for info in (text_only, with_images, INFO)]
 
-    assert "text only: its image, audio parts are not loaded" in banner(
-        multimodal, MEMORY, DraftingInfo(), Settings(), url
-    )
-    assert "not loaded" not in banner(INFO, MEMORY, DraftingInfo(), Settings(), url)
+    lines = [[line.strip() for line in text.splitlines() if line.strip().startswith("inputs")] for text in texts]
+    assert lines == [
+        ["inputs     text only: its image, audio parts are not used (--no-media)"],
+        ["inputs     text, image"],
+        [],
+    ]
 
 
 def test_the_start_up_screen_shows_batch_invariance() -> None:

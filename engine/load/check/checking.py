@@ -19,6 +19,7 @@ from engine.load.check.outcomes import Outcome, OutcomeFile
 from engine.load.check.selection import RunnerSelection, select
 from engine.load.check.selftest import ModelTraits, batch_dependence, find_runner, restore_runner
 from engine.load.read.checkpoint import Checkpoint, is_small
+from engine.load.read.skeleton import tower_modules
 from engine.model.encoder import Encoder
 from engine.model.margins import Margin, Margins
 from engine.model.rope import RopeSwitch
@@ -90,7 +91,8 @@ class ModelChecks:
         if self.earlier is not None and self.earlier.quantised is not None:
             self._plan = plan_from_names(model, self.earlier.quantised)
             self.earlier = None if self._plan is None else self.earlier
-        self._survey = LayerSurvey(model) if surveys and self.earlier is None else None
+        surveys = surveys and self.earlier is None
+        self._survey = LayerSurvey(model, skipped=tower_modules(model)) if surveys else None
 
     def set_traits(
         self, vocabulary: int, *, recurrent: bool, encoder: Encoder | None, switch: RopeSwitch | None = None
@@ -239,6 +241,6 @@ def _outcome_file(
     if is_small(checkpoint.path) or config.tensor_parallel > 1:
         return None
     settings: tuple[object, ...] = (config.device, config.kernels, config.mla)
-    settings += (config.quantize == "none", config.dtype, config.batch_invariant, config.has_adapters)
+    settings += (config.quantize == "none", config.dtype, config.batch_invariant, config.has_adapters, config.no_media)
     kernel = getattr(attend, "__qualname__", type(attend).__qualname__)
     return OutcomeFile((weights, checkpoint.configuration, settings, kernel))

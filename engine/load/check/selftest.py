@@ -97,7 +97,7 @@ def find_runner(name: str, model: Any, traits: ModelTraits) -> PackedRunner | Se
     the runner.
     """
     try:
-        model.set_attn_implementation(default_attention(model))
+        hooks.set_attention(model, hooks.default_attention(model))
         batches = _CheckBatches(model, traits, [_test_sequence(model, traits, number) for number in range(2)])
         expected = batches.expected_logits()
     except Exception as error:
@@ -135,7 +135,7 @@ def restore_runner(
     model: Any, traits: ModelTraits, layers: Sequence[CachedLayer], *, has_hidden_states: bool
 ) -> PackedRunner:
     """The packed runner that an earlier `find_runner` found, without another check."""
-    model.set_attn_implementation(hooks.ATTENTION_NAME)
+    hooks.set_attention(model, hooks.ATTENTION_NAME)
     runner = _packed_runner(model, traits, layers)
     runner.has_hidden_states = has_hidden_states
     return runner
@@ -199,7 +199,7 @@ def _candidates(traits: ModelTraits) -> Iterator[tuple[str, _MakeRunner]]:
 
 
 def _calibrated_runner(model: Any, traits: ModelTraits) -> PackedRunner:
-    model.set_attn_implementation(hooks.ATTENTION_NAME)
+    hooks.set_attention(model, hooks.ATTENTION_NAME)
     layers = find_cached_layers(model, vocabulary=traits.vocabulary)
     if not layers and not traits.recurrent:
         raise LogitsDiffer("its layers mix tokens by unknown operations")
@@ -223,7 +223,7 @@ def _packed_runner(model: Any, traits: ModelTraits, layers: Sequence[CachedLayer
 
 
 def _sequential_runner(model: Any, traits: ModelTraits) -> SequentialRunner:
-    model.set_attn_implementation(default_attention(model))
+    hooks.set_attention(model, hooks.default_attention(model))
     return SequentialRunner(model, traits.switch)
 
 
@@ -242,11 +242,9 @@ def _check(expected: list[Tensor], runner: ModelRunner, batches: _CheckBatches) 
         # In bfloat16, rounding alone makes routers choose other experts: the check is repeated in float32.
         if dtype != torch.bfloat16:
             raise
-        attention = model.config._attn_implementation
         with Float32Mode(model):
-            model.set_attn_implementation(default_attention(model))
-            expected = batches.expected_logits()
-            model.set_attn_implementation(attention)
+            with hooks.use_attention(model, hooks.default_attention(model)):
+                expected = batches.expected_logits()
             _compare(expected, batches.batched_logits(runner, torch.float32), torch.float32)
 
 
@@ -267,11 +265,6 @@ def _error(expected: Tensor, actual: Tensor) -> float:
     # Rounding is relative to the logits: rows of nearly equal logits have no less of it.
     deviation = torch.maximum(exact.std(-1, correction=0), 1e-2 * exact.abs().amax(-1)).clamp_min(1e-6)
     return float((error / deviation).max())
-
-
-def default_attention(model: Any) -> str:
-    """The attention implementation of the unmodified model."""
-    return "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
 
 
 def _prompt_length(model: Any, switch: RopeSwitch | None = None) -> int:
@@ -344,7 +337,7 @@ class _CheckBatches:
         first = self._sequences[0]
         if self.traits.encoder is not None:
             return True
-        self.model.set_attn_implementation(default_attention(self.model))
+        hooks.set_attention(self.model, hooks.default_attention(self.model))
         length = len(first.prompt) // 2
         part = _CheckBatches(
             self.model,

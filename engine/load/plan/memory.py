@@ -58,6 +58,11 @@ class ModelSizes:
     state_bytes: int = 0
 
 
+def encoder_budget(available_bytes: int) -> int:
+    """Maximum bytes of all encoder entries, of images or sounds: an eighth of the available memory."""
+    return available_bytes // 8
+
+
 def rank_bytes(config: EngineConfig, reserved_bytes: int) -> int:
     """`available_bytes` of one rank, without those reserved: ranks share the memory of a CPU, and have a GPU each."""
     available = max(available_bytes(config) - reserved_bytes, 0)

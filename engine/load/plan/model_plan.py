@@ -7,6 +7,8 @@ plan of the load (memory.py).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,9 +26,10 @@ from engine.kernels.blocks import TorchBlocks
 from engine.kernels.formats import WeightFormat
 from engine.kernels.packing import packed_bytes
 from engine.load.machine.available_memory import available_bytes
-from engine.load.plan.memory import ModelSizes, memory_plan, model_sizes, plan_memory, state_budget
+from engine.load.plan.memory import ModelSizes, encoder_budget, memory_plan, model_sizes, plan_memory, state_budget
 from engine.load.read.checkpoint import Checkpoint, is_small, weight_files
 from engine.load.read.configuration import choose_dtype, max_context, read_headers, read_max_context
+from engine.load.read.modalities import text_only_reason
 from engine.load.read.mxfp4 import has_mxfp4, mxfp4_matrices
 from engine.load.read.skeleton import Skeleton, make_skeleton
 from engine.load.read.tokenizer_files import read_model_tokenizer, read_template
@@ -80,6 +83,7 @@ class ModelPlan:
     process_bytes    of Python, its libraries and the tokenizer: measured in this process; 0 on a GPU
     memory           of the settings; None: they do not fit, for the `reason`
     context, slots   of the settings, or chosen as by `cellar serve`
+    encoder_bytes    most bytes of encoded images, which the table leaves free
     draft            of the draft model in the memory that is left; None: the settings name none
     """
 
@@ -101,6 +105,7 @@ class ModelPlan:
     memory: MemoryPlan | None
     reason: str | None
     table: tuple[TableEntry, ...]
+    encoder_bytes: int = 0
     draft: ModelPlan | None = None
 
     @property
@@ -110,7 +115,7 @@ class ModelPlan:
             return None
         planned = self.memory
         own = planned.weights_bytes + planned.cache_bytes + planned.workspace_bytes
-        return self.process_bytes + own + self.states_bytes
+        return self.process_bytes + own + self.states_bytes + self.encoder_bytes
 
 
 def plan_with_draft(config: EngineConfig, folder: Path, draft_folder: Path | None) -> ModelPlan:
@@ -137,7 +142,8 @@ def plan_model(
     checkpoint, model_config = read_headers(name, folder, config)
     text = model_config.get_text_config()
     dtype = choose_dtype(config, model_config, small=bool(weight_files(folder)) and is_small(folder))
-    skeleton = make_skeleton(name, model_config, dtype)
+    skeleton, contents = _skeleton(config, name, checkpoint, model_config, dtype)
+    encoder_bytes = encoder_budget(available) if contents else 0
     parameters = sum(parameter.numel() for parameter in skeleton.model.parameters())
     label, weights_bytes = _weights(config, checkpoint, model_config, skeleton, dtype, available)
     kv_dtype: torch.dtype = dtype if config.kv_dtype == "auto" else getattr(torch, config.kv_dtype)
@@ -156,7 +162,7 @@ def plan_model(
     read_model_tokenizer(name, checkpoint, template, vocabulary=text.vocab_size)
     if process_bytes is None:
         process_bytes = _process_bytes(config)
-    memory, reason, context, slots = _settings(config, sizes, available - weights_bytes)
+    memory, reason, context, slots = _settings(config, sizes, available - weights_bytes - encoder_bytes)
     return ModelPlan(
         model=name,
         folder=str(folder),
@@ -175,8 +181,19 @@ def plan_model(
         slots=slots,
         memory=memory,
         reason=reason,
-        table=_table(config, sizes, available, process_bytes, skeleton.state_bytes),
+        table=_table(config, sizes, available - encoder_bytes, process_bytes, skeleton.state_bytes),
+        encoder_bytes=encoder_bytes,
     )
+
+
+def _skeleton(
+    config: EngineConfig, name: str, checkpoint: Checkpoint, model_config: Any, dtype: torch.dtype
+) -> tuple[Skeleton, bool]:
+    """The model, and whether it has its vision tower, as it will be loaded."""
+    if text_only_reason(checkpoint, model_config, config) is None:
+        with suppress(ModelUnsupported):
+            return make_skeleton(name, deepcopy(model_config), dtype, contents=True), True
+    return make_skeleton(name, model_config, dtype), False
 
 
 def _process_bytes(config: EngineConfig) -> int:

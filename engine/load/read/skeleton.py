@@ -41,14 +41,14 @@ class Skeleton:
     quantization: QuantizationPlan
 
 
-def make_skeleton(name: str, config: Any, dtype: torch.dtype) -> Skeleton:
-    """Raises ModelUnsupported for a model that needs values to run."""
+def make_skeleton(name: str, config: Any, dtype: torch.dtype, *, contents: bool = False) -> Skeleton:
+    """As `model_class`. Raises ModelUnsupported for a model that needs values to run."""
     try:
         with torch.device("meta"):
-            model = model_class(config).from_config(config, dtype=dtype, attn_implementation="eager")
+            model = model_class(config, contents=contents).from_config(config, dtype=dtype, attn_implementation="eager")
             model = model.to("meta").eval().requires_grad_(False)
             model.tie_weights()
-        survey = LayerSurvey(model)
+        survey = LayerSurvey(model, skipped=tower_modules(model))
         calls = _run_packed(name, model)
     except RUN_ERRORS as error:
         raise ModelUnsupported(
@@ -66,10 +66,10 @@ def _experts_shape(module: nn.Module, hidden_states: Tensor, *_: object, **__: o
 ALL_EXPERTS_FUNCTIONS.register(_EXPERTS, _experts_shape)
 
 
-def model_class(config: Any) -> Any:
+def model_class(config: Any, *, contents: bool = False) -> Any:
     """The Auto class of transformers: one with the encoder if the configuration has an encoder.
 
-    Of a model with images, video or audio beside its text, a class without the modules that a text does not use.
+    contents  whether prompts may have images or audio; if not, the class has no modules that a text does not use
     """
     kinds = (AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq, AutoModelForImageTextToText)
     classes = [kind for kind in kinds if has_encoder(config) and type(config) in kind._model_mapping]
@@ -78,17 +78,31 @@ def model_class(config: Any) -> Any:
     whole = _multimodal_class(config)
     if whole is None:
         return AutoModelForCausalLM
+    if contents:
+        return whole
     auto = AutoModelForCausalLM if type(config) in AutoModelForCausalLM._model_mapping else whole
     return text_class(auto, config, lambda model: _run_packed(config.model_type, model))
 
 
 def unread_modalities(config: Any) -> tuple[str, ...]:
-    """The inputs beside text of a model of this configuration whose weights `model_class` leaves out, by name."""
+    """The inputs beside text of a model of this configuration whose weights `model_class` leaves out, by name.
+
+    It leaves out none if prompts may have contents.
+    """
     whole = None if has_encoder(config) else _multimodal_class(config)
     if whole is None:
         return ()
     inputs = whole._model_mapping[type(config)].input_modalities
     return tuple(name for name in ((inputs,) if isinstance(inputs, str) else inputs) if name != "text")
+
+
+def tower_modules(model: Any) -> frozenset[nn.Module]:
+    """The modules of a multimodal model beside its decoder, embeddings and output layer."""
+    if has_encoder(model.config) or _multimodal_class(model.config) is None:
+        return frozenset()
+    parts = (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings())
+    text = {module for part in parts if part is not None for module in part.modules()}
+    return frozenset(module for module in model.modules() if text.isdisjoint(module.modules()))
 
 
 def _multimodal_class(config: Any) -> Any | None:
@@ -101,7 +115,7 @@ def _run_packed(name: str, model: Any) -> CalibrationBackend:
     """The calls of one forward of a model on the meta device."""
     install_rope(name, model)
     install_hooks(model)
-    model.set_attn_implementation(hooks.ATTENTION_NAME)
+    hooks.set_attention(model, hooks.ATTENTION_NAME)
     model.set_experts_implementation(_EXPERTS)
     return calibrate(model, model.config.get_text_config().vocab_size)
 

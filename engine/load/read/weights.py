@@ -56,7 +56,7 @@ def read_model(
         elif keeps and (read := mxfp4_model(checkpoint.path, config, dtype, repacked, reader)) is not None:
             model, report, matrices = read
         else:
-            model, report = _read_weights(name, checkpoint.path, config, dtype, settings.tensor_parallel)
+            model, report = _read_weights(name, checkpoint.path, config, dtype, settings)
             matrices = None
     except READ_ERRORS as error:
         raise ModelUnsupported(name, broken_weights_reason(checkpoint.path) or error_line(error)) from error
@@ -74,13 +74,16 @@ def keeps_formats(settings: EngineConfig) -> bool:
     return settings.quantize in ("none", "auto") and settings.dtype == "auto" and settings.tensor_parallel == 1
 
 
-def _read_weights(name: str, path: Path, config: Any, dtype: torch.dtype, ranks: int) -> tuple[Any, dict[str, Any]]:
+def _read_weights(
+    name: str, path: Path, config: Any, dtype: torch.dtype, settings: EngineConfig
+) -> tuple[Any, dict[str, Any]]:
     """The model with the weights of a folder, and the report of transformers on them. Raises READ_ERRORS.
 
-    ranks  processes that each read their part of the weights
+    Each of several ranks reads its part of the weights.
     """
+    ranks = settings.tensor_parallel
     _dequantize(name, path, config, dtype)
-    model, report = model_class(config).from_pretrained(
+    model, report = model_class(config, contents=not settings.no_media).from_pretrained(
         path,
         config=config,
         dtype=dtype,

@@ -92,7 +92,13 @@ def build(name: str, bits: Bits = 8, *, native: bool = True, invariant: bool = T
     plan, prepare = survey.close(), dispatch.best_linear() if native else linear.prepare
     # Several formats in one model.
     text = CalibrationText("a text" * 20, lambda part: prompt(len(part), 2 * LENGTH))
-    quantize(model, plan, WeightStore(name, bits), prepare, lambda: calibrate(model, plan, text, "eager"))
+    quantize(
+        model,
+        plan,
+        WeightStore(name, bits),
+        prepare,
+        lambda: calibrate(model, plan, text, hooks.use_attention(model, "eager")),
+    )
     if native:
         runner = selection.select(model, runner, traits, context=CONTEXT).runner
     if invariant:

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from engine.config import ConfigError, EngineConfig
 from engine.kernels.packing import PackedStorage
 from engine.load.load import load
+from engine.model import hooks
 from engine.quantize import store
 from engine.quantize.calibration import CalibrationText, LayerStatistics, calibrate, read_text
 from engine.quantize.plan import LayerSurvey, QuantizationPlan
@@ -43,7 +44,11 @@ def planned(folder: Path) -> tuple[Any, QuantizationPlan]:
 def calibrated(folder: Path) -> tuple[Any, QuantizationPlan, dict[str, LayerStatistics]]:
     """The model, its plan and the statistics."""
     model, plan = planned(folder)
-    return model, plan, dict(calibrate(model, plan, CalibrationText(WORDS, encode), "eager"))
+    return (
+        model,
+        plan,
+        dict(calibrate(model, plan, CalibrationText(WORDS, encode), hooks.use_attention(model, "eager"))),
+    )
 
 
 def test_every_layer_has_statistics(folder: Folder) -> None:
@@ -106,7 +111,7 @@ def test_a_model_that_fails_is_quantised_without_statistics(
     model, plan = planned(folder("llama"))
     attention = model.config._attn_implementation
     monkeypatch.setattr(type(model), "forward", _raise)
-    found = calibrate(model, plan, CalibrationText(WORDS, encode), "eager")
+    found = calibrate(model, plan, CalibrationText(WORDS, encode), hooks.use_attention(model, "eager"))
 
     assert {} == found
     assert "without a calibration (RuntimeError: no text alone)" in caplog.text

@@ -1,0 +1,28 @@
+"""Whether a model is loaded with its vision and audio towers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine.config import EngineConfig
+from engine.load.read.checkpoint import Checkpoint
+from engine.load.read.skeleton import unread_modalities
+from engine.media.samples import PROCESSOR_FILES
+
+# Kinds of content that prompts may have.
+_CONTENT_KINDS = ("image",)
+
+
+def text_only_reason(checkpoint: Checkpoint, config: Any, settings: EngineConfig) -> str | None:
+    """Why the model is loaded without its towers, or has none; None: it is loaded with them."""
+    if settings.no_media:
+        return "--no-media"
+    if not set(_CONTENT_KINDS).intersection(unread_modalities(config)):
+        return "images are none of its inputs"
+    if checkpoint.gguf is not None:
+        return "a GGUF file has no vision tower"
+    if settings.tensor_parallel > 1:
+        return "--tensor-parallel computes text only"
+    if not any((checkpoint.path / name).is_file() for name in PROCESSOR_FILES):
+        return f"the folder has no {' or '.join(PROCESSOR_FILES)}"
+    return None

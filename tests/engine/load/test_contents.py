@@ -1,0 +1,111 @@
+"""Multimodal models with a processor are loaded with their vision tower; the others, and with no_media, as text."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from engine.config import EngineConfig
+from engine.load.load import LoadedModel, load
+from engine.load.plan.model_plan import plan_model
+from engine.model import hooks
+from tests.engine.kit.processors import IMAGE_MODELS, save_image_model
+
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("one_thread")]
+
+
+def _load(folder: Path, **settings: Any) -> LoadedModel:
+    return load(EngineConfig(model=str(folder), dtype="float32", context=128, **settings), lambda _: None)
+
+
+@pytest.mark.parametrize("name", sorted(IMAGE_MODELS))
+def test_model_with_a_processor_reads_images(tmp_path: Path, name: str) -> None:
+    whole = save_image_model(name, tmp_path)
+
+    loaded = _load(tmp_path)
+
+    info = loaded.info
+    assert (info.input_modalities, info.unread_modalities, info.text_only_reason) == (("text", "image"), (), "")
+    assert info.not_native_reason is None
+    assert info.parameters == sum(parameter.numel() for parameter in whole.parameters())
+    assert loaded.content_encoder is not None
+    assert loaded.model.config.get_text_config()._attn_implementation == hooks.ATTENTION_NAME
+    assert loaded.model.config.vision_config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("name", sorted(IMAGE_MODELS))
+def test_plan_has_the_vision_tower(tmp_path: Path, name: str) -> None:
+    save_image_model(name, tmp_path)
+    config = EngineConfig(model=str(tmp_path), dtype="float32", context=128)
+
+    planned = plan_model(config, tmp_path)
+
+    loaded = load(config, lambda _: None)
+    assert (planned.parameters, planned.weights_bytes) == (loaded.info.parameters, loaded.memory.weights_bytes)
+    assert planned.encoder_bytes == planned.available_bytes // 8
+    assert plan_model(EngineConfig(model=str(tmp_path), no_media=True), tmp_path).encoder_bytes == 0
+
+
+def test_no_media_loads_the_text_alone(tmp_path: Path) -> None:
+    save_image_model("llava", tmp_path)
+
+    loaded = _load(tmp_path, no_media=True)
+
+    info = loaded.info
+    assert (info.input_modalities, info.unread_modalities) == (("text",), ("image",))
+    assert info.text_only_reason == "--no-media"
+    assert loaded.content_encoder is None
+    assert info.parameters < _load(tmp_path).info.parameters
+
+
+def test_folder_without_a_processor_is_served_as_text(tmp_path: Path) -> None:
+    save_image_model("llava", tmp_path, processor=False)
+
+    info = _load(tmp_path).info
+
+    assert info.unread_modalities == ("image",)
+    assert info.text_only_reason == "the folder has no processor_config.json or preprocessor_config.json"
+
+
+def test_model_without_the_weights_of_its_tower_is_served_as_text(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_image_model("llava", tmp_path)
+    file = tmp_path / "model.safetensors"
+    with safe_open(file, framework="pt") as content:
+        names = [name for name in content.keys() if "vision" not in name]  # noqa: SIM118
+        tensors = {name: content.get_tensor(name) for name in names}
+    save_file(tensors, file, metadata={"format": "pt"})
+
+    with caplog.at_level(logging.WARNING, "cellar.engine"):
+        info = _load(tmp_path).info
+
+    assert info.input_modalities == ("text",)
+    assert "its files lack weights" in info.text_only_reason
+    assert "is served as a text model" in caplog.text
+
+
+def test_broken_processor_is_named(tmp_path: Path) -> None:
+    save_image_model("llava", tmp_path)
+    (tmp_path / "processor_config.json").write_text("{}")
+
+    info = _load(tmp_path).info
+
+    assert info.input_modalities == ("text",)
+    assert "its image processor does not run" in info.text_only_reason
+
+
+def test_vision_tower_keeps_its_dtype_in_a_quantised_model(tmp_path: Path) -> None:
+    save_image_model("llava", tmp_path)
+
+    loaded = _load(tmp_path, quantize="int8")
+
+    assert loaded.info.input_modalities == ("text", "image")
+    tower = loaded.model.model.vision_tower
+    assert all(parameter.dtype.is_floating_point for parameter in tower.parameters())
+    assert {type(module).__name__ for module in tower.modules()} >= {"Linear"}
