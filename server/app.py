@@ -1,9 +1,9 @@
-"""The ASGI application of one engine. Its caller starts, drains and closes the engine (lifecycle.py)."""
+"""The ASGI application of one engine, or of several models. Its caller starts and ends them (lifecycle.py)."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING
 
@@ -21,9 +21,14 @@ from server.http.paths import ServedPaths
 from server.http.refusal import EarlyRefusal
 from server.http.version import version
 from server.metrics.metrics import Metrics
-from server.metrics.traces import make_traces
+from server.metrics.traces import GenerationTraces, make_traces
+from server.models.entry import ModelEntry
 from server.models.lease import LeaseMiddleware
+from server.models.load_middleware import LoadMiddleware
+from server.models.loader import Launcher, Loader, LoaderLimits
+from server.models.loader_metrics import LoaderMetrics
 from server.models.registry import ModelRegistry
+from server.models.several import SeveralModels
 from server.routes import (
     adapters,
     anthropic,
@@ -49,14 +54,43 @@ if TYPE_CHECKING:
 
 
 def create_app(engine: EngineClient, settings: Settings) -> FastAPI:
-    """The application; ValueError or OSError for settings that cannot work.
+    """The application of one engine; ValueError or OSError for settings that cannot work."""
+    settings.check()
+    name, closing = settings.model_names[0], AsyncExitStack()
+    service = Service(engine, settings, Metrics(engine, name), name, _traces(settings, closing))
+    return _make_app(ModelRegistry(service), settings, service.metrics, closing)
+
+
+def create_app_of_several(
+    models: Sequence[ModelEntry], launcher: Launcher, limits: LoaderLimits, settings: Settings
+) -> FastAPI:
+    """The application of several models, which the state `loader` loads; errors as of `create_app`."""
+    settings.check()
+    closing, observer = AsyncExitStack(), LoaderMetrics()
+    app_loader = Loader(models, launcher, limits, observer)
+    observer.observe(app_loader, [entry.name for entry in models])
+    metrics = {entry.name: Metrics(observer.totals[entry.name], entry.name) for entry in models}
+    registry = SeveralModels(settings, models, app_loader, metrics, observer.registry, _traces(settings, closing))
+    app = _make_app(registry, settings, metrics[models[0].name], closing)
+    app.state.loader = app_loader
+    return app
+
+
+def _traces(settings: Settings, closing: AsyncExitStack) -> GenerationTraces | None:
+    if settings.otlp_traces_endpoint is None:
+        return None
+    traces = make_traces(settings.otlp_traces_endpoint, settings.model_names[0], version())
+    closing.push_async_callback(asyncio.to_thread, traces.close)
+    return traces
+
+
+def _make_app(registry: ModelRegistry, settings: Settings, metrics: Metrics, closing: AsyncExitStack) -> FastAPI:
+    """The application of a registry. `closing` is closed at its end; `metrics` counts the responses.
 
     From the outside in: OriginsMiddleware, BoundaryMiddleware, AuthMiddleware, AdmissionMiddleware,
-    BodyLimitMiddleware, LeaseMiddleware, then the routes. The state `refuse` answers most requests to a full queue
-    without them, if the HTTP server calls it.
+    BodyLimitMiddleware, LeaseMiddleware, with several models LoadMiddleware, then the routes. The state `refuse`
+    answers most requests to a full queue without them, if the HTTP server calls it.
     """
-    settings.check()
-    closing = AsyncExitStack()
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[None, None]:
@@ -77,13 +111,7 @@ def create_app(engine: EngineClient, settings: Settings) -> FastAPI:
         lifespan=lifespan,
     )
     app.state.large_bodies = large_body_limiter()
-    name = settings.model_names[0]
-    traces = None
-    if settings.otlp_traces_endpoint is not None:
-        traces = make_traces(settings.otlp_traces_endpoint, name, version())
-        closing.push_async_callback(asyncio.to_thread, traces.close)
-    service = Service(engine, settings, Metrics(engine, name), name, traces)
-    app.state.models = registry = ModelRegistry(service)
+    app.state.models = registry
     app.router.route_class = LenientRoute if settings.lenient else WarningRoute
     for routes in (
         adapters,
@@ -107,7 +135,7 @@ def create_app(engine: EngineClient, settings: Settings) -> FastAPI:
     openapi.install(app)
     errors.install(app)
     validation.install(app)
-    _wrap(app, settings, service.metrics)
+    _wrap(app, settings, metrics)
     return app
 
 
@@ -117,6 +145,8 @@ def _wrap(app: FastAPI, settings: Settings, metrics: Metrics) -> None:
     hosts = ("*",) if has_keys else settings.hosts
     refusals = RefusalLog()
     app.state.refuse = EarlyRefusal(app.state.models.check_admission, keys, hosts, limits, metrics, refusals)
+    if isinstance(app.state.models, SeveralModels):
+        app.add_middleware(LoadMiddleware, models=app.state.models)
     app.add_middleware(LeaseMiddleware)
     app.add_middleware(BodyLimitMiddleware, limit=limits.body_bytes, upload_limit=limits.file_bytes)
     app.add_middleware(AdmissionMiddleware, routes=app.routes)

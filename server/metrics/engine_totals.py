@@ -4,21 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from engine.types.status import BATCH_BUCKETS, DraftCounts, Stats
 
-if TYPE_CHECKING:
-    from engine.client import EngineClient
+
+class EngineStatistics(Protocol):
+    """The part of an engine that metrics are read from."""
+
+    @property
+    def alive(self) -> bool:
+        """Whether the engine makes progress."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether requests are accepted."""
+
+    def stats(self) -> Stats:
+        """The statistics after the last step."""
 
 
 class EngineCollector(Collector):
     """The engine's totals, read at each scrape."""
 
-    def __init__(self, engine: EngineClient) -> None:
+    def __init__(self, engine: EngineStatistics) -> None:
         self._engine = engine
 
     def collect(self) -> Iterator[Metric]:

@@ -7,7 +7,7 @@ scrape.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal
 
@@ -20,7 +20,7 @@ from server.metrics.timer import GenerationTimer, RequestHistograms
 from server.metrics.vllm import VllmCollector
 
 if TYPE_CHECKING:
-    from engine.client import EngineClient
+    from server.metrics.engine_totals import EngineStatistics
 
 Endpoint = Literal[
     "chat", "completions", "ollama", "responses", "anthropic", "embeddings", "rerank", "score", "decisions"
@@ -34,8 +34,8 @@ LENGTH_BUCKETS = tuple(digit * 10**power for power in range(6) for digit in (1, 
 class Metrics:
     """The registry and the observations of one app. All metrics of the model have the label `model_name`."""
 
-    def __init__(self, engine: EngineClient, model_name: str) -> None:
-        self.registry, self._own, vllm = CollectorRegistry(), CollectorRegistry(), CollectorRegistry()
+    def __init__(self, engine: EngineStatistics, model_name: str) -> None:
+        self.model_registry, self._own, vllm = CollectorRegistry(), CollectorRegistry(), CollectorRegistry()
         self._own.register(EngineCollector(engine))
         self._responses = self._counter("http_responses", "Responses by route and status.", ("route", "status"))
         self._requests = self._counter("requests", "Generations by finish reason.", ("endpoint", "finish_reason"))
@@ -52,10 +52,8 @@ class Metrics:
             generated_tokens=self._histogram("request_generation_tokens", "Tokens of an answer.", LENGTH_BUCKETS),
         )
         vllm.register(VllmCollector(engine, self._vllm_names(), self._requests))
-        self.registry.register(ConstantLabels(self._own, {"model_name": model_name}))
-        self.registry.register(ConstantLabels(vllm, {"model_name": model_name, "engine": "0"}))
-        ProcessCollector(registry=self.registry)
-        GCCollector(registry=self.registry)
+        self.model_registry.register(ConstantLabels(self._own, {"model_name": model_name}))
+        self.model_registry.register(ConstantLabels(vllm, {"model_name": model_name, "engine": "0"}))
 
     def count_response(self, route: str, status: int) -> None:
         """Count one HTTP response; `route` is the path template, status 0 a client that disconnected before it."""
@@ -74,7 +72,7 @@ class Metrics:
 
     def render(self) -> bytes:
         """The text of a scrape."""
-        return generate_latest(self.registry)
+        return render([self.model_registry])
 
     def _vllm_names(self) -> dict[str, Histogram]:
         histograms = self._histograms
@@ -99,6 +97,32 @@ class Metrics:
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(f"cellar_{name}", text, buckets=buckets, registry=self._own)
+
+
+def render(registries: Sequence[CollectorRegistry]) -> bytes:
+    """The text of a scrape: the registries, whose families of one name are merged, and the numbers of the process."""
+    scraped = CollectorRegistry()
+    scraped.register(MergedFamilies(registries))
+    ProcessCollector(registry=scraped)
+    GCCollector(registry=scraped)
+    return generate_latest(scraped)
+
+
+class MergedFamilies(Collector):
+    """The metrics of several registries: a family has the samples of all, since Prometheus refuses a second one."""
+
+    def __init__(self, registries: Sequence[CollectorRegistry]) -> None:
+        self._registries = registries
+
+    def collect(self) -> Iterator[Metric]:
+        """One family a metric."""
+        families: dict[str, Metric] = {}
+        for registry in self._registries:
+            for family in registry.collect():
+                first = families.setdefault(family.name, family)
+                if first is not family:
+                    first.samples += family.samples
+        yield from families.values()
 
 
 class ConstantLabels(Collector):

@@ -14,7 +14,7 @@ from engine.types.status import DraftCounts, Stats
 from server.metrics.engine_totals import batch_tokens
 
 if TYPE_CHECKING:
-    from engine.client import EngineClient
+    from server.metrics.engine_totals import EngineStatistics
 
 # Tokens of a cache block for routers, vLLM's default. The cache is exact to the token: a shorter block would only make
 # routers that hash a limited number of blocks see less of a prompt.
@@ -30,7 +30,7 @@ class VllmCollector(Collector):
     requests    generations by endpoint and finish reason
     """
 
-    def __init__(self, engine: EngineClient, histograms: Mapping[str, Histogram], requests: Counter) -> None:
+    def __init__(self, engine: EngineStatistics, histograms: Mapping[str, Histogram], requests: Counter) -> None:
         self._engine, self._histograms, self._requests = engine, histograms, requests
 
     def collect(self) -> Iterator[Metric]:

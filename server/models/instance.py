@@ -50,15 +50,23 @@ class CrashBackoff:
 class Lease:
     """The use of a loaded model by one request: the model is not unloaded before `release`. A context manager."""
 
-    def __init__(self, engine: EngineClient, release: Callable[[], None]) -> None:
-        self.engine = engine
-        self._release: Callable[[], None] | None = release
+    def __init__(self, instance: Instance, on_release: Callable[[Instance], None]) -> None:
+        self.engine = instance.engine
+        self._instance: Instance | None = instance
+        self._on_release = on_release
+        instance.leases += 1
 
     def release(self) -> None:
         """End the use; further calls have no effect."""
-        release, self._release = self._release, None
-        if release is not None:
-            release()
+        instance, self._instance = self._instance, None
+        if instance is not None:
+            instance.leases -= 1
+            self._on_release(instance)
+
+    def share(self) -> Lease:
+        """Another lease of the same process, while this one is held."""
+        assert self._instance is not None, "the lease is held"
+        return Lease(self._instance, self._on_release)
 
     def __enter__(self) -> EngineClient:
         return self.engine

@@ -74,7 +74,7 @@ class Loader:
         self._records = {entry.name: ModelRecord(entry, limits.keep_alive) for entry in entries}
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
-        self._is_draining = False
+        self.is_draining = False
 
     def start(self) -> None:
         """Begin to load the models that are loaded at the start. Call it inside the event loop."""
@@ -132,16 +132,21 @@ class Loader:
         keep_alive  seconds that the model stays loaded after its last request; None: as before
         """
         record = self._check_accepting(name)
-        if record.instance is not None and record.instance.accepts_leases and not record.waiters:
-            return self._lease(record, record.instance, keep_alive)
-        if not waits:
-            raise Loading(_phase(record) or record.state)
+        if not waits or (record.instance is not None and record.instance.accepts_leases):
+            return self.acquire_loaded(name)
         if self.waiting >= self.limits.max_waiting:
             raise Overloaded(self.waiting, TURN_SECONDS)
         waiter = Waiter(asyncio.get_running_loop().create_future(), self._now(), keep_alive)
         record.waiters.append(waiter)
         self._advance()
         return await self._wait(record, waiter)
+
+    def acquire_loaded(self, name: str) -> Lease:
+        """A lease of the model. Raises the errors of `acquire`; Loading if the model is not loaded."""
+        record = self._check_accepting(name)
+        if record.instance is None or not record.instance.accepts_leases:
+            raise Loading(_phase(record) or record.state)
+        return self._lease(record, record.instance, None)
 
     def request_load(self, name: str) -> None:
         """Load the model although no request waits for it."""
@@ -164,7 +169,7 @@ class Loader:
 
     async def drain(self, seconds: float) -> None:
         """Accept no more requests, and end the running ones of all models within `seconds`."""
-        self._is_draining = True
+        self.is_draining = True
         for record in self._records.values():
             record.fail_waiters(Draining())
         engines = [record.instance.engine for record in self._records.values() if record.instance is not None]
@@ -172,7 +177,7 @@ class Loader:
 
     async def close(self) -> None:
         """Stop all processes."""
-        self._is_draining = True
+        self.is_draining = True
         for record in self._records.values():
             record.fail_waiters(Draining())
             if record.instance is not None:
@@ -185,7 +190,7 @@ class Loader:
 
     def _check_accepting(self, name: str) -> ModelRecord:
         record = self._records[name]
-        if self._is_draining:
+        if self.is_draining:
             raise Draining
         has_ended = record.instance is None or record.instance.ended.is_set()
         if has_ended and record.crashes.retry_at > self._now():
@@ -213,14 +218,12 @@ class Loader:
             waiter.lease.result().release()
 
     def _lease(self, record: ModelRecord, instance: Instance, keep_alive: float | None) -> Lease:
-        instance.leases += 1
         instance.last_used = self._now()
         if keep_alive is not None:
             record.keep_alive = keep_alive
-        return Lease(instance.engine, lambda: self._release(instance))
+        return Lease(instance, self._release)
 
     def _release(self, instance: Instance) -> None:
-        instance.leases -= 1
         instance.last_used = self._now()
         if not instance.leases:
             if instance.unload_reason is not None:
@@ -234,7 +237,7 @@ class Loader:
             self._grant_leases(record)
             if record.expires_at <= now:
                 self._unload(record, "idle")
-        if not self._is_draining:
+        if not self.is_draining:
             self._start_loads(now)
         self._set_timer(now)
 
@@ -298,7 +301,7 @@ class Loader:
             times += [record.waiting_since + TURN_SECONDS for record in queued]
             times += [turn_ends_at(record) for record in self._records.values() if record.state == "ready"]
         upcoming = min((time for time in times if time > now), default=math.inf)
-        if upcoming < math.inf and not self._is_draining:
+        if upcoming < math.inf and not self.is_draining:
             self._timer = asyncio.get_running_loop().call_at(upcoming, self._advance)
 
     def _plan(self, record: ModelRecord) -> None:

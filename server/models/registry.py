@@ -58,6 +58,28 @@ class ModelRegistry:
         """Count a request of the owner as waiting inside the block: one that is being prepared."""
         return self._service.engine.reserve(owner)
 
+    @property
+    def phase(self) -> str:
+        """The phase of the engine."""
+        return self._service.engine.phase
+
+    @property
+    def loaded_names(self) -> tuple[str, ...]:
+        """The names of the loaded models."""
+        return self.all_names if self._service.engine.ready else ()
+
+    def check_alive(self) -> None:
+        """Raise EngineDead if a restart would help."""
+        self._service.check_alive()
+
+    def check_ready(self) -> None:
+        """Raise the error of a server that cannot accept a request now."""
+        self._service.check_ready()
+
+    def render_metrics(self) -> bytes:
+        """The text of a scrape."""
+        return self._service.metrics.render()
+
     @contextmanager
     def lease(self, name: str | None = None) -> Iterator[Service]:
         """The service of a model, under the requested name or its main one; ApiError for an unknown model.

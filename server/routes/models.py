@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from fastapi import FastAPI
 from starlette.responses import Response
 
 from engine.types.status import ModelInfo
 from server.http.encoding import JsonResponse
+from server.models.entry import State
 from server.models.registry import ModelRegistry
+from server.models.several import SeveralModels
 from server.routes.openapi import ERROR_RESPONSES
-from server.schemas.models import AdapterMeta, Model, ModelList, OptionalMeta
+from server.schemas.models import AdapterMeta, Model, ModelList, ModelState, OptionalMeta
 from server.service import Service
+
+# The states by llama.cpp's names.
+STATE_NAMES: dict[State, Literal["unloaded", "loading", "loaded", "failed"]] = {
+    "unloaded": "unloaded",
+    "queued": "loading",
+    "loading": "loading",
+    "ready": "loaded",
+    "draining": "loaded",
+    "failed": "failed",
+}
 
 
 def add(app: FastAPI, models: ModelRegistry) -> None:
@@ -19,13 +33,18 @@ def add(app: FastAPI, models: ModelRegistry) -> None:
     @app.get("/v1/models", responses={**ERROR_RESPONSES, 200: {"model": ModelList}})
     async def list_models() -> Response:
         """List the names of the models."""
-        service, names = models.use(), models.all_names
-        return JsonResponse(ModelList(object="list", data=[_model(service, name) for name in names]))
+        if isinstance(models, SeveralModels):
+            listed = [_entry_of_several(models, name) for name in models.all_names]
+        else:
+            listed = [_model(models.use(), name) for name in models.all_names]
+        return JsonResponse(ModelList(object="list", data=listed))
 
     # Hub ids contain a slash.
     @app.get("/v1/models/{model:path}", responses={**ERROR_RESPONSES, 200: {"model": Model}})
     async def retrieve_model(model: str) -> Response:
         """Describe a model by one of its names."""
+        if isinstance(models, SeveralModels):
+            return JsonResponse(_entry_of_several(models, model))
         model = models.served_name(model)
         service = models.use(None if model == models.settings.embedding_name else model)
         return JsonResponse(_model(service, model))
@@ -45,6 +64,23 @@ def _model(service: Service, name: str) -> Model:
             entry = _model_entry(service, name, main_name, service.engine.info, {"adapter": meta})
             return {**entry, "parent": main_name}
     return _model_entry(service, name, main_name, service.engine.info, {})
+
+
+def _entry_of_several(models: SeveralModels, name: str) -> Model:
+    """A model in any state; never loads it."""
+    entry = models.entry_of(name)
+    if entry is None:
+        raise models.unknown(name)
+    status, engine = models.loader.status(entry.name), models.loader.engine(entry.name)
+    described = Model(id=name, object="model", created=models.created, owned_by="cellar", root=entry.name)
+    if engine is not None and engine.ready:
+        described = _model(models.service(entry, name, engine), name)
+    state = ModelState(value=STATE_NAMES[status.state])
+    if status.phase:
+        state["progress"] = status.phase
+    if status.reason:
+        state["reason"] = status.reason
+    return {**described, "status": state}
 
 
 def _model_entry(service: Service, name: str, root: str, info: ModelInfo, more: OptionalMeta) -> Model:

@@ -22,16 +22,14 @@ def add(app: FastAPI, models: ModelRegistry) -> None:
 
         `models` lists the names of the loaded models.
         """
-        service = models.use()
-        service.check_alive()
-        loaded = models.all_names if service.engine.ready else ()
-        return JsonResponse({"status": "ok", "phase": service.engine.phase, "models": list(loaded)})
+        models.check_alive()
+        return JsonResponse({"status": "ok", "phase": models.phase, "models": list(models.loaded_names)})
 
     @app.head("/ready", include_in_schema=False)
     @app.get("/ready", responses=ERROR_RESPONSES)
     async def ready() -> Response:
         """200 while requests are accepted, or 503 with the reason."""
-        models.use().check_ready()
+        models.check_ready()
         return JsonResponse({"status": "ready"})
 
     text = {"text/plain": {"schema": {"type": "string"}}}
@@ -39,4 +37,4 @@ def add(app: FastAPI, models: ModelRegistry) -> None:
     @app.get("/metrics", responses={**ERROR_RESPONSES, 200: {"content": text}}, response_class=Response)
     async def metrics() -> Response:
         """All metrics of this server."""
-        return Response(models.use().metrics.render(), media_type=CONTENT_TYPE_LATEST)
+        return Response(models.render_metrics(), media_type=CONTENT_TYPE_LATEST)

@@ -34,8 +34,19 @@ class ModelMeta(OptionalMeta):
     dtype: str
 
 
+class ModelState(TypedDict):
+    """The state of one of several models. `progress` is the phase of a load, `reason` that of the last failure."""
+
+    value: Literal["unloaded", "loading", "loaded", "failed"]
+    progress: NotRequired[str]
+    reason: NotRequired[str]
+
+
 class Model(TypedDict):
-    """One name of a model, or of an adapter of the model `parent`."""
+    """One name of a model, or of an adapter of the model `parent`.
+
+    Only with several models it has a `status`, and lacks `max_model_len` and `meta` unless it is loaded.
+    """
 
     id: str
     object: Literal["model"]
@@ -43,8 +54,9 @@ class Model(TypedDict):
     owned_by: str
     root: str
     parent: NotRequired[str]
-    max_model_len: int
-    meta: ModelMeta
+    max_model_len: NotRequired[int]
+    meta: NotRequired[ModelMeta]
+    status: NotRequired[ModelState]
 
 
 class ModelList(TypedDict):

@@ -1,0 +1,189 @@
+"""The registry of several models, which are loaded on demand."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+
+from prometheus_client import CollectorRegistry
+
+from engine.client import EngineClient
+from engine.errors import Draining, Loading, Overloaded
+from engine.types.model_name import plain_name
+from server.configuration.settings import Settings
+from server.http.errors import MODEL_NOT_FOUND, ApiError, missing_parameter
+from server.metrics.metrics import Metrics, render
+from server.metrics.traces import GenerationTraces
+from server.models.entry import ModelEntry
+from server.models.eviction import TURN_SECONDS
+from server.models.instance import Lease
+from server.models.lease import LeaseCount
+from server.models.loader import Loader
+from server.models.presets import LATEST_TAG, Presets
+from server.models.registry import MAX_NAME_LENGTH, ModelRegistry
+from server.service import Service
+
+
+class DuplicateName(ValueError):
+    """Two models have the same name."""
+
+
+@dataclass(frozen=True, slots=True)
+class SelectedModel:
+    """The model that the current request names, and its lease."""
+
+    name: str
+    entry: ModelEntry
+    lease: Lease
+
+
+# The model of the current request; set by LoadMiddleware.
+selected: ContextVar[SelectedModel | None] = ContextVar("selected", default=None)
+
+
+def names_of(entries: Iterable[ModelEntry]) -> dict[str, ModelEntry]:
+    """The entries by all of their names. Raises DuplicateName."""
+    names: dict[str, ModelEntry] = {}
+    for entry in entries:
+        for name in (entry.name, *entry.aliases):
+            other = names.setdefault(name, entry)
+            if other is not entry:
+                sources = f"{other.source or other.name} and {entry.source or entry.name}"
+                raise DuplicateName(f"two models have the name {name}: {sources}; give one of them another name")
+    return names
+
+
+class SeveralModels(ModelRegistry):
+    """The models of a loader. `settings` are those of the server; each model has its own.
+
+    metrics          by the name of the entry
+    loader_registry  has the metrics of the loader
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        entries: Iterable[ModelEntry],
+        loader: Loader,
+        metrics: Mapping[str, Metrics],
+        loader_registry: CollectorRegistry,
+        traces: GenerationTraces | None = None,
+    ) -> None:
+        self.settings, self.presets, self.leases = settings, Presets(), LeaseCount()
+        self.loader, self._metrics, self._traces = loader, metrics, traces
+        self._registries = [loader_registry, *(model.model_registry for model in metrics.values())]
+        self.entries = names_of(entries)
+        self.created = int(time.time())
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the models that generate."""
+        return tuple(name for name, entry in self.entries.items() if entry.kind == "generate")
+
+    @property
+    def all_names(self) -> tuple[str, ...]:
+        """The names of all models."""
+        return tuple(self.entries)
+
+    def entry_of(self, name: str) -> ModelEntry | None:
+        """The model of a requested name; None if there is none."""
+        short = name.removesuffix(LATEST_TAG)
+        for candidate in (name, short, plain_name(name), plain_name(short)):
+            if candidate in self.entries:
+                return self.entries[candidate]
+        if self.settings.serves_any_name and 0 < len(name) <= MAX_NAME_LENGTH and name.isprintable():
+            return next(iter(self.entries.values()))
+        return None
+
+    def check_admission(self, owner: str) -> None:
+        """Raise Overloaded if too many requests wait for a load."""
+        if self.loader.waiting >= self.loader.limits.max_waiting:
+            raise Overloaded(self.loader.waiting, TURN_SECONDS)
+
+    def reserve(self, owner: str) -> AbstractContextManager[None]:
+        """Nothing: the model of a request, and so its queue, is not known before the body."""
+        return nullcontext()
+
+    @contextmanager
+    def lease(self, name: str | None = None) -> Iterator[Service]:
+        """The service of a loaded model; by default the one that the current request names."""
+        current = selected.get()
+        if not name:
+            if current is None:
+                raise missing_parameter("model")
+            name = current.name
+        entry = self.entry_of(name)
+        if entry is None:
+            raise self.unknown(name)
+        holds = current is not None and current.entry is entry
+        with current.lease.share() if current and holds else self.loader.acquire_loaded(entry.name) as engine:
+            yield self.service(entry, name, engine)
+
+    def use_for_embeddings(self, name: str | None) -> Service:
+        """The service of the named model."""
+        return self._used_by_kind(name)
+
+    def use_for_scores(self, name: str | None) -> Service:
+        """The service of the named model."""
+        return self._used_by_kind(name)
+
+    def render_metrics(self) -> bytes:
+        """The text of a scrape."""
+        return render(self._registries)
+
+    @property
+    def phase(self) -> str:
+        """ "ready", "draining", or "loading"."""
+        if self.loader.is_draining:
+            return "draining"
+        return "ready" if self.can_serve else "loading"
+
+    @property
+    def can_serve(self) -> bool:
+        """Whether a pinned model, or without pinned ones any model, can serve or be loaded."""
+        entries = set(self.entries.values())
+        pinned = {entry for entry in entries if entry.pinned}
+        states = {self.loader.status(entry.name).state for entry in pinned or entries}
+        return "ready" in states or not (pinned or states == {"failed"})
+
+    @property
+    def loaded_names(self) -> tuple[str, ...]:
+        """The names of loaded models."""
+        return tuple(name for name, entry in self.entries.items() if self.loader.status(entry.name).state == "ready")
+
+    def check_ready(self) -> None:
+        """Raise the error of a server that cannot accept a request now."""
+        if self.loader.is_draining:
+            raise Draining
+        if not self.can_serve:
+            raise Loading(self.phase)
+
+    def check_alive(self) -> None:
+        """Nothing: a restart would not help a model that cannot be loaded."""
+
+    def service(self, entry: ModelEntry, name: str, engine: EngineClient) -> Service:
+        """The service of an entry with its engine, under a requested name."""
+        short = name.removesuffix(LATEST_TAG)
+        return Service(
+            engine,
+            entry.settings,
+            self._metrics[entry.name],
+            name,
+            self._traces,
+            created=self.created,
+            adapter=short if short in entry.settings.adapters else "",
+        )
+
+    def unknown(self, name: str) -> ApiError:
+        """The error of a name that no model has."""
+        served = ", ".join(f"'{name}'" for name in self.entries)
+        message = f"The model '{name[:128]}' does not exist here. This server serves {served}."
+        return ApiError(MODEL_NOT_FOUND, message, param="model")
+
+    def _used_by_kind(self, name: str | None) -> Service:
+        service = self.use(name)
+        embedding = service.settings.embedding_name
+        return service if embedding is None else replace(service, name=embedding)

@@ -1,0 +1,201 @@
+"""Routes with several models: the model of a request is loaded on demand, in virtual engines."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from engine.errors import ModelUnsupported
+from server.app import create_app_of_several
+from server.models.entry import ModelEntry
+from server.models.loader import LoaderLimits
+from server.models.several import DuplicateName, names_of
+from tests.server.fakes import FakeEngine, call, settings
+
+CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 5}
+SERVER = settings(limits={"ping_seconds": 0.05})
+
+
+class SlowEngine(FakeEngine):
+    """Loads until `loaded` is set."""
+
+    async def wait_ready(self) -> None:
+        self.loaded = asyncio.Event()
+        await self.loaded.wait()
+        await super().wait_ready()
+        self.phase = "ready"
+
+
+class Launcher:
+    """Engines of 4 bytes each; those of `slow` load until a test ends it."""
+
+    def __init__(self, slow: str = "") -> None:
+        self.slow, self.engines = slow, dict[str, Any]()
+
+    async def needed_bytes(self, entry: ModelEntry) -> int:
+        return 4
+
+    def start(self, entry: ModelEntry, memory_bytes: int) -> Any:
+        kind = SlowEngine if entry.name in self.slow else FakeEngine
+        engine = self.engines[entry.name] = kind(phase="loading weights" if kind is SlowEngine else "ready")
+        return engine
+
+    async def stop(self, engine: Any) -> None:
+        pass
+
+
+def _run(
+    scenario: Callable[[Any, Launcher], Awaitable[None]],
+    launcher: Launcher | None = None,
+    pinned: str = "",
+    **limits: Any,
+) -> None:
+    async def work() -> None:
+        fake = launcher or Launcher()
+        models = [
+            ModelEntry(name, settings(served_names=(name,)), aliases=(f"{name}-alias",), pinned=name in pinned)
+            for name in "abc"
+        ]
+        app = create_app_of_several(models, fake, LoaderLimits(8, **limits), SERVER)
+        app.state.loader.start()
+        await scenario(app, fake)
+        await app.state.loader.close()
+
+    asyncio.run(work())
+
+
+def test_the_model_of_a_request_is_loaded_and_answers() -> None:
+    async def scenario(app: Any, launcher: Launcher) -> None:
+        for path, body in [
+            ("/v1/chat/completions", CHAT),
+            ("/v1/completions", {"prompt": "Hi", "max_tokens": 5}),
+            ("/v1/messages", CHAT),
+            ("/v1/responses", {"input": "Hi"}),
+            ("/api/chat", {**CHAT, "max_tokens": None}),
+            ("/completion", {"prompt": "Hi", "n_predict": 5}),
+            ("/tokenize", {"prompt": "Hi"}),
+            ("/v1/embeddings", {"input": "Hi"}),
+        ]:
+            sent = {key: value for key, value in body.items() if value is not None}
+            for name in ("a", "b-alias"):
+                answer = await call(app, "POST", path, json_body={"model": name, **sent})
+                assert answer.status in (200, 400), (path, answer.body)
+                assert answer.status == 200 or path == "/v1/embeddings"
+        assert set(launcher.engines) == {"a", "b"}
+        assert app.state.loader.status("a").leases == 0
+        answer = await call(app, "POST", "/v1/chat/completions", json_body={"model": "a", **CHAT})
+        assert answer.json["model"] == "a"
+
+    _run(scenario)
+
+
+def test_a_stream_shows_the_phase_of_the_load() -> None:
+    async def scenario(app: Any, launcher: Launcher) -> None:
+        body = {"model": "a", "stream": True, **CHAT}
+        request = asyncio.create_task(call(app, "POST", "/v1/chat/completions", json_body=body))
+        await asyncio.sleep(0.3)
+        launcher.engines["a"].loaded.set()
+        answer = await request
+        assert answer.status == 200
+        assert answer.body.startswith(b": loading weights\n\n: loading weights\n\n")
+        assert answer.events[-1] == "[DONE]"
+
+    _run(scenario, Launcher(slow="a"))
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_failed_load_is_an_error(stream: bool) -> None:
+    async def scenario(app: Any, launcher: Launcher) -> None:
+        body = {"model": "a", "stream": stream, **CHAT}
+        request = asyncio.create_task(call(app, "POST", "/v1/chat/completions", json_body=body))
+        await asyncio.sleep(0.2)
+        launcher.engines["a"].failure = ModelUnsupported("a", "wrong outputs")
+        launcher.engines["a"].loaded.set()
+        answer = await request
+        error = answer.events[-1] if stream else answer.json
+        assert answer.status == (200 if stream else 503)
+        assert error["error"]["code"] == "model_failed"
+        assert "wrong outputs" in error["error"]["message"]
+        listed = (await call(app, "GET", "/v1/models/a")).json
+        assert listed["status"]["value"] == "failed"
+        assert "wrong outputs" in listed["status"]["reason"]
+
+    _run(scenario, Launcher(slow="a"))
+
+
+def test_a_request_may_refuse_to_wait() -> None:
+    async def scenario(app: Any, launcher: Launcher) -> None:
+        body = {"model": "a", **CHAT}
+        answer = await call(app, "POST", "/v1/chat/completions", json_body=body, headers={"X-Load": "never"})
+        assert (answer.status, answer.json["error"]["code"]) == (503, "model_loading")
+        assert launcher.engines == {}
+
+    _run(scenario)
+
+
+def test_a_load_that_takes_too_long_is_a_504() -> None:
+    async def scenario(app: Any, launcher: Launcher) -> None:
+        answer = await call(app, "POST", "/v1/chat/completions", json_body={"model": "a", **CHAT})
+        assert (answer.status, answer.json["error"]["code"]) == (504, "load_timeout")
+
+    _run(scenario, Launcher(slow="a"), load_timeout=0.1)
+
+
+def test_unknown_and_missing_names_are_errors_and_load_nothing() -> None:
+    async def scenario(app: Any, launcher: Launcher) -> None:
+        for name in ("other", "../a", "/tmp/a"):
+            answer = await call(app, "POST", "/v1/completions", json_body={"model": name, "prompt": "Hi"})
+            assert (answer.status, answer.json["error"]["code"]) == (404, "model_not_found")
+        answer = await call(app, "GET", "/v1/capabilities")
+        assert (answer.status, answer.json["error"]["param"]) == (400, "model")
+        assert launcher.engines == {}
+        assert (await call(app, "GET", "/v1/capabilities", query="model=a")).status == 200
+        assert (await call(app, "GET", "/v1/engine", query="model=b")).status == 200
+
+    _run(scenario)
+
+
+def test_the_list_has_all_models_with_their_states() -> None:
+    async def scenario(app: Any, launcher: Launcher) -> None:
+        await call(app, "POST", "/tokenize", json_body={"model": "a", "prompt": "Hi"})
+        listed = (await call(app, "GET", "/v1/models")).json["data"]
+        states = {model["id"]: model["status"]["value"] for model in listed}
+        assert states == {
+            "a": "loaded",
+            "a-alias": "loaded",
+            "b": "unloaded",
+            "b-alias": "unloaded",
+            "c": "unloaded",
+            "c-alias": "unloaded",
+        }
+        assert "meta" in listed[0]
+        assert "meta" not in listed[2]
+        health = (await call(app, "GET", "/health")).json
+        assert health == {"status": "ok", "phase": "ready", "models": ["a", "a-alias"]}
+        assert (await call(app, "GET", "/ready")).status == 200
+
+    _run(scenario)
+
+
+def test_metrics_have_one_family_of_all_models() -> None:
+    async def scenario(app: Any, launcher: Launcher) -> None:
+        for name in "aba":
+            await call(app, "POST", "/v1/completions", json_body={"model": name, "prompt": "Hi"})
+        text = (await call(app, "GET", "/metrics")).body.decode()
+        helps = [line for line in text.splitlines() if line.startswith("# TYPE")]
+        assert len(helps) == len(set(helps))
+        assert 'cellar_model_loads_total{model_name="a",outcome="ready"} 1.0' in text
+        assert 'cellar_model_state{model_name="c",state="unloaded"} 1.0' in text
+        assert 'cellar_models_memory_bytes{model_name="b"} 4.0' in text
+        assert 'cellar_requests_total{endpoint="completions",finish_reason="stop",model_name="a"} 2.0' in text
+
+    _run(scenario)
+
+
+def test_a_name_twice_is_an_error_with_both_sources() -> None:
+    entries = [ModelEntry("a", settings(model="/x/a")), ModelEntry("b", settings(model="/y/a"), aliases=("a",))]
+    with pytest.raises(DuplicateName, match=r"name a: /x/a and /y/a"):
+        names_of(entries)
