@@ -13,6 +13,7 @@ from typing import Generic
 
 from jinja2 import TemplateError
 
+from engine.text.parts import truncate
 from engine.text.prefix import Pieces, common_prefix_length
 
 Messages = Sequence[Mapping[str, object]]
@@ -87,9 +88,7 @@ def _rendered_length(messages: Messages, rendered: Pieces, render: Callable[[Mes
 
 def _truncated(messages: Messages, index: int, characters: int) -> Messages:
     """The messages up to a number of characters of the content of the last one."""
-    content = messages[index].get("content")
-    if not isinstance(content, str) or characters >= len(content):
+    truncated = truncate(messages[index].get("content"), characters)
+    if truncated is None:
         return messages[: index + 1]
-    # A template may trim spaces at the end, so a character other than the next one follows the truncation.
-    last = "-" if content[characters] != "-" else "+"
-    return [*messages[:index], {**messages[index], "content": content[:characters] + last}]
+    return [*messages[:index], {**messages[index], "content": truncated}]

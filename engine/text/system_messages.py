@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from engine.text.outline import TEMPLATE_ERRORS, Messages
+from engine.text.parts import content_length, content_text, join
 
 _SEPARATOR = "\n\n"
 _SAMPLE_SYSTEM = "You answer in Latin."
@@ -41,17 +42,17 @@ def fold_system_messages(messages: Messages) -> FoldedMessages:
     folded, waiting = FoldedMessages(), ""
     moved: list[int] = []
     for index, message in enumerate(messages):
-        content = str(message.get("content") or "")
+        content = message.get("content") or ""
         if message.get("role") == "system":
             folded.places.append((0, len(waiting)))
             moved.append(index)
-            waiting += content + _SEPARATOR
+            waiting += content_text(content) + _SEPARATOR
             continue
         folded.places.append((len(folded.messages), 0))
         if waiting and message.get("role") == "user":
             _move(folded, moved, characters=0)
             folded.places[index] = (len(folded.messages), len(waiting))
-            message, waiting = {**message, "content": waiting + content}, ""
+            message, waiting = {**message, "content": join(waiting, content)}, ""
         folded.messages.append(dict(message))
     if waiting:
         _append(folded, moved, waiting.removesuffix(_SEPARATOR))
@@ -65,10 +66,10 @@ def _append(folded: FoldedMessages, moved: list[int], text: str) -> None:
         _move(folded, moved, characters=0)
         folded.messages.append({"role": "user", "content": text})
         return
-    before = f"{last.get('content') or ''}{_SEPARATOR}"
+    before = join(last.get("content"), _SEPARATOR)
     folded.messages.pop()
-    _move(folded, moved, characters=len(before))
-    folded.messages.append({**last, "content": before + text})
+    _move(folded, moved, characters=content_length(before))
+    folded.messages.append({**last, "content": join(before, text)})
 
 
 def _move(folded: FoldedMessages, moved: list[int], *, characters: int) -> None:

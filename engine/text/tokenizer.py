@@ -10,17 +10,31 @@ import copy
 import functools
 import itertools
 import json
+import logging
+import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+from transformers.utils.chat_template_utils import mark_control_tokens
 
 from engine.chat_format.detection import AddedVocabulary, ChatFormatSource, chat_format_source, detect_chat_format
 from engine.chat_format.message import Tool
 from engine.errors import ContextTooLong, InvalidRequest, Overloaded
+from engine.text.contents import (
+    ContentForm,
+    ContentProcessor,
+    ContentRenderer,
+    ProcessedContent,
+    detect_form,
+    needs_parts,
+)
 from engine.text.detokenizer import Detokenizer, IncrementalDetokenizer, TokenBytes, detokenize
 from engine.text.fill_in_middle import detect_fill_in_middle
-from engine.text.outline import TEMPLATE_ERRORS, Messages, outline
+from engine.text.offsets import TokenOffsets
+from engine.text.outline import TEMPLATE_ERRORS, Messages, Outline, outline
 from engine.text.regex_limit import RegexLimit
+from engine.text.strings import checked_text, strings_in
 from engine.text.system_messages import fold_system_messages, has_system_role
 from engine.text.template_process import (
     TemplateJob,
@@ -32,13 +46,14 @@ from engine.text.template_process import (
 from engine.text.tool_call_format import ToolCallFormat, detect_tool_call_format
 from engine.text.variables import template_variables
 from engine.text.vocabulary import summarize
-from engine.types.content import ContentKind, Upload
+from engine.types.content import Content, ContentKind, Upload
 from engine.types.events import Logprob
 from engine.types.request import RenderedPrompt
 from engine.watchdog import WatchedLock
 
 # A character that no token combines with others, and its maximum number of tokens with a space before it.
 _SEPARATOR, _MAX_SEPARATOR_TOKENS = "\x02", 4
+log = logging.getLogger("cellar.engine")
 _KIND_NAMES: dict[ContentKind, str] = {"image": "images", "audio": "audio"}
 # Of a client whose conversation cannot be rendered now.
 _RETRY_SECONDS = 5.0
@@ -73,6 +88,8 @@ class Tokenizer:
         self.fill_in_middle = detect_fill_in_middle(self._token_id)
         self.template_names: frozenset[str] = frozenset()
         self._call_format, self.has_system_role = ToolCallFormat(), True
+        self._contents = ContentRenderer()
+        self._content_processor: ContentProcessor | None = None
         if self.has_chat_template:
             self._examine_templates()
         self.chat_format = detect_chat_format(self.template, self._added_vocabulary(), self._response_template)
@@ -85,6 +102,26 @@ class Tokenizer:
         """Set the context and the maximum context; returns the tokenizer itself."""
         self._context, self._max_context = context, max_context
         return self
+
+    def use_content_processor(self, processor: ContentProcessor) -> frozenset[ContentKind]:
+        """Render images and sounds with a processor; the kinds that the chat template renders.
+
+        Raises TemplateTooCostly, and TemplateUnavailable.
+        """
+        forms: dict[ContentKind, ContentForm] = {}
+        if self.has_chat_template:
+            with template_process().job() as job:
+                render = functools.partial(self._render_sample, job, tools=())
+                detected = {kind: detect_form(kind, marker, render) for kind, marker in processor.markers.items()}
+            forms = {kind: form for kind, form in detected.items() if form is not None}
+        markers = {kind: processor.markers[kind] for kind in forms}
+        if "text" in forms.values():
+            log.warning("the chat template reads texts alone: images and sounds stand before the text of a message")
+            self._contents = ContentRenderer("text", markers, processor.placeholders)
+        else:
+            self._contents = ContentRenderer(self._contents.form, markers, processor.placeholders)
+        self._content_processor = processor
+        return frozenset(forms)
 
     def is_stuck(self) -> bool:
         """Observe the worker threads; whether one has been in the tokenizer for minutes."""
@@ -153,7 +190,7 @@ class Tokenizer:
 
         Raises InvalidRequest, or ContextTooLong for text that exceeds the context in any tokenization.
         """
-        self._check_length(_checked_text(text, "prompt"))
+        self._check_length(checked_text(text, "prompt"))
         with self._lock:
             return self._encode(text, special=add_special)
 
@@ -161,7 +198,7 @@ class Tokenizer:
         """The tokens of a prompt; a long one is truncated, but still exceeds the context. Raises InvalidRequest."""
         # The longest text that `_check_length` accepts.
         limit = 4 * self._max_token_bytes * self._context - 1
-        truncated = _checked_text(text, "prompt").encode()[:limit].decode(errors="ignore")
+        truncated = checked_text(text, "prompt").encode()[:limit].decode(errors="ignore")
         with self._lock:
             return self._encode(truncated, special=True)
 
@@ -174,7 +211,7 @@ class Tokenizer:
         """
         if self.fill_in_middle is None:
             raise InvalidRequest("suffix", "the vocabulary of this model has no fill-in-the-middle tokens")
-        self._check_length(_checked_text(before, "prompt"), _checked_text(after, "suffix"))
+        self._check_length(checked_text(before, "prompt"), checked_text(after, "suffix"))
         with self._lock:
             opening = [token for token in self._encode("", special=True) if token == self._tokenizer.bos_token_id]
             prefix, suffix = self._encode(before, special=False), self._encode(after, special=False)
@@ -182,7 +219,7 @@ class Tokenizer:
             # No token of a file too long for the limit is needed.
             fitting = [(name, text) for name, text in files if len(text) <= limit * self._max_token_bytes]
             others = self.fill_in_middle.file_tokens(
-                fitting, lambda text: self._encode(_checked_text(text, "input_extra"), special=False), limit
+                fitting, lambda text: self._encode(checked_text(text, "input_extra"), special=False), limit
             )
         # Without the space that some tokenizers add at the start of a text.
         return self.fill_in_middle.prompt(opening, prefix, self.encode_inside_text(after) or suffix, others)
@@ -202,7 +239,7 @@ class Tokenizer:
     def encode_prediction(self, text: str) -> list[int]:
         """The tokens of a predicted output, without special tokens. Raises InvalidRequest if it exceeds the context."""
         try:
-            self._check_length(_checked_text(text, "prediction"))
+            self._check_length(checked_text(text, "prediction"))
             with self._lock:
                 tokens = self._encode(text, special=False)
         except ContextTooLong as error:
@@ -226,18 +263,18 @@ class Tokenizer:
         """Render a conversation with the chat template. Special tokens in messages are encoded as plain text.
 
         arguments    further variables of the template
-        breakpoints  (message, characters): positions in the content of messages that become checkpoints
+        breakpoints  (message, position): positions in the content of messages that become checkpoints; each image or
+                     sound counts as one character
         uploads      files of the parts {"type": "image"} and {"type": "audio"} of messages, in the order of the parts
 
         Raises InvalidRequest if there is no template, or it refuses the conversation, InvalidContent, and
         ContextTooLong.
         """
-        for upload in uploads:
-            raise InvalidRequest(upload.field, f"this model reads text only, no {_KIND_NAMES[upload.kind]}")
+        self._check_uploads(uploads)
         if not self.has_chat_template:
             raise InvalidRequest("messages", "this model has no chat template; use /v1/completions")
         definitions = [_tool_definition(tool) for tool in tools]
-        self._check_length(*(_checked_text(text, "messages") for text in _strings([messages, definitions])))
+        self._check_length(*(checked_text(text, "messages") for text in strings_in([messages, definitions])))
         if not self.has_system_role:
             folded = fold_system_messages(messages)
             messages = folded.messages
@@ -257,7 +294,10 @@ class Tokenizer:
         }
         try:
             return self._render(
-                converted, options, [(indices[message], characters) for message, characters in breakpoints]
+                converted,
+                options,
+                [(indices[message], position) for message, position in breakpoints],
+                self._process(uploads),
             )
         except TEMPLATE_ERRORS as error:
             raise InvalidRequest("messages", f"the model's chat template refuses this: {error}") from error
@@ -281,7 +321,10 @@ class Tokenizer:
         with template_process().job() as job:
             self.template_names = frozenset().union(*map(job.prepare, templates))
             self._call_format = detect_tool_call_format(functools.partial(self._render_sample, job))
-            self.has_system_role = has_system_role(functools.partial(self._render_sample, job, tools=()))
+            render = functools.partial(self._render_sample, job, tools=())
+            self.has_system_role = has_system_role(render)
+            if needs_parts(render):
+                self._contents = ContentRenderer("parts")
 
     def _render_sample(self, job: TemplateJob, messages: Messages, tools: Sequence[Mapping[str, object]]) -> str:
         """Render messages and tools, for the detection of the tool call format."""
@@ -290,7 +333,7 @@ class Tokenizer:
 
     def _render_text(self, job: TemplateJob, messages: Messages, options: dict[str, Any]) -> str:
         template = self._tokenizer.get_chat_template(tools=options.get("tools"))
-        text = job.render(template, messages, {**self._tokenizer.special_tokens_map, **options})
+        text = job.render(template, self._contents.arrange(messages), {**self._tokenizer.special_tokens_map, **options})
         self._check_length(text)
         return text
 
@@ -326,47 +369,89 @@ class Tokenizer:
         if min_tokens >= self._context:
             raise ContextTooLong(min_tokens, self._context, exact=False, max_context=self._max_context)
 
+    def _check_uploads(self, uploads: Sequence[Upload]) -> None:
+        """Raise InvalidRequest for an image or a sound that this model does not read."""
+        for upload in uploads:
+            if upload.kind not in self._contents.markers:
+                names = [_KIND_NAMES[kind] for kind in self._contents.markers]
+                reason = f"this model reads {' and '.join(('text', *names))} only, no {_KIND_NAMES[upload.kind]}"
+                raise InvalidRequest(upload.field, reason)
+
+    def _process(self, uploads: Sequence[Upload]) -> list[ProcessedContent]:
+        return [self._content_processor.process(upload) for upload in uploads if self._content_processor]
+
     def _render(
-        self, messages: list[dict[str, object]], options: dict[str, Any], breakpoints: Sequence[tuple[int, int]]
+        self,
+        messages: list[dict[str, object]],
+        options: dict[str, Any],
+        breakpoints: Sequence[tuple[int, int]],
+        contents: Sequence[ProcessedContent],
     ) -> RenderedPrompt:
         partial_options = {**options, "add_generation_prompt": False, "continue_final_message": False}
         finished = len(messages) - bool(options["continue_final_message"])
         find = functools.partial(outline, messages, finished_messages=finished, breakpoints=breakpoints)
-        strings = _strings([messages, options.get("tools")])
+        is_marked = not self._tokenizer.is_fast or self._has_added_token([messages, options])
         with template_process().job() as job:
-            if not self._tokenizer.is_fast or any(token in text for text in strings for token in self._added_tokens):
-                tokens = self._checked_tokens(self._render_tokens(job, messages, options))
-                by_token = find(tokens, lambda part: list(self._render_tokens(job, part, partial_options)))
-                generation_prompt = self._token_bytes.decode(by_token.generation_prompt)
-                keep, protected = by_token.system_end or None, _optional_range(by_token.last_user)
-                return RenderedPrompt(tuple(tokens), keep, by_token.checkpoints, protected, generation_prompt)
-            text = self._render_text(job, messages, options)
-            rendered = find(text, lambda part: self._render_text(job, part, partial_options))
+            render = functools.partial(self._render_marked if is_marked else self._render_text, job)
+            text = render(messages, options)
+            ordered = self._contents.in_order(text, contents)
+            expand = functools.partial(self._contents.expand, ordered=ordered)
+            if is_marked:
+                tokens = self._encode_marked(expand(text))
+                by_token = find(tokens, lambda part: self._encode_marked(expand(render(part, partial_options))))
+                return self._prompt_of_tokens(tokens, by_token, ordered)
+            by_character = find(expand(text), lambda part: expand(render(part, partial_options)))
+        return self._prompt_of_text(expand(text), by_character, ordered)
+
+    def _has_added_token(self, value: object) -> bool:
+        """Whether a string in messages or variables contains an added token, which is plain text there."""
+        return any(token in text for text in strings_in(value) for token in self._added_tokens)
+
+    def _prompt_of_tokens(
+        self, tokens: list[int], found: Outline[list[int]], ordered: Sequence[ProcessedContent]
+    ) -> RenderedPrompt:
+        return RenderedPrompt(
+            tuple(tokens),
+            found.system_end or None,
+            found.checkpoints,
+            _optional_range(found.last_user),
+            self._token_bytes.decode(found.generation_prompt),
+            self._locate(tokens, ordered),
+        )
+
+    def _prompt_of_text(self, text: str, found: Outline[str], ordered: Sequence[ProcessedContent]) -> RenderedPrompt:
         with self._lock, RegexLimit("messages"):
             encoded = self._tokenizer(text, add_special_tokens=False, verbose=False)
-        starts, stops = (_Offsets(encoded.encodings[0], edge) for edge in (0, 1))
-        checkpoints = tuple(bisect_right(stops, end) for end in rendered.checkpoints)
-        last_user = _optional_range(rendered.last_user)
+        starts, stops = (TokenOffsets(encoded.encodings[0], edge) for edge in (0, 1))
+        checkpoints = tuple(bisect_right(stops, end) for end in found.checkpoints)
+        last_user = _optional_range(found.last_user)
         protected = tuple((bisect_right(stops, start), bisect_left(starts, stop)) for start, stop in last_user)
-        keep = bisect_right(stops, rendered.system_end) if rendered.system_end else None
-        checked = tuple(self._checked_tokens(encoded["input_ids"]))
-        return RenderedPrompt(checked, keep, checkpoints, protected, rendered.generation_prompt)
+        keep = bisect_right(stops, found.system_end) if found.system_end else None
+        tokens = self._checked_tokens(encoded["input_ids"])
+        contents = self._locate(tokens, ordered)
+        return RenderedPrompt(tuple(tokens), keep, checkpoints, protected, found.generation_prompt, contents)
 
-    def _render_tokens(self, job: TemplateJob, messages: Messages, options: dict[str, Any]) -> list[int]:
-        """The tokens of a conversation with special tokens in messages, which are encoded as plain text.
+    def _locate(self, tokens: Sequence[int], ordered: Sequence[ProcessedContent]) -> tuple[Content, ...]:
+        if not ordered:
+            return ()
+        with self._lock:
+            return self._contents.locate(tokens, ordered, functools.partial(self._encode, special=False))
+
+    def _render_marked(self, job: TemplateJob, messages: Messages, options: dict[str, Any]) -> str:
+        """A conversation where special tokens and markers in messages are marked as plain text.
 
         As `apply_chat_template` of transformers with `sanitize_control_tokens`.
         """
-        tools = options.get("tools")
-        template = self._tokenizer.get_chat_template(tools=tools)
-        variables = {name: value for name, value in options.items() if name != "tools"}
-        (marked,), tools, _, variables = self._tokenizer._mark_chat_inputs(
-            template, [messages], tools, None, variables, True, False
-        )
-        text = self._render_text(job, marked, {**variables, "tools": tools})
+        template = self._tokenizer.get_chat_template(tools=options.get("tools"))
+        control_tokens = {*self._tokenizer._get_control_tokens(template), *self._contents.markers.values()}
+        longest_first = sorted(control_tokens, key=len, reverse=True)
+        pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        return self._render_text(job, mark_control_tokens(messages, pattern), mark_control_tokens(options, pattern))
+
+    def _encode_marked(self, text: str) -> list[int]:
         with self._lock, RegexLimit("messages"):
             encoded = self._tokenizer(text, add_special_tokens=False, sanitize_control_tokens=True)
-        return list(encoded["input_ids"])
+        return self._checked_tokens(encoded["input_ids"])
 
     def _encode(self, text: str, *, special: bool) -> list[int]:
         # It calls encode_batch, which releases the GIL; `encode` of the Rust tokenizer would hold it for 4.5 s at 2 M
@@ -380,22 +465,6 @@ class Tokenizer:
         if any(not 0 <= token < self._vocabulary_size for token in tokens):
             raise InvalidRequest(field, f"token ids of this model are 0 to {self._vocabulary_size - 1}")
         return list(tokens)
-
-
-class _Offsets(Sequence[int]):
-    """Positions in the text where tokens start (edge 0) or end (1), computed on access.
-
-    A list of all of 400,000 tokens would hold the GIL for 0.25 s (measured), and a few are needed.
-    """
-
-    def __init__(self, encoding: Any, edge: int) -> None:
-        self._encoding, self._edge = encoding, edge
-
-    def __len__(self) -> int:
-        return len(self._encoding)
-
-    def __getitem__(self, token: Any) -> Any:
-        return self._encoding.token_to_chars(token)[self._edge]
 
 
 def _templates(tokenizer: Any) -> list[str]:
@@ -418,24 +487,3 @@ def _describe_token(token_bytes: TokenBytes, token: int, logprob: float) -> Logp
 
 def _optional_range(last_user: tuple[int, int] | None) -> tuple[tuple[int, int], ...]:
     return () if last_user is None else (last_user,)
-
-
-def _strings(value: object) -> Iterator[str]:
-    """All strings inside a message."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _strings(item)
-    elif isinstance(value, Sequence):
-        for item in value:
-            yield from _strings(item)
-
-
-def _checked_text(text: str, field: str) -> str:
-    """The text itself; InvalidRequest for an unpaired surrogate, on which tokenizers crash."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise InvalidRequest(field, "the text contains an unpaired surrogate, which is not a character") from error
-    return text

@@ -19,6 +19,8 @@ BOUNDARIES = {
     "engine/load/check/selftest.py": "a model that fails its self-test is refused with a message",
     "engine/quantize/calibration.py": "a model that cannot run on a text alone is quantised without a calibration",
     "engine/load/fusion.py": "a function that cannot be compiled stays as it is",
+    "engine/media/processor.py": "an image that a processor fails on is refused",
+    "engine/media/sandbox.py": "a model whose processor cannot be built reads text only",
     "engine/text/template_process.py": "a template that fails refuses its conversation",
     "engine/draft/mtp.py": "an MTP head that cannot be loaded is refused with a message",
     "server/http/middleware.py": "HTTP boundary, before the first byte of a response",

@@ -1,0 +1,187 @@
+"""A subprocess that decodes and processes images and sounds within limits of time and memory.
+
+Decoders are large programs in C that read what strangers send: here a crash, or a file that takes minutes or gigabytes,
+ends the subprocess only, and the content is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from engine.errors import InvalidContent, Overloaded
+from engine.sandbox import SandboxProcess, limit_memory, limited_time
+from engine.text.contents import ProcessedContent
+from engine.types.array import Array
+from engine.types.content import ContentKind, Upload
+
+# Processor time of one content: the largest image takes 4 s, an hour of sound 10 s.
+_MAX_SECONDS = 30.0
+# Beyond the memory of the subprocess before its first content: the largest image takes 1.3 GB with its copies.
+_MEMORY_BYTES = 2 * 2**30
+# A subprocess may be ended by a machine without memory: a content is tried again in a new one.
+_ATTEMPTS = 2
+_LOCK_TIMEOUT_SECONDS = 60.0
+_RETRY_SECONDS = 5.0
+_NICE_INCREMENT = 5
+_ENDED = (EOFError, BrokenPipeError, ConnectionResetError)
+
+
+class SandboxUnavailable(Exception):
+    """The subprocess has no processor; the text is the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class MediaDescription:
+    """What a processor reads: the attributes of MediaProcessor."""
+
+    markers: Mapping[ContentKind, str]
+    placeholders: frozenset[int]
+    refused: Mapping[ContentKind, str]
+
+
+class MediaSandbox:
+    """The subprocess, started on demand. For any thread; one content at a time.
+
+    folder        with the files of the processor
+    max_seconds   processor time of a content
+    memory_bytes  of the subprocess, beyond its memory at the start
+    """
+
+    def __init__(self, folder: Path, *, max_seconds: float = _MAX_SECONDS, memory_bytes: int = _MEMORY_BYTES) -> None:
+        self._arguments = folder, max_seconds, memory_bytes
+        self._lock = threading.Lock()
+        self._process = SandboxProcess(__name__)
+        self._is_ready = False
+        self._description: MediaDescription | None = None
+
+    def start(self) -> None:
+        """Start the subprocess if it does not run, without a wait for its imports."""
+        with self._lock:
+            self._connect()
+
+    @property
+    def markers(self) -> Mapping[ContentKind, str]:
+        """What a chat template writes for a content, by kind. Raises SandboxUnavailable."""
+        return self.describe().markers
+
+    @property
+    def placeholders(self) -> frozenset[int]:
+        """Tokens that the model replaces by features. Raises SandboxUnavailable."""
+        return self.describe().placeholders
+
+    def describe(self) -> MediaDescription:
+        """What the processor of the checkpoint reads. Raises SandboxUnavailable."""
+        with self._lock:
+            if self._description is None:
+                try:
+                    self._ready_pipe()
+                except (*_ENDED, TimeoutError) as error:
+                    raise SandboxUnavailable("its processor does not start") from error
+            assert self._description is not None
+            return self._description
+
+    def process(self, upload: Upload) -> ProcessedContent:
+        """Decode and process a content. Raises InvalidContent, and Overloaded."""
+        if not self._lock.acquire(timeout=_LOCK_TIMEOUT_SECONDS):
+            raise Overloaded(1, _RETRY_SECONDS)
+        try:
+            for _ in range(_ATTEMPTS):
+                try:
+                    return self._process_once(upload)
+                except _ENDED:
+                    self._process.close()
+        except (TimeoutError, SandboxUnavailable) as error:
+            raise Overloaded(1, _RETRY_SECONDS) from error
+        finally:
+            self._lock.release()
+        raise InvalidContent(upload.field, "it takes too much time or memory to decode", "too_large")
+
+    def close(self) -> None:
+        """End the subprocess; the next content starts another one."""
+        self._process.close()
+
+    def _process_once(self, upload: Upload) -> ProcessedContent:
+        pipe = self._ready_pipe()
+        pipe.send_bytes(json.dumps([upload.kind, upload.detail]).encode())
+        pipe.send_bytes(upload.data)
+        answer = json.loads(self._process.receive())
+        if "reason" in answer:
+            raise InvalidContent(upload.field, answer["reason"], answer["problem"])
+        arrays = tuple(
+            (name, Array(dtype, tuple(shape), self._process.receive())) for name, dtype, shape in answer["arrays"]
+        )
+        return ProcessedContent(upload.kind, answer["replacement"], arrays, bytes.fromhex(answer["digest"]))
+
+    def _connect(self) -> Connection:
+        pipe, is_new = self._process.connect(*self._arguments)
+        self._is_ready = self._is_ready and not is_new
+        return pipe
+
+    def _ready_pipe(self) -> Connection:
+        pipe = self._connect()
+        if not self._is_ready:
+            first = json.loads(self._process.receive())
+            if "unavailable" in first:
+                raise SandboxUnavailable(first["unavailable"])
+            self._description = MediaDescription(first["markers"], frozenset(first["placeholders"]), first["refused"])
+            self._is_ready = True
+        return pipe
+
+
+def serve(pipe: Connection, folder: str, max_seconds: str, memory_bytes: str) -> None:
+    """The main loop of the subprocess, until its pipe is closed or a content exceeds a limit."""
+    os.nice(_NICE_INCREMENT)
+    processor = _read_processor(Path(folder))
+    if isinstance(processor, str):
+        pipe.send_bytes(json.dumps({"unavailable": processor}).encode())
+        return
+    described = {"markers": processor.markers, "placeholders": [*processor.placeholders], "refused": processor.refused}
+    pipe.send_bytes(json.dumps(described).encode())
+    limit_memory(int(memory_bytes))
+    while True:
+        try:
+            kind, detail = json.loads(pipe.recv_bytes())
+            data = pipe.recv_bytes()
+        except EOFError:
+            return
+        with limited_time(float(max_seconds)):
+            answer, arrays = _answer(processor, Upload(kind, data, "", detail))
+        pipe.send_bytes(json.dumps(answer).encode())
+        for array in arrays:
+            pipe.send_bytes(array)
+
+
+def _read_processor(folder: Path) -> Any:
+    """The processor of a checkpoint, or why there is none."""
+    warnings.simplefilter("ignore")
+    logging.disable()
+    try:
+        # Only the subprocess imports decoders and transformers' processors.
+        from engine.media.processor import MediaProcessor
+        from engine.media.read_processor import read_processor
+
+        return MediaProcessor(read_processor(folder))
+    except Exception as error:
+        return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+def _answer(processor: Any, upload: Upload) -> tuple[dict[str, object], list[bytes]]:
+    """The header of an answer, and the arrays that follow it."""
+    try:
+        content = processor.process(upload)
+    except InvalidContent as error:
+        return {"reason": error.reason, "problem": error.problem}, []
+    except MemoryError:
+        return {"reason": "it takes too much memory to decode", "problem": "too_large"}, []
+    header = [(name, array.dtype, array.shape) for name, array in content.arrays]
+    described = {"replacement": content.replacement, "digest": content.digest.hex(), "arrays": header}
+    return described, [array.data for _, array in content.arrays]
