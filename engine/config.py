@@ -230,16 +230,16 @@ class EngineConfig:
     lora: Annotated[
         tuple[str, ...],
         Setting(
-            "LoRA adapter as name=FOLDER, of PEFT with safetensors; requests choose it by the name as their model "
-            "(docs/adapters.md). Repeatable.",
+            "LoRA adapter as name=FOLDER, of PEFT with safetensors, or as name=FILE.gguf; requests choose it by the "
+            "name as their model (docs/adapters.md). Repeatable.",
             default_text="none",
         ),
     ] = ()
     lora_dir: Annotated[
         str | None,
         Setting(
-            "Folder of LoRA adapters: requests choose a subfolder by its name as their model, which loads it at the "
-            "first request, and POST /v1/load_lora_adapter loads paths below it.",
+            "Folder of LoRA adapters: requests choose a subfolder or GGUF file by its name as their model, which "
+            "loads it at the first request, and POST /v1/load_lora_adapter loads paths below it.",
             default_text="none",
         ),
     ] = None

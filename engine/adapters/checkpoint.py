@@ -54,8 +54,6 @@ def read_adapter(
 
 def _read_files(name: str, folder: Path, root: Path | None) -> tuple[bytes, bytes]:
     """The contents of the configuration and of the weights, of one version of the folder."""
-    if folder.suffix == ".gguf":
-        raise AdapterUnsupported(name, "adapters in GGUF files are not supported")
     if not (folder / CONFIG_FILE).is_file():
         raise AdapterUnsupported(name, f"{folder} is not the folder of an adapter: it has no {CONFIG_FILE}")
     if not (folder / WEIGHTS_FILE).is_file():
@@ -65,21 +63,21 @@ def _read_files(name: str, folder: Path, root: Path | None) -> tuple[bytes, byte
     try:
         if root is not None and not all(file.resolve().is_relative_to(root) for file in files):
             raise AdapterUnsupported(name, "a symbolic link leaves the folder of adapters")
-        versions = [_version(file) for file in files]
+        versions = [file_version(file) for file in files]
         with files[0].open("rb") as file:
             content = file.read(_MAX_CONFIG_BYTES + 1)
         if len(content) > _MAX_CONFIG_BYTES:
             raise AdapterUnsupported(name, f"{CONFIG_FILE} has more than {_MAX_CONFIG_BYTES} bytes")
         weights = files[1].read_bytes()
         # A configuration with the weights of another version would scale them wrongly.
-        if versions != [_version(file) for file in files]:
+        if versions != [file_version(file) for file in files]:
             raise AdapterUnsupported(name, "its files changed while they were read")
         return content, weights
     except OSError as error:
         raise AdapterUnsupported(name, f"{folder} cannot be read ({error.strerror})") from error
 
 
-def _version(file: Path) -> tuple[int, ...]:
+def file_version(file: Path) -> tuple[int, ...]:
     """Differs after a write to the file, or when another file has its name."""
     status = file.stat()
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
@@ -111,17 +109,32 @@ def _factors(
     """The validated factors of one layer. Raises AdapterUnsupported."""
     if len(pair) < 2:
         raise AdapterUnsupported(name, f"{layer} has only one of the matrices lora_A and lora_B")
-    down, up = pair["A"], pair["B"]
-    (outputs, columns), rank = shapes[layer], config.rank_of(layer)
+    rank, scaling = config.rank_of(layer), config.scaling_of(layer)
+    return scaled_factors(name, layer, (pair["A"], pair["B"]), shapes[layer], rank, scaling, dtype)
+
+
+def scaled_factors(
+    name: str,
+    layer: str,
+    pair: tuple[Tensor, Tensor],
+    shape: tuple[int, int],
+    rank: int,
+    scaling: float,
+    dtype: torch.dtype,
+) -> LowRank:
+    """The factors of a layer from its stored matrices. Raises AdapterUnsupported for other shapes than those of
+    `shape` [outputs, columns] and of a rank above 0, and for numbers that are not finite.
+    """
+    (down, up), (outputs, columns) = pair, shape
     # The rank of the file must be that of its configuration, which the scaling is computed from.
-    if (*down.shape,) != (rank, columns) or (*up.shape,) != (outputs, rank):
+    if rank < 1 or (*down.shape,) != (rank, columns) or (*up.shape,) != (outputs, rank):
         raise AdapterUnsupported(
             name,
             f"the matrices of {layer} have the shapes {[*down.shape]} and {[*up.shape]}, "
             f"not {[rank, columns]} and {[outputs, rank]}",
         )
     # Copies: the bits of a product may depend on the alignment of a matrix.
-    factors = LowRank(down.to(dtype, copy=True), up.to(dtype, copy=True).mul_(config.scaling_of(layer)))
+    factors = LowRank(down.to(dtype, copy=True), up.to(dtype, copy=True).mul_(scaling))
     if not (factors.down.isfinite().all() and factors.up.isfinite().all()):
         raise AdapterUnsupported(name, f"the matrices of {layer} have numbers that are not finite")
     return factors

@@ -16,14 +16,13 @@ class AdapterFolder:
         self.root = Path(folder).expanduser().resolve()
 
     def find(self, name: str) -> Path | None:
-        """The adapter in the subfolder `name`; None if there is none."""
+        """The adapter in the subfolder `name` or in the file `name`.gguf; None if there is none."""
         if any(part in ("", ".", "..") for part in name.split("/")):
             return None
-        path = self.root / name
+        path, file = self.root / name, self.root / f"{name}.gguf"
         # Unlike pathlib's, it is False for a name that no file can have.
-        if not os.path.isfile(path / CONFIG_FILE):
-            return None
-        return path if path.resolve().is_relative_to(self.root) else None
+        present = [path for path, content in ((path, path / CONFIG_FILE), (file, file)) if os.path.isfile(content)]
+        return next((path for path in present if path.resolve().is_relative_to(self.root)), None)
 
     def resolve(self, path: str) -> Path:
         """The path of an adapter, relative to the folder or absolute. Raises AdapterPathRefused outside of it."""

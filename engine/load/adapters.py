@@ -16,6 +16,7 @@ from engine.adapters.modules import AdaptableLayers
 from engine.adapters.store import AdapterStore
 from engine.config import EngineConfig
 from engine.errors import AdapterUnsupported
+from engine.gguf.adapter import read_gguf_adapter
 from engine.model.encoder import has_encoder
 from engine.run.runner import ModelRunner
 from engine.step.input import StepFeatures, StepInput
@@ -34,16 +35,24 @@ class AdapterReader:
 
     shapes  [outputs, columns] of its linear layers, by name
     called  the layers that a step calls with all rows
+    config  of the model of transformers
     dtype   of factors in memory
     """
 
     shapes: Mapping[str, tuple[int, int]]
     called: frozenset[str]
+    config: Any
     dtype: torch.dtype
 
     def read(self, name: str, path: Path, root: Path | None = None) -> Adapter:
-        """The adapter in a folder; symbolic links are followed inside of `root` only. Raises AdapterUnsupported."""
-        adapter = read_adapter(name, path, self.shapes, self.dtype, root)
+        """The adapter in a folder or a GGUF file; symbolic links in a folder are followed inside of `root` only.
+
+        Raises AdapterUnsupported.
+        """
+        if path.suffix == ".gguf":
+            adapter = read_gguf_adapter(name, path, self.shapes, self.config, self.dtype)
+        else:
+            adapter = read_adapter(name, path, self.shapes, self.dtype, root)
         for layer in adapter.layers:
             if layer not in self.called:
                 raise AdapterUnsupported(name, f"the model does not call its layer {layer} for every token")
@@ -68,7 +77,8 @@ def load_adapters(
     store, shapes = AdapterStore(layers), layers.shapes
     cache = _cache(runner, model.dtype, recurrent=recurrent)
     called = layers.find_called(lambda: _run(runner, cache))
-    reader = AdapterReader(shapes, called, torch.float64 if model.dtype == torch.float64 else torch.float32)
+    dtype = torch.float64 if model.dtype == torch.float64 else torch.float32
+    reader = AdapterReader(shapes, called, model.config.get_text_config(), dtype)
     for name, folder in config.adapters.items():
         store.load(reader.read(name, Path(folder).expanduser()))
     return store, reader

@@ -106,6 +106,12 @@ class Rows:
     encode: Callable[[Tensor, Any], Tensor] | None = None
     decode: Callable[[Tensor], Tensor] | None = None
 
+    @property
+    def is_permutation(self) -> bool:
+        """Whether files hold the same matrix in one tensor, with its rows and columns in another order at most."""
+        others = (self.tensors, self.fused, self.stacked, self.transposed, self.parts, self.encode, self.decode)
+        return not any(others)
+
     def source(self, name: str, shape: tuple[int, ...], tensors: FileTensors) -> ParameterSource:
         """See Layout."""
         fused = self._fused(name, tensors)

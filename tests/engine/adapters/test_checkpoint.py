@@ -155,8 +155,6 @@ def test_other_folders_are_refused(copied: Path, tmp_path: Path) -> None:
         read(copied)
     with pytest.raises(AdapterUnsupported, match="not the folder of an adapter"):
         read(tmp_path / "nowhere")
-    with pytest.raises(AdapterUnsupported, match="GGUF"):
-        read(tmp_path / "adapter.gguf")
 
 
 def test_no_path_of_the_configuration_is_opened(copied: Path, tmp_path: Path) -> None:
