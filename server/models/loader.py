@@ -133,7 +133,7 @@ class Loader:
         """
         record = self._check_accepting(name)
         if not waits or (record.instance is not None and record.instance.accepts_leases):
-            return self.acquire_loaded(name)
+            return self.acquire_loaded(name, keep_alive)
         if self.waiting >= self.limits.max_waiting:
             raise Overloaded(self.waiting, TURN_SECONDS)
         waiter = Waiter(asyncio.get_running_loop().create_future(), self._now(), keep_alive)
@@ -141,12 +141,12 @@ class Loader:
         self._advance()
         return await self._wait(record, waiter)
 
-    def acquire_loaded(self, name: str) -> Lease:
+    def acquire_loaded(self, name: str, keep_alive: float | None = None) -> Lease:
         """A lease of the model. Raises the errors of `acquire`; Loading if the model is not loaded."""
         record = self._check_accepting(name)
         if record.instance is None or not record.instance.accepts_leases:
             raise Loading(_phase(record) or record.state)
-        return self._lease(record, record.instance, None)
+        return self._lease(record, record.instance, keep_alive)
 
     def request_load(self, name: str) -> None:
         """Load the model although no request waits for it."""
@@ -386,7 +386,12 @@ class Loader:
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._end_task)
+
+    def _end_task(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.critical("the loader has an unexpected exception", exc_info=error)
 
     @staticmethod
     def _now() -> float:

@@ -37,6 +37,7 @@ def _run(
         fake.is_closing = True
         await loader.close()
         assert not fake.running
+        assert not fake.faults
 
     run_in_virtual_time(work())
 

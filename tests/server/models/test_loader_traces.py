@@ -7,8 +7,6 @@ import math
 import random
 from collections import Counter
 
-import pytest
-
 from engine.errors import EngineError
 from server.models.entry import ModelEntry
 from server.models.eviction import TURN_SECONDS
@@ -32,9 +30,9 @@ class KeepAliveLauncher(FakeLauncher):
         process = self.stopped[model]
         idle = process.stopped_at - process.last_use
         if reason == "idle":
-            assert idle == pytest.approx(process.keep_alive, abs=0.1)
+            self.check(abs(idle - process.keep_alive) < 0.1, f"{model} is unloaded after {idle} s")
         elif reason == "memory":
-            assert idle <= process.keep_alive + 0.1
+            self.check(idle <= process.keep_alive + 0.1, f"{model} was idle for {idle} s")
 
 
 class Trace:
@@ -69,6 +67,7 @@ class Trace:
         self.launcher.is_closing = True
         await self.loader.close()
         assert self.launcher.running == []
+        assert self.launcher.faults == []
 
     def _check_pinned(self) -> None:
         if not self.crashes:
