@@ -14,10 +14,10 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from engine.adapters.adapter import Adapter, LowRank
-from engine.adapters.config import AdapterConfig
+from engine.adapters.config import CONFIG_FILE, AdapterConfig
 from engine.errors import AdapterUnsupported
 
-CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+WEIGHTS_FILE = "adapter_model.safetensors"
 # A pickle, which is never read.
 _PICKLE_FILE = "adapter_model.bin"
 _KEY = re.compile(r"base_model\.model\.(?P<layer>.+)\.lora_(?P<side>[AB])\.weight")

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from engine.errors import AdapterUnsupported
 
+CONFIG_FILE = "adapter_config.json"
 Number = TypeVar("Number", int, float)
 
 # Settings that `AdapterConfig` reads.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from engine.adapters.checkpoint import CONFIG_FILE
+from engine.adapters.config import CONFIG_FILE
 from engine.errors import AdapterPathRefused
 
 

@@ -15,6 +15,7 @@ import msgspec
 
 from engine.chat_format.message import Tool
 from engine.client import EngineClient
+from engine.types.content import Upload
 from engine.types.events import Logprob
 from engine.types.request import EmbeddingInput, Grammar, RenderedPrompt
 
@@ -104,6 +105,7 @@ class RenderChat(Method, frozen=True):
     continue_final_message: bool
     arguments: str
     breakpoints: tuple[tuple[int, int], ...]
+    uploads: tuple[Upload, ...]
 
     def run(self, engine: EngineClient) -> RenderedPrompt:
         return engine.tokenizer.render_chat(
@@ -113,6 +115,7 @@ class RenderChat(Method, frozen=True):
             continue_final_message=self.continue_final_message,
             arguments=json.loads(self.arguments),
             breakpoints=self.breakpoints,
+            uploads=self.uploads,
         )
 
 

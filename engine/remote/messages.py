@@ -19,7 +19,7 @@ from engine.text.fill_in_middle import FillInMiddle
 from engine.types.events import Delta, Embedded, Event, Failed, Finished, PrefillProgress, PromptScored, Started
 from engine.types.progress import Progress
 from engine.types.request import EmbeddingJob, Request
-from engine.types.status import DraftingInfo, EmbeddingModelInfo, MemoryPlan, ModelInfo, Stats
+from engine.types.status import AdapterInfo, DraftingInfo, EmbeddingModelInfo, MemoryPlan, ModelInfo, Stats
 
 Value = TypeVar("Value")
 
@@ -83,7 +83,33 @@ class DrainEngine(RemoteMessage, frozen=True):
     seconds: float
 
 
-Command = LoadModel | OpenStream | EmbedTexts | CancelStream | SetStreamUnread | Invoke | TakeSnapshot | DrainEngine
+class LoadRemoteAdapter(RemoteMessage, frozen=True):
+    """Load an adapter; answered by the Result None, or by Refused."""
+
+    number: int
+    name: str
+    path: str
+    in_place: bool
+
+
+class UnloadRemoteAdapter(RemoteMessage, frozen=True):
+    """Forget an adapter; an unknown name is ignored."""
+
+    name: str
+
+
+Command = (
+    LoadRemoteAdapter
+    | UnloadRemoteAdapter
+    | LoadModel
+    | OpenStream
+    | EmbedTexts
+    | CancelStream
+    | SetStreamUnread
+    | Invoke
+    | TakeSnapshot
+    | DrainEngine
+)
 
 
 class TokenizerValues(RemoteMessage, frozen=True):
@@ -120,6 +146,12 @@ class LoadProgress(RemoteMessage, frozen=True):
     """The progress of a phase."""
 
     progress: Progress
+
+
+class AdapterList(RemoteMessage, frozen=True):
+    """The adapters changed."""
+
+    adapters: tuple[AdapterInfo, ...]
 
 
 class Ended(RemoteMessage, frozen=True):
@@ -225,7 +257,7 @@ class Batch(RemoteMessage, frozen=True):
     stats: Stats | None
 
 
-Reply = Ready | LoadPhase | LoadProgress | Ended | Accepted | Refused | Result | Batch
+Reply = AdapterList | Ready | LoadPhase | LoadProgress | Ended | Accepted | Refused | Result | Batch
 
 _ENCODER = msgspec.msgpack.Encoder()
 

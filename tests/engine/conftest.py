@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from engine.load.load import LoadedModel
+from engine.remote.zygote import Zygote
 from tests.engine.kit.models import Reference, load_model, save_model
 
 
@@ -30,6 +31,14 @@ def loaded(folder: Callable[[str], Path]) -> Callable[..., LoadedModel]:
 def reference(folder: Callable[[str], Path]) -> Callable[..., Reference]:
     """A family's tiny model in transformers."""
     return cache(lambda family, dtype="float64": Reference(folder(family), getattr(torch, dtype)))
+
+
+@pytest.fixture(scope="session")
+def zygote() -> Iterator[Zygote]:
+    """Forks the workers of tests."""
+    zygote = Zygote()
+    yield zygote
+    zygote.close()
 
 
 @pytest.fixture

@@ -16,6 +16,8 @@ from engine.client import EngineClient
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import ContextTooLong, Draining, Loading, ModelMissing
+from engine.remote.engine import RemoteEngine
+from engine.remote.zygote import Zygote
 from engine.types.events import Delta, Event, Failed, Finished, Started
 from engine.types.request import Request
 from engine.types.snapshot import EngineSnapshot
@@ -27,8 +29,8 @@ Running = Callable[[], AbstractAsyncContextManager[EngineClient]]
 ENDLESS = 40
 
 
-@pytest.fixture(params=["engine", "fake"])
-def running(request: pytest.FixtureRequest, folder: Callable[[str], Path]) -> Running:
+@pytest.fixture(params=["engine", "remote", "fake"])
+def running(request: pytest.FixtureRequest, folder: Callable[[str], Path], zygote: Zygote) -> Running:
     """An implementation, ready, whose requests of ENDLESS tokens do not end by themselves soon."""
 
     @asynccontextmanager
@@ -37,7 +39,8 @@ def running(request: pytest.FixtureRequest, folder: Callable[[str], Path]) -> Ru
         if request.param == "fake":
             engine = FakeEngine(script=_paused_if_endless)  # type: ignore[assignment]
         else:
-            engine = Engine(EngineConfig(model=str(folder("llama")), context=CONTEXT, slots=2, dtype="float64"))
+            config = EngineConfig(model=str(folder("llama")), context=CONTEXT, slots=2, dtype="float64")
+            engine = Engine(config) if request.param == "engine" else RemoteEngine(config, launch=zygote.launch)
         engine.start()
         try:
             await engine.wait_ready()

@@ -23,6 +23,7 @@ BOUNDARIES = {
     "engine/media/sandbox.py": "a model whose processor cannot be built reads text only",
     "engine/text/template_process.py": "a template that fails refuses its conversation",
     "engine/draft/mtp.py": "an MTP head that cannot be loaded is refused with a message",
+    "engine/remote/worker.py": "a command of a front end that fails is refused with an error",
     "server/http/middleware.py": "HTTP boundary, before the first byte of a response",
     "server/http/direct_writer.py": "an encoding error is raised again in the task of its request",
     "server/http/stream_encoder.py": "HTTP boundary, after the first byte of a response",
@@ -30,7 +31,16 @@ BOUNDARIES = {
     "server/responses/task.py": "HTTP boundary of a background response",
 }
 # Files of the engine with coroutines: they run on the event loop, everything else on the engine thread.
-EVENT_LOOP = {"engine/adapters/catalog.py", "engine/client.py", "engine/engine.py", "engine/output/stream.py"}
+EVENT_LOOP = {
+    "engine/adapters/catalog.py",
+    "engine/client.py",
+    "engine/engine.py",
+    "engine/output/stream.py",
+    "engine/remote/connection.py",
+    "engine/remote/engine.py",
+    "engine/remote/link.py",
+    "engine/remote/worker.py",
+}
 FAMILIES = ("llama", "qwen", "gemma", "mistral", "phi", "olmo", "gpt", "neox", "cohere", "mamba", "deepseek", "granite")
 # Their files name the architecture of a model: it is part of the format.
 FILE_FORMATS = ("engine/convert/", "engine/gguf/")

@@ -12,7 +12,7 @@ import torch
 
 from engine.adapters.adapter import Adapter, LowRank
 from engine.adapters.catalog import AdapterCatalog, AdapterLimits
-from engine.adapters.checkpoint import CONFIG_FILE
+from engine.adapters.config import CONFIG_FILE
 from engine.adapters.folder import AdapterFolder
 from engine.errors import (
     AdapterLoaded,

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from engine.adapters.adapter import Adapter
-from engine.adapters.checkpoint import CONFIG_FILE, WEIGHTS_FILE, read_adapter
+from engine.adapters.checkpoint import WEIGHTS_FILE, read_adapter
+from engine.adapters.config import CONFIG_FILE
 from engine.errors import AdapterUnsupported
 from tests.engine.kit.adapters import KINDS, change_config, change_weights, save_adapter
 

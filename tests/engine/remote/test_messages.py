@@ -63,6 +63,7 @@ EVENTS: list[Event] = [
     Failed("a reason", caused_by_request=True),
 ]
 PICTURE = Array("float32", (1, 2), bytes(range(8)))
+UPLOAD = Upload("image", bytes(range(256)), "messages[0]", "low")
 REQUEST = Request(
     "id",
     (1, 2, 3),
@@ -155,9 +156,11 @@ def test_every_event_arrives(event: Event) -> None:
         messages.CancelStream(3),
         messages.SetStreamUnread(4, True),
         messages.Invoke(5, Encode(to_bytes("half \ud800"), True)),
-        messages.Invoke(6, RenderChat("[]", "[]", True, False, "{}", ((1, 2),))),
+        messages.Invoke(6, RenderChat("[]", "[]", True, False, "{}", ((1, 2),), (UPLOAD,))),
         messages.TakeSnapshot(7, "owner", b"\xff"),
         messages.DrainEngine(8, 1.5),
+        messages.LoadRemoteAdapter(9, "name", "folder/name", False),
+        messages.UnloadRemoteAdapter("name"),
     ],
     ids=lambda command: type(command).__name__,
 )
@@ -170,8 +173,7 @@ def test_every_command_arrives(command: messages.Command) -> None:
 def test_contents_and_uploads_cross() -> None:
     """Images in a prompt: as the client sent them, and as arrays."""
     prompt = RenderedPrompt((1, 2), contents=(Content("image", 0, 2, b"digest", (("pixels", PICTURE),)),))
-    upload = Upload("image", bytes(range(256)), "messages[0]", "low")
-    for value in (prompt, upload):
+    for value in (prompt, UPLOAD):
         assert messages.decode(messages.encode_value(value), type(value)) == value
 
 
