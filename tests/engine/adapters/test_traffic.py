@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from engine.adapters.checkpoint import CONFIG_FILE
+from engine.core import Core
 from engine.engine import Engine
 from engine.errors import AdapterUnsupported, EngineError, InvalidRequest
-from engine.types.events import Delta, Started
+from engine.types.events import Started
 from engine.types.request import Request
 from tests.engine.kit.adapters import LINEAR, AdaptedReference, change_weights, save_adapter
 from tests.engine.kit.play import ask
@@ -154,23 +155,32 @@ def test_broken_files_leave_everything_as_it_was(folder: Folder, root: Path, tmp
     run(folder("llama"), tmp_path / "lora", story)
 
 
-def test_loads_do_not_delay_streams(folder: Folder, root: Path, expected: dict[str, list[int]]) -> None:
-    """100 rounds beside 8 streams: no error, and no pause of 100 ms in which the engine computes nothing."""
+def test_loads_do_not_delay_streams(folder: Folder, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """100 rounds beside 8 streams: no error, and the engine thread spends no 20 ms on any of them.
+
+    Its processor time is measured: pauses of streams would be those of the machine.
+    """
+    seconds: list[float] = []
+
+    def timed(method: Callable[..., None]) -> Callable[..., None]:
+        def call(*arguments: object) -> None:
+            began = time.thread_time()
+            method(*arguments)
+            seconds.append(time.thread_time() - began)
+
+        return call
+
+    monkeypatch.setattr(Core, "load_adapter", timed(Core.load_adapter))
+    monkeypatch.setattr(Core, "unload_adapter", timed(Core.unload_adapter))
 
     async def story(engine: Engine) -> None:
         done = asyncio.Event()
-        pauses: list[float] = []
 
         async def stream(number: int) -> None:
-            name, turn = f"a{number % 4}", 0
+            turn = 0
             while not done.is_set():
                 turn += 1
-                async with engine.open(asked(name, f"{number} {turn}", 80)) as events:
-                    last = time.monotonic()
-                    async for event in events:
-                        if isinstance(event, Delta):
-                            pauses.append(time.monotonic() - last)
-                        last = time.monotonic()
+                await answer(engine, asked(f"a{number % 4}", f"{number} {turn}", 80))
 
         streams = [asyncio.create_task(stream(number)) for number in range(8)]
         for turn in range(100):
@@ -179,6 +189,7 @@ def test_loads_do_not_delay_streams(folder: Folder, root: Path, expected: dict[s
         done.set()
         await asyncio.gather(*streams)
         assert engine.stats().failed_total == 0
-        assert sorted(pauses)[int(len(pauses) * 0.99)] < 0.1
 
     run(folder("llama"), root, story, slots=8, dtype="float32")
+    assert len(seconds) == 200 + 4
+    assert max(seconds) < 0.02
