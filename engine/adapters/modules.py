@@ -93,11 +93,14 @@ def _adapted(products: Tensor, rows: Tensor, factors: LowRank) -> Tensor:
 
 
 class AdaptableLayers:
-    """The linear layers of a model by name. A layer is wrapped when the first adapter needs it."""
+    """The linear layers of a model. A layer is wrapped when the first adapter needs it.
+
+    modules  the layers by name
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._layers = {
+        self.modules = {
             name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | QuantizedLinear)
         }
         self._wrapped: dict[str, AdapterLinear] = {}
@@ -105,14 +108,14 @@ class AdaptableLayers:
     @property
     def shapes(self) -> dict[str, tuple[int, int]]:
         """[outputs, columns] of each layer."""
-        return {name: (module.out_features, module.in_features) for name, module in self._layers.items()}
+        return {name: (module.out_features, module.in_features) for name, module in self.modules.items()}
 
     def find_called(self, run: Callable[[], None]) -> frozenset[str]:
         """The layers that `run` calls with all rows of a batch, in which a row has an adapter.
 
         A model may read the weights of a layer without a call, or call it with the rows of some tokens only.
         """
-        for name in self._layers:
+        for name in self.modules:
             self._wrap(name)
         names: set[str] = set()
         token = _names.set(names)
@@ -120,7 +123,7 @@ class AdaptableLayers:
             run()
         finally:
             _names.reset(token)
-            for name in self._layers:
+            for name in self.modules:
                 self._unwrap(name)
         return frozenset(names)
 
@@ -136,13 +139,13 @@ class AdaptableLayers:
 
     def _wrap(self, name: str) -> AdapterLinear:
         if name not in self._wrapped:
-            self._wrapped[name] = wrapped = AdapterLinear(name, self._layers[name])
+            self._wrapped[name] = wrapped = AdapterLinear(name, self.modules[name])
             self._replace(name, wrapped)
         return self._wrapped[name]
 
     def _unwrap(self, name: str) -> None:
         del self._wrapped[name]
-        self._replace(name, self._layers[name])
+        self._replace(name, self.modules[name])
 
     def _replace(self, name: str, module: nn.Module) -> None:
         parent, _, attribute = name.rpartition(".")

@@ -4,15 +4,28 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Protocol
 
-from engine.adapters.adapter import Adapter
-from engine.adapters.modules import AdaptableLayers
+from engine.adapters.adapter import Adapter, LowRank
 from engine.types.request import Request
 from engine.types.status import AdapterInfo
 
 # The slot of sequences without an adapter; those of adapters count from 1.
 NO_ADAPTER = 0
+
+
+class AdaptedLayers(Protocol):
+    """Layers that compute the products of adapters."""
+
+    def set(self, slot: int, factors: Mapping[str, LowRank]) -> None:
+        """Set the factors of a slot, by the names of layers."""
+        ...
+
+    def clear(self, slot: int) -> None:
+        """Remove the factors of a slot."""
+        ...
 
 
 class AdapterStore:
@@ -21,8 +34,8 @@ class AdapterStore:
     A slot is free again when its name is unloaded and no running sequence uses it.
     """
 
-    def __init__(self, layers: AdaptableLayers | None = None) -> None:
-        """`layers` of the model; None: it has no adapters."""
+    def __init__(self, *layers: AdaptedLayers) -> None:
+        """`layers` of each runner of the model; without any it has no adapters."""
         self._layers = layers
         self._adapters: dict[int, Adapter] = {}
         self._slots: dict[str, int] = {}
@@ -40,9 +53,10 @@ class AdapterStore:
 
     def load(self, adapter: Adapter) -> int:
         """The slot of a new adapter under its name, from now on."""
-        assert self._layers is not None, "a model without adaptable layers loads no adapter"
+        assert self._layers, "a model without adaptable layers loads no adapter"
         slot = next(slot for slot in range(1, len(self._adapters) + 2) if slot not in self._adapters)
-        self._layers.set(slot, adapter.layers)
+        for layers in self._layers:
+            layers.set(slot, adapter.layers)
         self._adapters[slot] = adapter
         before = self._slots.pop(adapter.name, None)
         self._slots[adapter.name] = slot
@@ -79,6 +93,7 @@ class AdapterStore:
 
     def _free(self, slot: int) -> None:
         """Free a slot without a name, unless it is in use."""
-        if self._users[slot] == 0 and self._layers is not None:
-            self._layers.clear(slot)
+        if self._users[slot] == 0 and slot in self._adapters:
+            for layers in self._layers:
+                layers.clear(slot)
             del self._adapters[slot], self._users[slot]

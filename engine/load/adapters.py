@@ -18,7 +18,8 @@ from engine.config import EngineConfig
 from engine.errors import AdapterUnsupported
 from engine.gguf.adapter import read_gguf_adapter
 from engine.model.encoder import has_encoder
-from engine.run.runner import ModelRunner
+from engine.native.runner import NativeRunner
+from engine.run.runner import ModelRunner, runners_of
 from engine.step.input import StepFeatures, StepInput
 from kvcache.cache import Cache
 from kvcache.spec import Span
@@ -33,14 +34,16 @@ _LENGTHS = (2, 1)
 class AdapterReader:
     """Reads adapters of one model. From any thread.
 
-    shapes  [outputs, columns] of its linear layers, by name
-    called  the layers that a step calls with all rows
-    config  of the model of transformers
-    dtype   of factors in memory
+    shapes    [outputs, columns] of its linear layers, by name
+    called    the layers that a step calls with all rows
+    computed  those of them that all runners adapt
+    config    of the model of transformers
+    dtype     of factors in memory
     """
 
     shapes: Mapping[str, tuple[int, int]]
     called: frozenset[str]
+    computed: frozenset[str]
     config: Any
     dtype: torch.dtype
 
@@ -56,6 +59,9 @@ class AdapterReader:
         for layer in adapter.layers:
             if layer not in self.called:
                 raise AdapterUnsupported(name, f"the model does not call its layer {layer} for every token")
+            if layer not in self.computed:
+                reason = f"the native step cannot adapt its layer {layer}; --kernels torch can"
+                raise AdapterUnsupported(name, reason)
         return adapter
 
 
@@ -74,11 +80,13 @@ def load_adapters(
     if reason is not None:
         raise AdapterUnsupported(next(iter(config.adapters), config.lora_dir or ""), reason)
     layers = AdaptableLayers(model)
-    store, shapes = AdapterStore(layers), layers.shapes
     cache = _cache(runner, model.dtype, recurrent=recurrent)
     called = layers.find_called(lambda: _run(runner, cache))
     dtype = torch.float64 if model.dtype == torch.float64 else torch.float32
-    reader = AdapterReader(shapes, called, model.config.get_text_config(), dtype)
+    native = [part.add_adapters(layers.modules) for part in runners_of(runner) if isinstance(part, NativeRunner)]
+    computed = called.intersection(*(adapters.names for adapters in native))
+    reader = AdapterReader(layers.shapes, called, computed, model.config.get_text_config(), dtype)
+    store = AdapterStore(layers, *native)
     for name, folder in config.adapters.items():
         store.load(reader.read(name, Path(folder).expanduser()))
     return store, reader

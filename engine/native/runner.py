@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,6 +21,7 @@ from engine.kernels.cpu.attention.attention import (
 )
 from engine.kernels.products import RowInvariantProduct
 from engine.model import hooks
+from engine.native.adapters import NativeAdapters
 from engine.native.attention import rotary_angles, switched_rotary_angles
 from engine.native.decoder import CachedSpec, DecoderSpec, RecurrenceSpec, RotarySpec
 from engine.native.description import (
@@ -36,6 +37,7 @@ from engine.native.draft_loop import context_table, describe_draft_loop
 from engine.native.recurrent_states import RecurrentStates
 from engine.native.sampler import NativeSampler, SamplingCall, is_native
 from engine.native.step_library import CellGroupFields, LayerFields, RotaryFields, StepFields, StepLibrary
+from engine.native.trace import LinearModule
 from engine.run.packed import PackedRunner
 from engine.run.runner import DraftLoopInput, LocalRunner
 from engine.step.input import FINAL_NORM, HiddenRows, Sampling, StepFeatures, StepInput, decoder_layers_of
@@ -128,6 +130,7 @@ class NativeRunner(LocalRunner):
             for mixer, layer_fields in pairs
             if isinstance(mixer, RecurrenceSpec)
         ]
+        self.adapters: NativeAdapters | None = None
         self._head = describe_linear(decoder.output_head.head)
         self._step = self._describe_step(decoder, rounds_to_bfloat16)
         # Of the cache of the last forward: its groups, the first layer of each, and the rotary tables. These take less
@@ -148,10 +151,15 @@ class NativeRunner(LocalRunner):
         """See ModelRunner."""
         if features.encoder or features.bidirectional:
             return "the native step attends to earlier tokens only"
-        if features.adapters:
+        if features.adapters and self.adapters is None:
             return "the native step has no adapters"
         missing = [layer for layer in decoder_layers_of(features.hidden_layers) if layer not in self._named_layers]
         return f"the native step has no layer {missing[0]}" if missing else None
+
+    def add_adapters(self, modules: Mapping[str, LinearModule]) -> NativeAdapters:
+        """Compute adapters from now on, of the model's linear layers by name."""
+        self.adapters = NativeAdapters(self._fields, modules)
+        return self.adapters
 
     def run(self, step: StepInput) -> StepOutput:
         """See ModelRunner."""
@@ -232,6 +240,8 @@ class NativeRunner(LocalRunner):
         fields.hidden_states, fields.logits = output.hidden_states_address, output.logits_address
         fields.state_layers, fields.state_layer_count = address(layers), len(layers)
         fields.layer_states = output.layer_states.data_ptr()
+        if self.adapters is not None:
+            self.adapters.describe(step.forward.spans, step.adapters, fields)
         states = self._bind_states(step.forward, fields) if self._recurrent else None
         self._library.run_step(fields)
         if states is not None:
@@ -263,7 +273,7 @@ class NativeRunner(LocalRunner):
         step = self._step
         step.rotary_rows = self._write_rotary_rows(forward)
         step.rows, step.threads = forward.batch_tokens, torch.get_num_threads()
-        step.state_layer_count = 0
+        step.state_layer_count = step.adapter_range_count = 0
         return step
 
     def _allocate_tables(self, forward: Forward) -> None:

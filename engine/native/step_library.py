@@ -29,8 +29,20 @@ class LinearFields(Structure):
 
     _fields_ = [
         *((name, c_void_p) for name in ("weights", "scales", "bias")),
-        *((name, c_int64) for name in ("kind", "outputs", "columns", "stride")),
+        *((name, c_int64) for name in ("kind", "outputs", "columns", "stride", "low_rank")),
     ]
+
+
+class LowRankFields(Structure):
+    """`LowRank` of step.h."""
+
+    _fields_ = [*((name, c_void_p) for name in ("down", "up")), *((name, c_int64) for name in ("kind", "rank"))]
+
+
+class AdapterRangeFields(Structure):
+    """`AdapterRange` of step.h."""
+
+    _fields_ = [*((name, c_int64) for name in ("row", "rows")), ("factors", POINTER(LowRankFields))]
 
 
 class NormFields(Structure):
@@ -242,7 +254,9 @@ class StepFields(Structure):
         ("cell_groups", POINTER(CellGroupFields)),
         ("cell_group_count", c_int64),
         ("state_ranges", POINTER(StateRangeFields)),
-        *((name, c_int64) for name in ("state_range_count", "format")),
+        ("state_range_count", c_int64),
+        ("adapter_ranges", POINTER(AdapterRangeFields)),
+        *((name, c_int64) for name in ("adapter_range_count", "max_rank", "format")),
         ("final_norm", NormFields),
         ("head", LinearFields),
         ("output_rows", c_void_p),
@@ -303,6 +317,8 @@ MIRRORS: Mirrors = {
     "Segment": SegmentFields,
     "KVBuffer": KVBufferFields,
     "Linear": LinearFields,
+    "LowRank": LowRankFields,
+    "AdapterRange": AdapterRangeFields,
     "Norm": NormFields,
     "Heads": HeadsFields,
     "Embedding": EmbeddingFields,

@@ -301,7 +301,10 @@ def embedding_table(module: nn.Embedding | QuantizedEmbedding) -> tuple[Tensor |
     return module.packed, module.dtype == torch.bfloat16
 
 
-def linear_of(module: nn.Linear | QuantizedLinear) -> Linear:
+LinearModule: TypeAlias = nn.Linear | QuantizedLinear
+
+
+def linear_of(module: LinearModule) -> Linear:
     """The weights of a linear layer."""
     bias = None if module.bias is None else module.bias.detach().float().contiguous()
     if isinstance(module, nn.Linear):

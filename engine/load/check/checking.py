@@ -161,9 +161,6 @@ class ModelChecks:
         if config.tensor_parallel > 1:
             graphs = ", without CUDA graphs" if isinstance(runner, DeviceRunner) else ""
             return RunnerSelection(runner, f"--tensor-parallel {config.tensor_parallel} is computed by torch{graphs}")
-        if config.has_adapters:
-            # In a native step a request without an adapter would have other bits alone than beside adapters.
-            return RunnerSelection(runner, "adapters are computed by torch")
         if config.kernels == "torch" or config.device != "cpu":
             return RunnerSelection(runner, "C++ kernels are not used")
         return select(self._model, runner, self._traits, context=context, checked=checked)

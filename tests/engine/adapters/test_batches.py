@@ -43,14 +43,16 @@ def adapters(folder: Folder, tmp_path_factory: pytest.TempPathFactory) -> dict[s
 
 @pytest.fixture(scope="module")
 def adapted(folder: Folder, adapters: dict[str, Path]) -> Callable[[str, str], LoadedModel]:
-    """The model with all adapters, by dtype and format of its weights."""
-    models: dict[tuple[str, str], LoadedModel] = {}
+    """The model with all adapters, by dtype and format of its weights, and by kernels."""
+    models: dict[tuple[str, str, str], LoadedModel] = {}
     lora = tuple(f"{name}={path}" for name, path in adapters.items())
 
-    def load(dtype: str, quantize: str = "none") -> LoadedModel:
-        if (dtype, quantize) not in models:
-            models[dtype, quantize] = load_model(folder("llama"), dtype, quantize=quantize, lora=lora, drafter="none")
-        return models[dtype, quantize]
+    def load(dtype: str, quantize: str = "none", kernels: str = "auto") -> LoadedModel:
+        kind = dtype, quantize, kernels
+        if kind not in models:
+            settings = {"quantize": quantize, "kernels": kernels, "lora": lora, "drafter": "none"}
+            models[kind] = load_model(folder("llama"), dtype, **settings)
+        return models[kind]
 
     return load
 
@@ -78,12 +80,12 @@ def alone(model: LoadedModel) -> dict[str, list[tuple[int, float]]]:
     return {request.id: bits(answered(core(model, slots=1), [request]))[request.id] for request in requests()}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(("dtype", "kernels"), [("float32", "auto"), ("float32", "torch"), ("float64", "auto")])
 def test_texts_of_one_batch_are_those_of_peft(
-    dtype: str, adapted: Adapted, folder: Folder, adapters: dict[str, Path]
+    dtype: str, kernels: str, adapted: Adapted, folder: Folder, adapters: dict[str, Path]
 ) -> None:
     """Adapters of all kinds and the base, in one batch."""
-    answers = answered(core(adapted(dtype), slots=len(NAMES)), requests())
+    answers = answered(core(adapted(dtype, kernels=kernels), slots=len(NAMES)), requests())
 
     for name in NAMES:
         reference = AdaptedReference(folder("llama"), adapters.get(name), getattr(torch, dtype))
@@ -108,10 +110,11 @@ def test_logits_are_those_of_peft(adapted: Adapted, folder: Folder, adapters: di
         assert (rows - reference.logits(PROMPT)).abs().max() < 1e-9 * rows.abs().max(), name
 
 
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
 @pytest.mark.parametrize("quantize", ["none", "int8"])
-def test_bits_do_not_depend_on_the_batch(quantize: str, adapted: Adapted) -> None:
+def test_bits_do_not_depend_on_the_batch(quantize: str, kernels: str, adapted: Adapted) -> None:
     """Alone, batched, in small chunks, from cached prefixes, after preemptions; with weights in float32 and int8."""
-    model = adapted("float32", quantize)
+    model = adapted("float32", quantize, kernels)
     expected = alone(model)
     batched = core(model, slots=len(NAMES))
 
@@ -168,13 +171,16 @@ def test_adapters_are_counted_as_weights(adapted: Adapted, loaded: Callable[...,
     assert [info.rank for info in model.info.adapters] == [8, 16, 4, 8, 8, 1, 64, 24]
 
 
-def test_the_native_step_has_no_adapters(loaded: Callable[..., LoadedModel], adapted: Adapted) -> None:
-    """A model with adapters runs in torch operations, and its banner says so."""
-    assert loaded("llama", "float32").info.not_native_reason is None
+@pytest.mark.parametrize("quantize", ["none", "int8"])
+def test_the_native_step_computes_adapters(quantize: str, loaded: Callable[..., LoadedModel], adapted: Adapted) -> None:
+    """Of a model that was loaded with adapters."""
+    model = adapted("float32", quantize)
+
+    assert model.info.not_native_reason is None
+    assert model.runner.runners[0].supports(StepFeatures(adapters=True)) is None
     assert loaded("llama", "float32").runner.runners[0].supports(StepFeatures(adapters=True)) == (
         "the native step has no adapters"
     )
-    assert adapted("float32").info.not_native_reason == "adapters are computed by torch"
 
 
 @pytest.mark.parametrize(

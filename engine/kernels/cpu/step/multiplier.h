@@ -2,6 +2,7 @@
 #pragma once
 
 #include "products/rounded_rows.h"
+#include "step/low_rank.h"
 #include "step/step.h"
 
 namespace {
@@ -28,9 +29,10 @@ inline float *output_of(float *start, const Linear *matrices, int64_t at, int64_
 class Multiplier {
   public:
     Multiplier() = default;
-    // rounds_to_bfloat16: rows may be rounded
-    Multiplier(char *memory, int64_t rows, int64_t columns, bool rounds_to_bfloat16)
+    // rounds_to_bfloat16: rows may be rounded; adapters: of the rows of the step
+    Multiplier(char *memory, int64_t rows, int64_t columns, bool rounds_to_bfloat16, const LowRankProducts &adapters = {})
         : rounds_to_bfloat16(MULTIPLIES_PAIRS && rounds_to_bfloat16),
+          adapters(adapters),
           codes(memory),
           rounded(memory + codes_size(rows, columns)) {}
 
@@ -43,12 +45,14 @@ class Multiplier {
     void multiply(const Linear *matrices, int64_t count, const float *from, float *to, int64_t rows) const {
         prepare(matrices, count, from, rows);
         multiply_range(matrices, count, from, to, rows);
+        adapters.add(matrices, count, from, to, rows);
     }
 
     // The same for a single row, with a multiplier for each thread: preparing the row in every thread is faster than a barrier.
     void multiply_alone(const Linear *matrices, int64_t count, const float *from, float *to) const {
         prepare_alone(matrices, count, from);
         multiply_range(matrices, count, from, to, 1);
+        adapters.add(matrices, count, from, to, 1);
     }
 
     // The same in parts, each by one thread: prepare a row; compute outputs [first, last), `first` at the start of a block;
@@ -70,13 +74,15 @@ class Multiplier {
     }
     void multiply_prepared(const Linear &matrix, float *to) const { multiply_range(&matrix, 1, nullptr, to, 1); }
 
-    // Rows of a source (quantised_rows.h, row_operations.h) times a matrix. For weights that are not quantised, `scratch` holds
-    // the rows.
+    // Rows of a source (quantised_rows.h, row_operations.h) times a matrix. For weights that are not quantised, and for rows with an
+    // adapter of the matrix, `scratch` holds the rows.
     template <class Source>
     void multiply_source(const Linear &matrix, const Source &source, float *scratch, float *to, int64_t rows) const {
         if (matrix.kind >= WEIGHTS_INT8) {
             quantise(source, quantised_rows(matrix, rows));
-            return multiply_range(&matrix, 1, nullptr, to, rows);
+            adapters.for_rows(matrix, [&](int64_t row) { source.write_row(row, scratch + row * matrix.columns); });
+            multiply_range(&matrix, 1, nullptr, to, rows);
+            return adapters.add(&matrix, 1, scratch, to, rows);
         }
 #pragma omp for schedule(static)
         for (int64_t row = 0; row < rows; ++row) source.write_row(row, scratch + row * matrix.columns);
@@ -177,6 +183,7 @@ class Multiplier {
             multiply_blocks(&own, block, &quantised, range.first, range.last);
     }
 
+    LowRankProducts adapters;
     char *codes = nullptr;
     Rounded rounded;
 };

@@ -11,9 +11,9 @@ namespace {
 
 class OutputLayers {
   public:
-    // Whether a step has such layers, and at most half of its rows have outputs.
+    // Whether a step has such layers, no adapters, and at most half of its rows have outputs.
     static bool apply(const Step &step) {
-        return !step.initial_states && !step.state_layer_count && 2 * step.output_count <= step.rows &&
+        return !step.initial_states && !step.state_layer_count && !step.adapter_range_count && 2 * step.output_count <= step.rows &&
                lower_count(step) < step.layer_count;
     }
 

@@ -43,7 +43,7 @@ class StepRunner {
                                 copies() * 4 * step.width;
         return numbers * sizeof(float) + sizes.work + step.cell_group_count * rows * sizeof(int64_t) +
                Multiplier::size(most_rows(), sizes.columns) + step.threads * alone_size() + sizes.moe + Sequences::size(step) +
-               sizes.recurrence + sizes.latents + Embedder::size(step) + 4096;
+               sizes.recurrence + sizes.latents + Embedder::size(step) + LowRankProducts::size(step) + 4096;
     }
 
     void begin(char *memory) {
@@ -63,8 +63,9 @@ class StepRunner {
         recurrence_memory = (float *)bytes(sizes.recurrence);
         latent_memory = bytes(sizes.latents);
         work_memory = bytes(sizes.work);
-        char *const own = bytes(Multiplier::size(most_rows(), sizes.columns));
-        multiplier = Multiplier(own, most_rows(), sizes.columns, step.rounds_to_bfloat16);
+        adapters = LowRankProducts(step, bytes(LowRankProducts::size(step)));
+        char *const multiplier_memory = bytes(Multiplier::size(most_rows(), sizes.columns));
+        multiplier = Multiplier(multiplier_memory, most_rows(), sizes.columns, step.rounds_to_bfloat16, adapters);
         alone_memory = bytes(step.threads * alone_size());
         targets = arena.allocate<int64_t>(step.cell_group_count * rows);
         for (int64_t at = 0; at < step.cell_group_count; ++at) find_targets(step.cell_groups[at], targets + at * rows);
@@ -168,7 +169,8 @@ class StepRunner {
 
     // This thread's multiplier for a single row.
     Multiplier alone() const {
-        return Multiplier(alone_memory + omp_get_thread_num() * alone_size(), 1, sizes.columns, step.rounds_to_bfloat16);
+        char *const memory = alone_memory + omp_get_thread_num() * alone_size();
+        return Multiplier(memory, 1, sizes.columns, step.rounds_to_bfloat16, adapters);
     }
 
     void find_targets(const CellGroup &cells, int64_t *to) const {
@@ -356,7 +358,8 @@ class StepRunner {
     // Whether the input of `down` is a single row that threads can quantise in groups, with columns at the start of blocks.
     bool is_by_groups(const Layer &layer) const {
         return rows == 1 && layer.down.kind >= WEIGHTS_INT8 && layer.down.columns % GROUP == 0 &&
-               layer.gate_offset % OUTPUTS == 0 && (layer.up_matrix < 0 || layer.up_offset % OUTPUTS == 0);
+               layer.gate_offset % OUTPUTS == 0 && (layer.up_matrix < 0 || layer.up_offset % OUTPUTS == 0) &&
+               !adapters.change(layer.inner, layer.inner_count) && !adapters.change(&layer.down, 1);
     }
 
     // Each thread computes the gates and ups that it activates, so there is no barrier between them.
@@ -416,6 +419,7 @@ class StepRunner {
     std::optional<AttentionWork<Tiles>> work;  // of the current layer
     float *per_layer_inputs = nullptr, *per_layer_rows = nullptr;
     float *experts_output = nullptr, *shared_gates = nullptr;
+    LowRankProducts adapters;
     Multiplier multiplier;
     char *alone_memory = nullptr;  // of each thread's multiplier for a single row
     MixtureOfExperts moe;
@@ -500,7 +504,9 @@ extern "C" __attribute__((visibility("default"))) int64_t cellar_sample(const Sa
 EXPORT_LAYOUT(
     LAYOUT(Segment, row, rows, start, first, first_cell, cells)
     LAYOUT(KVBuffer, data, scales, width, head_stride, cell_stride, scale_head_stride, scale_cell_stride, part_width)
-    LAYOUT(Linear, weights, scales, bias, kind, outputs, columns, stride)
+    LAYOUT(Linear, weights, scales, bias, kind, outputs, columns, stride, low_rank)
+    LAYOUT(LowRank, down, up, kind, rank)
+    LAYOUT(AdapterRange, row, rows, factors)
     LAYOUT(Norm, weight, bias, kind, width, epsilon)
     LAYOUT(Heads, matrix, offset, stride, count, width)
     LAYOUT(Embedding, table, scales, kind, count, rounds_to_bfloat16, scale)
@@ -525,7 +531,7 @@ EXPORT_LAYOUT(
            up_offset, activation, experts, parallel, per_layer, attention_residual_scale, mlp_residual_scale, output_scale, sinks, scale,
            softcap, rotary, cell_group, key_buffer, value_buffer, attention_range, attention_range_size)
     LAYOUT(Step, tokens, rows, width, embedding, per_layer_inputs, initial_states, layers, layer_count, rotaries, rotary_rows, cell_groups,
-           cell_group_count, state_ranges, state_range_count, format, final_norm, head, output_rows, output_count,
+           cell_group_count, state_ranges, state_range_count, adapter_ranges, adapter_range_count, max_rank, format, final_norm, head, output_rows, output_count,
            logit_count, hidden_states, state_layers, state_layer_count, layer_states, logits, rounds_to_bfloat16,
            threads)
     LAYOUT(SamplingContext, length, count, seed, position, temperature, top_k, top_p, min_p)

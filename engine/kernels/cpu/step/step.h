@@ -27,6 +27,20 @@ struct Linear {
     const float *bias;      // [outputs], or null
     WeightFormat kind;
     int64_t outputs, columns, stride;
+    int64_t low_rank;  // index into the factors of adapters (AdapterRange); 0: adapters never change it
+};
+
+// Low-rank factors of a matrix (low_rank.h): its outputs are increased by up * (down * row).
+struct LowRank {
+    const void *down, *up;  // [rank][columns] and [outputs][rank], float32 or bfloat16
+    WeightFormat kind;
+    int64_t rank;  // 0: the adapter does not change the matrix
+};
+
+// Rows [row, row + rows) of a step with one adapter.
+struct AdapterRange {
+    int64_t row, rows;
+    const LowRank *factors;  // by `Linear::low_rank`
 };
 
 struct Norm {
@@ -208,6 +222,8 @@ struct Step {
     int64_t cell_group_count;
     const StateRange *state_ranges;  // of recurrent layers
     int64_t state_range_count;
+    const AdapterRange *adapter_ranges;  // ascending; rows outside of them have no adapter
+    int64_t adapter_range_count, max_rank;
     Format format;  // of all KV buffers
     Norm final_norm;
     Linear head;
