@@ -100,10 +100,21 @@ def _part(folder: Path, name: str) -> Any:
 def _image_processor(folder: Path) -> Any:
     try:
         return AutoImageProcessor.from_pretrained(folder, backend="pil", trust_remote_code=False, local_files_only=True)
-    except ImportError as error:
+    except (ImportError, ValueError) as error:
+        if "torchvision" not in str(error):
+            raise
         reason = "its image processor needs torchvision, which is missing or does not match torch"
         raise ProcessorUnsupported(reason) from error
 
 
 def _read(file: Path) -> dict[str, Any]:
-    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    """The JSON object of a file; empty without the file. Raises ProcessorUnsupported."""
+    if not file.exists():
+        return {}
+    try:
+        settings = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        settings = None
+    if not isinstance(settings, dict):
+        raise ProcessorUnsupported(f"{file.name} is no JSON object")
+    return settings

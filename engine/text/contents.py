@@ -22,7 +22,7 @@ from engine.types.content import Content, ContentKind, Upload
 # markers of images and sounds precede the text.
 ContentForm = Literal["any", "parts", "text"]
 # Stands in front of a special token that is part of a message (`mark_control_tokens` of transformers).
-_TEXT_MARK = "\U000f0000"
+TEXT_MARK = "\U000f0000"
 _SAMPLE_TEXT = "Hello."
 
 
@@ -75,7 +75,7 @@ class ContentRenderer:
         self.form, self._placeholders = form, placeholders
         self._kinds = {marker: kind for kind, marker in self.markers.items()}
         pattern = "|".join(map(re.escape, sorted(self._kinds, key=len, reverse=True)))
-        self._pattern = re.compile(f"(?<!{_TEXT_MARK})(?:{pattern or '(?!)'})")
+        self._pattern = re.compile(f"(?<!{TEXT_MARK})(?:{pattern or '(?!)'})")
 
     def arrange(self, messages: Messages) -> Messages:
         """The messages in the form that the template reads."""

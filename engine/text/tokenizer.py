@@ -22,6 +22,7 @@ from engine.chat_format.detection import AddedVocabulary, ChatFormatSource, chat
 from engine.chat_format.message import Tool
 from engine.errors import ContextTooLong, InvalidRequest, Overloaded
 from engine.text.contents import (
+    TEXT_MARK,
     ContentForm,
     ContentProcessor,
     ContentRenderer,
@@ -404,8 +405,8 @@ class Tokenizer:
         return self._prompt_of_text(expand(text), by_character, ordered)
 
     def _has_added_token(self, value: object) -> bool:
-        """Whether a string in messages or variables contains an added token, which is plain text there."""
-        return any(token in text for text in strings_in(value) for token in self._added_tokens)
+        """Whether a string in messages or variables contains an added token, which is plain text there, or a mark."""
+        return any(token in text for text in strings_in(value) for token in (*self._added_tokens, TEXT_MARK))
 
     def _prompt_of_tokens(
         self, tokens: list[int], found: Outline[list[int]], ordered: Sequence[ProcessedContent]

@@ -125,13 +125,15 @@ FAMILIES = {
 IMAGE_FAMILIES = [name for name in FAMILIES if name != "qwen2_audio"]
 
 
-def save_processor(folder: Path, name: str, template: str = TEMPLATE) -> Path:
+def save_processor(
+    folder: Path, name: str, template: str = TEMPLATE, part_settings: Mapping[str, Any] | None = None
+) -> Path:
     """The files of a family's processor in a folder."""
     family = FAMILIES[name]
     tokenizer = _tokenizer(family)
     tokenizer.chat_template = template.replace("IMAGE", family.marker).replace("AUDIO", family.audio_marker)
     tokenizer.save_pretrained(folder)
-    getattr(transformers, family.part)(**family.part_settings).save_pretrained(folder)
+    getattr(transformers, family.part)(**(part_settings or family.part_settings)).save_pretrained(folder)
     settings = {"processor_class": family.processor, **family.settings}
     (folder / "processor_config.json").write_text(json.dumps(settings))
     return folder

@@ -1,0 +1,147 @@
+"""The media sandbox: files of unbounded time or memory end there, and are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from engine import sandbox as process_module
+from engine.errors import InvalidContent, Overloaded
+from engine.media.sandbox import MediaSandbox, SandboxUnavailable
+from engine.types.content import Upload
+from tests.engine.media.processors import encoded, media_processor, png, save_processor
+from tests.engine.media.test_images import bare_png
+from tests.engine.media.test_sounds import muxed, wav
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+FIELD = "messages[0].content[0]"
+UPLOAD = Upload("image", png(60, 40), FIELD)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_processor(tmp_path_factory.mktemp("llava"), "llava")
+
+
+@pytest.fixture(scope="module")
+def sandbox(folder: Path) -> Iterator[MediaSandbox]:
+    """A sandbox with the usual limits."""
+    sandbox = MediaSandbox(folder)
+    yield sandbox
+    sandbox.close()
+
+
+def large() -> Upload:
+    """As many pixels as an image may have, with transparency: a small file of 256 MiB."""
+    return transparent(8192)
+
+
+def transparent(side: int) -> Upload:
+    return Upload("image", encoded(Image.new("RGBA", (side, side), (9, 9, 9, 128)), compress_level=1), FIELD)
+
+
+def test_a_content_equals_that_of_the_processor_in_this_process(sandbox: MediaSandbox, folder: Path) -> None:
+    """The description too; contents of several threads are processed one after another."""
+    processor = media_processor(folder)
+    uploads = [Upload("image", png(60, 40, seed), FIELD) for seed in range(6)]
+    sandbox.start()
+
+    with ThreadPoolExecutor(3) as threads:
+        contents = [*threads.map(sandbox.process, uploads)]
+
+    assert contents == [processor.process(upload) for upload in uploads]
+    assert (sandbox.markers, sandbox.placeholders) == (processor.markers, processor.placeholders)
+    assert sandbox.describe().refused == {}
+
+
+def test_a_refused_content_keeps_the_process(sandbox: MediaSandbox) -> None:
+    """The error names the field and the problem."""
+    sandbox.process(UPLOAD)
+    process = sandbox._process._process
+    for data, problem in ((b"", "format"), (png(60, 40)[:-40], "damaged"), (bare_png(9000, 9000), "too_large")):
+        with pytest.raises(InvalidContent, match="^the image ") as error:
+            sandbox.process(Upload("image", data, FIELD))
+        assert (error.value.field, error.value.problem) == (FIELD, problem)
+
+    assert sandbox.process(UPLOAD)
+    assert sandbox._process._process is process
+
+
+@pytest.mark.slow
+def test_the_largest_image_fits(sandbox: MediaSandbox) -> None:
+    assert sandbox.process(large()).replacement
+
+
+@pytest.mark.slow
+def test_memory_is_limited(folder: Path) -> None:
+    """An image that exceeds it is refused; the next one is processed."""
+    sandbox = MediaSandbox(folder, memory_bytes=100 * 2**20)
+    try:
+        with pytest.raises(InvalidContent, match="too much.* memory") as error:
+            sandbox.process(large())
+        assert (error.value.field, error.value.problem) == (FIELD, "too_large")
+        assert sandbox.process(UPLOAD)
+    finally:
+        sandbox.close()
+
+
+def test_time_is_limited(folder: Path) -> None:
+    """A content is tried in two subprocesses; the next one is processed in a third."""
+    sandbox = MediaSandbox(folder, max_seconds=0.2)
+    try:
+        with pytest.raises(InvalidContent, match="too much time or memory") as error:
+            sandbox.process(transparent(4096))
+        assert (error.value.field, error.value.problem) == (FIELD, "too_large")
+        assert sandbox.process(UPLOAD)
+    finally:
+        sandbox.close()
+
+
+def test_a_process_that_was_killed_is_replaced(sandbox: MediaSandbox) -> None:
+    content = sandbox.process(UPLOAD)
+    process = sandbox._process._process
+    assert process is not None
+    process.kill()
+
+    assert sandbox.process(UPLOAD) == content
+
+
+def test_a_sandbox_without_an_answer_may_be_asked_again(sandbox: MediaSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_module, "_ANSWER_TIMEOUT_SECONDS", 0.0)
+    with pytest.raises(Overloaded):
+        sandbox.process(UPLOAD)
+    monkeypatch.undo()
+
+    assert sandbox.process(UPLOAD)
+
+
+@pytest.mark.parametrize(("file", "reason"), [("", "it has no processor"), ("tokenizer.json", "tokenizer")])
+def test_a_folder_without_a_processor_says_why(tmp_path: Path, file: str, reason: str) -> None:
+    if file:
+        save_processor(tmp_path, "llava")
+        (tmp_path / file).write_text("{}")
+    sandbox = MediaSandbox(tmp_path)
+    try:
+        with pytest.raises(SandboxUnavailable) as error:
+            sandbox.describe()
+        assert reason in str(error.value) or file
+    finally:
+        sandbox.close()
+
+
+def test_sounds_pass_the_sandbox(tmp_path: Path) -> None:
+    """A small file of minutes is refused before its samples fill the memory."""
+    folder = save_processor(tmp_path, "qwen2_audio")
+    sandbox = MediaSandbox(folder)
+    try:
+        upload = Upload("audio", wav(), FIELD)
+        assert sandbox.process(upload) == media_processor(folder).process(upload)
+        with pytest.raises(InvalidContent, match="longer than 2 s"):
+            sandbox.process(Upload("audio", muxed("ogg", "libopus", seconds=90, silent=True), FIELD))
+    finally:
+        sandbox.close()
