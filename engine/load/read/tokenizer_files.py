@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,9 @@ from engine.text.template_process import TemplateTooCostly, TemplateUnavailable
 from engine.text.tokenizer import Tokenizer
 from engine.text.variables import syntax_error
 
+# The chat template of a processor, which transformers does not read for the tokenizer alone.
+_PROCESSOR_TEMPLATE = "chat_template.json"
+
 
 def read_tokenizer(path: Path, metadata: Metadata | None = None) -> Any:
     """The tokenizer of a model's folder or GGUF file. Raises GgufError, and the errors of transformers.
@@ -27,7 +31,11 @@ def read_tokenizer(path: Path, metadata: Metadata | None = None) -> Any:
         metadata = read_metadata(path)
     if metadata is not None:
         return read_gguf_tokenizer(metadata)
-    return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    template = path / _PROCESSOR_TEMPLATE
+    if template.exists():
+        tokenizer.chat_template = json.loads(template.read_text(encoding="utf-8"))["chat_template"]
+    return tokenizer
 
 
 def read_template(name: str, file: str | None) -> str | None:

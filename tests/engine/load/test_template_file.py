@@ -9,7 +9,8 @@ import pytest
 from engine.config import EngineConfig
 from engine.errors import ModelUnsupported
 from engine.load.load import load
-from engine.load.read.tokenizer_files import read_template
+from engine.load.read.tokenizer_files import read_template, read_tokenizer
+from tests.engine.kit.models import save_tokenizer
 
 
 @pytest.mark.parametrize(
@@ -37,6 +38,15 @@ def test_tags_of_published_templates_are_accepted(tmp_path: Path) -> None:
 
     assert text == read_template("some", str(file))
     assert read_template("some", None) is None
+
+
+def test_the_template_of_a_processor_precedes_that_of_the_tokenizer(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path)
+    before = read_tokenizer(tmp_path).chat_template
+
+    (tmp_path / "chat_template.json").write_text('{"chat_template": "{{ messages }}"}')
+
+    assert read_tokenizer(tmp_path).chat_template == "{{ messages }}" != before
 
 
 def test_the_load_ends_before_the_weights(tmp_path: Path) -> None:
