@@ -13,13 +13,15 @@ from server.configuration.settings import Settings
 from server.http import errors, validation
 from server.http.access_log import RefusalLog
 from server.http.admission import AdmissionMiddleware
-from server.http.auth import ApiKeys, AuthMiddleware
+from server.http.auth import ApiKeys, AuthMiddleware, first_owner
 from server.http.lenient import LenientRoute, WarningRoute
 from server.http.middleware import BodyLimitMiddleware, BoundaryMiddleware, OriginsMiddleware
 from server.http.parsing import large_body_limiter
 from server.http.paths import ServedPaths
 from server.http.refusal import EarlyRefusal
 from server.http.version import version
+from server.media.fetch import MediaFetcher
+from server.media.uploads import MediaReader
 from server.metrics.metrics import Metrics
 from server.metrics.traces import GenerationTraces, make_traces
 from server.models.entry import ModelEntry
@@ -48,6 +50,8 @@ from server.routes import (
     worker,
 )
 from server.service import Service
+from server.store.files import open_files
+from server.store.store import open_store
 
 if TYPE_CHECKING:
     from engine.client import EngineClient
@@ -57,8 +61,9 @@ def create_app(engine: EngineClient, settings: Settings) -> FastAPI:
     """The application of one engine; ValueError or OSError for settings that cannot work."""
     settings.check()
     name, closing = settings.model_names[0], AsyncExitStack()
-    service = Service(engine, settings, Metrics(engine, name), name, _traces(settings, closing))
-    return _make_app(ModelRegistry(service), settings, service.metrics, closing)
+    media = _media_reader(settings)
+    service = Service(engine, settings, Metrics(engine, name), name, _traces(settings, closing), media=media)
+    return _make_app(ModelRegistry(service), media, service.metrics, closing)
 
 
 def create_app_of_several(
@@ -70,8 +75,9 @@ def create_app_of_several(
     app_loader = Loader(models, launcher, limits, observer)
     observer.observe(app_loader, [entry.name for entry in models])
     metrics = {entry.name: Metrics(observer.totals[entry.name], entry.name) for entry in models}
-    registry = SeveralModels(settings, models, app_loader, metrics, observer.registry, _traces(settings, closing))
-    app = _make_app(registry, settings, metrics[models[0].name], closing)
+    media, traces = _media_reader(settings), _traces(settings, closing)
+    registry = SeveralModels(settings, models, app_loader, metrics, observer.registry, media, traces)
+    app = _make_app(registry, media, metrics[models[0].name], closing)
     app.state.loader = app_loader
     return app
 
@@ -84,13 +90,20 @@ def _traces(settings: Settings, closing: AsyncExitStack) -> GenerationTraces | N
     return traces
 
 
-def _make_app(registry: ModelRegistry, settings: Settings, metrics: Metrics, closing: AsyncExitStack) -> FastAPI:
+def _media_reader(settings: Settings) -> MediaReader:
+    store = open_store(settings.store)
+    files = open_files(None if store is None else store.location, first_owner(settings.all_keys))
+    return MediaReader(files, MediaFetcher(frozenset(settings.media_hosts)))
+
+
+def _make_app(registry: ModelRegistry, media: MediaReader, metrics: Metrics, closing: AsyncExitStack) -> FastAPI:
     """The application of a registry. `closing` is closed at its end; `metrics` counts the responses.
 
     From the outside in: OriginsMiddleware, BoundaryMiddleware, AuthMiddleware, AdmissionMiddleware,
     BodyLimitMiddleware, LeaseMiddleware, with several models LoadMiddleware, then the routes. The state `refuse`
     answers most requests to a full queue without them, if the HTTP server calls it.
     """
+    settings = registry.settings
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[None, None]:
@@ -130,7 +143,7 @@ def _make_app(registry: ModelRegistry, settings: Settings, metrics: Metrics, clo
     ):
         routes.add(app, registry)
     closing.push_async_callback(responses.add(app, registry).close)
-    batch_service = batches.add(app, registry)
+    batch_service = batches.add(app, registry, media.files)
     closing.push_async_callback(batch_service.close)
     openapi.install(app)
     errors.install(app)
@@ -148,7 +161,7 @@ def _wrap(app: FastAPI, settings: Settings, metrics: Metrics) -> None:
     if isinstance(app.state.models, SeveralModels):
         app.add_middleware(LoadMiddleware, models=app.state.models)
     app.add_middleware(LeaseMiddleware)
-    app.add_middleware(BodyLimitMiddleware, limit=limits.body_bytes, upload_limit=limits.file_bytes)
+    app.add_middleware(BodyLimitMiddleware, limits=limits, reads_media=lambda: app.state.models.reads_media)
     app.add_middleware(AdmissionMiddleware, routes=app.routes)
     app.add_middleware(AuthMiddleware, keys=keys, open_paths=page.open_paths())
     app.add_middleware(

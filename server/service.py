@@ -24,6 +24,7 @@ from server.http.admission import release_reservation
 from server.http.auth import caller
 from server.http.events import ChoiceEvents, DeltaSink
 from server.http.version import version
+from server.media.uploads import MediaReader
 from server.metrics.metrics import Endpoint, Metrics
 from server.metrics.timer import GenerationTimer
 from server.metrics.traces import GenerationTraces
@@ -40,6 +41,7 @@ class Service:
     """One engine with its settings, metrics and traces, under one name of the model.
 
     name             for the response: the one of the request, or the main name
+    media            reads images and sounds of requests
     adapter          name of the LoRA adapter that requests run with; "": none
     grammar_threads  limits the worker threads that wait for grammars, so that others stay free
     """
@@ -51,6 +53,7 @@ class Service:
     traces: GenerationTraces | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     adapter: str = ""
+    media: MediaReader = field(default_factory=MediaReader)
     grammar_threads: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(MAX_GRAMMAR_THREADS))
 
     def check_alive(self) -> None:

@@ -168,6 +168,7 @@ class Request:
     checkpoints      prompt positions that are likely resume points, such as ends of messages; no effect on the text
     salt             only requests with the same salt share cached prefixes
     cacheable        whether prompt and output stay cached after the end; if not, no other request may have its salt
+    contents         images and sounds of the prompt, ascending
     media            encoder input; None if the model has no encoder or does not need one
     speculation      drafter and draft length; no effect on the text
     prediction       expected tokens of the answer, for drafts
@@ -205,6 +206,7 @@ class Request:
     checkpoints: tuple[int, ...] = ()
     salt: bytes = b""
     cacheable: bool = True
+    contents: tuple[Content, ...] = ()
     media: Media | None = None
     speculation: SpeculationParams = field(default_factory=SpeculationParams)
     prediction: tuple[int, ...] = ()

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from engine.types.content import ContentKind
+
 # How embedding vectors are compared, as sentence-transformers names it.
 Similarity = Literal["cosine", "dot", "euclidean", "manhattan"]
 
@@ -77,7 +79,7 @@ class ModelInfo:
     kernel_variants: tuple[str, ...] = ()
     adapters: tuple[AdapterInfo, ...] = ()
     quantization_estimate: QuantizationEstimate | None = None
-    input_modalities: tuple[str, ...] = ("text",)
+    input_modalities: tuple[Literal["text"] | ContentKind, ...] = ("text",)
     unread_modalities: tuple[str, ...] = ()
     text_only_reason: str = ""
     default_max_tokens: int | None = None

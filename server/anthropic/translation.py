@@ -13,8 +13,12 @@ from server.http.errors import ANTHROPIC_PREFIX, ApiError, invalid_value
 from server.schemas.anthropic import (
     AnthropicMessage,
     AnthropicTool,
+    Base64Image,
     CacheableBlock,
     CountRequest,
+    ImageAt,
+    ImageBlock,
+    ImageFile,
     MessagesRequest,
     NamedTool,
     TextBlock,
@@ -24,10 +28,14 @@ from server.schemas.anthropic import (
     ToolUseBlock,
 )
 from server.schemas.chat import ChatRequest
+from server.schemas.content import Breakpoint
+from server.schemas.media import FileId, InlineMedia, MediaPart, MediaSource
 
 # Claude Code's system prompt has a line that differs in every request, and would end every cached prefix.
 BILLING_HEADER = "x-anthropic-billing-header"
 _NAMES = {
+    # An image has its place in the request.
+    r"(messages\[\d+\]\.content.*\.source\..*)": r"\1",
     r"prompt|messages.*": "messages",
     r"reasoning_effort": "output_config.effort",
     r"response_format.*": "output_config.format",
@@ -43,7 +51,14 @@ def chat_request(body: CountRequest) -> ChatRequest:
     """The chat request for a body; ApiError if it cannot be translated."""
     fields: Fields = {
         "model": body.model,
-        "messages": [*_system(body), *(converted for message in body.messages for converted in _messages(message))],
+        "messages": [
+            *_system(body),
+            *(
+                converted
+                for index, message in enumerate(body.messages)
+                for converted in _messages(message, f"messages[{index}].content")
+            ),
+        ],
         "continue_final_message": _is_prefill(body) or None,
         "tools": [_tool(tool) for tool in body.tools] if body.tools else None,
         **_choice(body),
@@ -79,22 +94,27 @@ def _system(body: CountRequest) -> list[Fields]:
     return [{"role": "system", "content": parts}] if parts else []
 
 
-def _messages(message: AnthropicMessage) -> Iterator[Fields]:
+def _messages(message: AnthropicMessage, path: str) -> Iterator[Fields]:
     """Chat messages for one message: tool results are separate messages, before the user's text."""
     if isinstance(message.content, str):
         yield {"role": message.role, "content": message.content}
         return
-    texts = [_part(block.text, block) for block in message.content if isinstance(block, TextBlock)]
+    blocks = list(enumerate(message.content))
+    parts = [
+        _content_part(block, f"{path}[{index}]") for index, block in blocks if isinstance(block, TextBlock | ImageBlock)
+    ]
     calls = [_call(block) for block in message.content if isinstance(block, ToolUseBlock)]
     reasoning = [block.thinking for block in message.content if isinstance(block, ThinkingBlock)]
-    results = [_result(block) for block in message.content if isinstance(block, ToolResultBlock)]
+    results = [
+        _result(block, f"{path}[{index}].content") for index, block in blocks if isinstance(block, ToolResultBlock)
+    ]
     yield from results
-    converted: Fields = {"role": message.role, "content": texts or None}
+    converted: Fields = {"role": message.role, "content": parts or None}
     if reasoning:
         converted["reasoning_content"] = "\n".join(reasoning)
     if calls:
         converted["tool_calls"] = calls
-    if texts or calls or reasoning or not results:
+    if parts or calls or reasoning or not results:
         yield converted
 
 
@@ -103,11 +123,37 @@ def _part(text: str, block: CacheableBlock) -> Fields:
     return part if block.cache_control is None else {**part, "prompt_cache_breakpoint": {"mode": "explicit"}}
 
 
-def _result(block: ToolResultBlock) -> Fields:
-    content = [block.content] if isinstance(block.content, str) else [part.text for part in block.content or ()]
+def _content_part(block: TextBlock | ImageBlock, path: str) -> Fields | MediaPart:
+    if isinstance(block, TextBlock):
+        return _part(block.text, block)
+    mark = None if block.cache_control is None else Breakpoint(mode="explicit")
+    source, member = _source(block)
+    return MediaPart("image", source, member, "auto", mark, f"{path}.{member}")
+
+
+def _source(block: ImageBlock) -> tuple[MediaSource, str]:
+    """The image, and the path of its field."""
+    match block.source:
+        case Base64Image(data=data, media_type=media_type):
+            return InlineMedia(data.data, media_type, data.characters), "source.data"
+        case ImageAt(url=url):
+            return url, "source.url"
+        case ImageFile(file_id=id):
+            return FileId(id), "source.file_id"
+
+
+def _result(block: ToolResultBlock, path: str) -> Fields:
+    content = [TextBlock(type="text", text=block.content)] if isinstance(block.content, str) else block.content or []
     # Chat messages have no error flag.
-    text = "\n".join(["Error:", *content] if block.is_error else content)
-    return {"role": "tool", "tool_call_id": block.tool_use_id, "content": [_part(text, block)]}
+    if block.is_error:
+        content = [TextBlock(type="text", text="Error:"), *content]
+    message: Fields = {"role": "tool", "tool_call_id": block.tool_use_id}
+    if not any(isinstance(part, ImageBlock) for part in content):
+        text = "\n".join(part.text for part in content if isinstance(part, TextBlock))
+        return {**message, "content": [_part(text, block)]}
+    first = 1 if block.is_error else 0
+    parts = [_content_part(part, f"{path}[{index - first}]") for index, part in enumerate(content)]
+    return {**message, "content": parts}
 
 
 def _call(block: ToolUseBlock) -> Fields:

@@ -25,14 +25,16 @@ from server.http.errors import (
     INVALID_VALUE,
     STORAGE_FULL,
     ApiError,
+    file_not_found,
     invalid_value,
 )
 from server.http.paging import Page, first_page, no_such_item
+from server.media import uploads
 from server.models.registry import ModelRegistry
-from server.schemas.batches import BatchBody, BatchRequest, BatchStatus, FileBody, RequestCounts
+from server.schemas.batches import BatchBody, BatchRequest, BatchStatus, FileBody, RequestCounts, UploadFields
 from server.store.batches import LEASE_SECONDS, BatchStore, StoredBatch
 from server.store.database import MEMORY, StoreError, is_url
-from server.store.files import FileStore, StorageFullError, StoredFile
+from server.store.files import MAX_MEMORY_BYTES, FileStore, StorageFullError, StoredFile
 
 # Between renewals of leases, and between looks for batches of a server that has ended.
 POLL_SECONDS = LEASE_SECONDS / 3
@@ -41,8 +43,7 @@ WINDOW_SECONDS = 86400
 MAX_OPEN_BATCHES = 100
 RETRY_SECONDS = 60.0
 PURPOSE = "batch"
-# Of all files in a database, and in memory.
-MAX_BYTES, MAX_MEMORY_BYTES = 10 * 2**30, 64 * 2**20
+PURPOSES = (PURPOSE, *uploads.PURPOSES)
 # Of an owner, with the results of batches. A list has no more.
 MAX_FILES = 10_000
 MAX_NAME = 255
@@ -56,13 +57,16 @@ class BatchService:
     """Files and batches of all owners. Batches run from `start` to `close`, also those of an earlier process.
 
     location     of the database; None: files and batches are refused
+    files        in the same database; the service closes them
     first_owner  gets the files and batches without an owner; "": they stay as they are
     """
 
-    def __init__(self, models: ModelRegistry, location: str | None, first_owner: str = "") -> None:
+    def __init__(
+        self, models: ModelRegistry, location: str | None, files: FileStore | None = None, first_owner: str = ""
+    ) -> None:
         self._models, self._location = models, location
         place = location or MEMORY
-        self._files = FileStore(place, MAX_MEMORY_BYTES if place == MEMORY else MAX_BYTES, first_owner=first_owner)
+        self._files = files or FileStore(place, MAX_MEMORY_BYTES, first_owner=first_owner)
         self._batches = BatchStore(uuid.uuid4().hex, place, first_owner=first_owner)
         self._runs: dict[str, BatchRun] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -95,20 +99,20 @@ class BatchService:
         self._files.close()
 
     async def add_file(
-        self, content: AsyncIterator[bytes], owner: str, name: str, seconds: Callable[[], int | None]
+        self, content: AsyncIterator[bytes], owner: str, name: str, fields: Callable[[], UploadFields]
     ) -> FileBody:
-        """Store an uploaded file; `seconds` is called after the content, and returns the time until it expires."""
+        """Store an uploaded file; `fields`, of its form, is called after the content."""
         self._check_stored()
         await self._check_file_count(owner)
         now = int(time.time())
         file = StoredFile(f"file-{uuid.uuid4().hex}", owner, PURPOSE, name[:MAX_NAME], now)
 
-        def expires() -> int | None:
-            lifetime = seconds()
-            return None if lifetime is None else now + lifetime
+        def final() -> tuple[str, int | None]:
+            form = fields()
+            return form.purpose, None if form.seconds is None else now + form.seconds
 
         try:
-            return _file_body(await self._files.create(file, content, expires))
+            return _file_body(await self._files.create(file, content, final))
         except StorageFullError:
             message = f"The files of this server would exceed {self._files.max_bytes} bytes; delete some first."
             raise ApiError(STORAGE_FULL, message, param="file") from None
@@ -140,7 +144,7 @@ class BatchService:
             if body["input_file_id"] == id and body["status"] in READING:
                 raise ApiError(FILE_IN_USE, f"The batch '{stored.id}' still reads this file; cancel it first.")
         if not await self._files.delete(id, owner):
-            raise _no_file(id)
+            raise file_not_found(id)
         # A batch may wait for the space.
         self._wake.set()
 
@@ -201,7 +205,7 @@ class BatchService:
         self._check_stored()
         file = await self._files.get(id, owner)
         if file is None:
-            raise _no_file(id, param)
+            raise file_not_found(id, param)
         return file
 
     async def _check_file_count(self, owner: str) -> None:
@@ -338,10 +342,6 @@ def _file_body(file: StoredFile) -> FileBody:
         purpose=file.purpose,
         status="processed",
     )
-
-
-def _no_file(id: str, param: str | None = None) -> ApiError:
-    return ApiError(FILE_NOT_FOUND, f"No such File object: '{id[:128]}'.", param=param)
 
 
 def _no_batch(id: str) -> ApiError:

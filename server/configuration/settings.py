@@ -32,6 +32,8 @@ CONTAINER_SECRETS = "/run/secrets"
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 
 _origin = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#*\s]+")
+# The last label is no number, which a resolver would read as an address.
+_media_host = re.compile(r"\.?([a-z0-9-]+\.)*[a-z][a-z0-9-]*")
 # Fields that are no options.
 INTERNAL = Parameter(parse=False)
 
@@ -40,6 +42,9 @@ INTERNAL = Parameter(parse=False)
 class ClientLimits:
     """Size and time limits of client connections.
 
+    body_bytes            of a body without its images and sounds
+    media_body_bytes      of a body with images or sounds, for a model that reads them
+    media_buffer_bytes    of all bodies above body_bytes at the same time
     file_bytes            of the form of an uploaded file
     head_bytes, headers   of one request line with its headers
     head_seconds          from the first byte, or the connection, to the end of the headers
@@ -51,6 +56,8 @@ class ClientLimits:
     """
 
     body_bytes: int = 4 * 1024 * 1024
+    media_body_bytes: int = 64 * 1024 * 1024
+    media_buffer_bytes: int = 2**29
     file_bytes: int = 200 * 1024 * 1024
     head_bytes: int = 16 * 1024
     headers: int = 100
@@ -146,6 +153,15 @@ class Settings(EngineConfig):
             show_default="loopback names",
         ),
     ] = ()
+    media_hosts: Annotated[
+        tuple[str, ...],
+        Parameter(
+            name="--allow-media-host",
+            help="Host that images of requests are fetched from, by https; with a leading dot, as in .example.org: all "
+            "hosts below. Repeatable.",
+            show_default="none: images are sent in the request",
+        ),
+    ] = ()
     grace_seconds: Annotated[
         float, Parameter(name="--grace", help="Seconds for running requests to finish after SIGTERM.")
     ] = 30.0
@@ -207,6 +223,7 @@ class Settings(EngineConfig):
                     f"--allowed-host {origin} is no origin: give scheme and host, as in https://chat.example.org, "
                     "without a path"
                 )
+        _check_media_hosts(self.media_hosts)
         if self.embedding_name in self.model_names:
             raise ValueError(
                 f"--embedding-model {self.embedding_model} has the name of the model: "
@@ -293,6 +310,15 @@ def split_organisation(entry: str) -> tuple[str, str]:
     """Organisation and key of `organisation:key`; "" and the entry for any other entry."""
     organisation, _, key = entry.partition(":")
     return (organisation, key) if organisation and key else ("", entry)
+
+
+def _check_media_hosts(hosts: tuple[str, ...]) -> None:
+    for host in hosts:
+        if not _media_host.fullmatch(host):
+            raise ValueError(
+                f"--allow-media-host {host} is no host name: give a name in lower case, as in images.example.org, or "
+                ".example.org for all hosts below it"
+            )
 
 
 def _check_keys(entries: tuple[str, ...]) -> None:

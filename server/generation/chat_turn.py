@@ -18,10 +18,11 @@ import anyio.to_thread
 
 from engine.chat_format.chat_format import AnswerParser, ChatFormat
 from engine.chat_format.message import AnswerDelta, ReasoningDelta, TextDelta, ToolCallStart
+from engine.types.content import Upload
 from engine.types.events import Delta, Event, Finished, PrefillProgress, PromptScored, Started, TokenLogprob
 from engine.types.request import ReasoningLimit, RenderedPrompt, Request
 from server.generation.grammar import answer_grammar
-from server.generation.messages import ROLES, PreparedMessages, has_breakpoints, prepare_messages
+from server.generation.messages import ROLES, PreparedMessages, has_breakpoints, placed_parts, prepare_messages
 from server.generation.reasoning import SentField
 from server.generation.requests import check_capacity, choice_requests, engine_request, limit_warnings, truncated_prompt
 from server.generation.support import SupportedRequest, supported_request
@@ -59,13 +60,20 @@ class MessageLocator:
 
     def _start(self, index: int) -> int:
         """The first token of a message's text."""
-        content = str(self.messages[index]["content"])
-        changed = {**self.messages[index], "content": ("+" if content.startswith("-") else "-") + content}
+        changed = {**self.messages[index], "content": _with_other_start(self.messages[index]["content"])}
         other = self.render([*self.messages[:index], changed, *self.messages[index + 1 :]])
         pairs = zip(self.prompt, other, strict=False)
         return next(
             (place for place, (token, changed_token) in enumerate(pairs) if token != changed_token), len(self.prompt)
         )
+
+
+def _with_other_start(content: object) -> object:
+    """The content of a message with another first character."""
+    if isinstance(content, list):
+        return [{"type": "text", "text": "+"}, *content]
+    text = str(content)
+    return ("+" if text.startswith("-") else "-") + text
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +137,8 @@ async def prepare_chat(service: Service, body: ChatRequest, id: str) -> ChatTurn
     """Validate and render a body; raises ApiError or EngineError before anything runs."""
     service.check_ready()
     _check(body)
-    supported, prepared, render, rendered = await anyio.to_thread.run_sync(_rendered, service, body)
+    uploads = await service.media.read(placed_parts(body.messages), service.name, service.engine.info)
+    supported, prepared, render, rendered = await anyio.to_thread.run_sync(_rendered, service, body, uploads)
     chat_format = service.engine.tokenizer.chat_format
     prompt = truncated_prompt(service, body, rendered, _max_tokens(body))
     compiled = await answer_grammar(service, body, chat_format, supported.tool_set, prompt.generation_prompt)
@@ -249,7 +258,7 @@ def _limit_field(body: ChatRequest) -> str:
 
 
 def _rendered(
-    service: Service, body: ChatRequest
+    service: Service, body: ChatRequest, uploads: tuple[Upload, ...]
 ) -> tuple[SupportedRequest, PreparedMessages, Callable[[Messages], RenderedPrompt], RenderedPrompt]:
     """The supported part of a body, its messages, their renderer, and the prompt; for a worker thread."""
     tokenizer = service.engine.tokenizer
@@ -258,8 +267,8 @@ def _rendered(
         raise supported.missing[0]
     if service.settings.strict_system_role and not tokenizer.has_system_role:
         _refuse_system_messages(body)
-    prepared = prepare_messages(body.messages)
-    render = _renderer(service, body, prepared, supported)
+    prepared = prepare_messages(body.messages, uploads)
+    render = _renderer(service, body, prepared, supported, uploads)
     return supported, prepared, render, render(prepared.messages)
 
 
@@ -275,7 +284,11 @@ def _refuse_system_messages(body: ChatRequest) -> None:
 
 
 def _renderer(
-    service: Service, body: ChatRequest, prepared: PreparedMessages, supported: SupportedRequest
+    service: Service,
+    body: ChatRequest,
+    prepared: PreparedMessages,
+    supported: SupportedRequest,
+    uploads: tuple[Upload, ...],
 ) -> Callable[[Messages], RenderedPrompt]:
     continued = bool(body.continue_final_message)
     return functools.partial(
@@ -285,6 +298,7 @@ def _renderer(
         continue_final_message=continued,
         arguments=supported.template_arguments,
         breakpoints=prepared.breakpoints,
+        uploads=uploads,
     )
 
 

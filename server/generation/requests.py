@@ -80,6 +80,7 @@ async def engine_request(
         protected=prompt.protected,
         recurrent_shift=body.recurrent_shift or "rebuild",
         checkpoints=prompt.checkpoints,
+        contents=prompt.contents,
         salt=_salt(body),
         cacheable=body.cache_prompt is not False,
         speculation=_speculation(body),
@@ -114,6 +115,8 @@ def truncated_prompt(
     removed = len(prompt.tokens) - limit
     if removed <= 0:
         return prompt
+    if any(content.start < removed < content.stop for content in prompt.contents):
+        raise invalid_value("truncate_prompt_tokens", f"{limit} tokens begin inside an image or a sound")
     return RenderedPrompt(
         prompt.tokens[removed:],
         checkpoints=tuple(checkpoint - removed for checkpoint in prompt.checkpoints if checkpoint > removed),
@@ -121,6 +124,11 @@ def truncated_prompt(
             (max(start - removed, 0), stop - removed) for start, stop in prompt.protected if stop > removed
         ),
         generation_prompt=prompt.generation_prompt,
+        contents=tuple(
+            replace(content, start=content.start - removed, stop=content.stop - removed)
+            for content in prompt.contents
+            if content.start >= removed
+        ),
     )
 
 

@@ -27,6 +27,7 @@ class StreamUsage:
 
     def __init__(self, body: Generation, requests: Sequence[Request], width: int) -> None:
         self._body, self._width = body, width
+        self._contents = requests[0].contents
         self._choices = [ChoiceUsage(len(request.prompt)) for request in requests]
         self._finished: dict[int, Finished] = {}
         self._reasoning_tokens = 0
@@ -55,7 +56,9 @@ class StreamUsage:
     def add_usage(self, chunk: UsageFields, index: int) -> None:
         """Usage and timings up to this chunk of a choice, if requested."""
         if self._body.continuous_usage:
-            chunk["usage"] = usage(self._groups([choice.current() for choice in self._choices]))
+            chunk["usage"] = usage(
+                self._groups([choice.current() for choice in self._choices]), contents=self._contents
+            )
         if self._body.timings_per_token:
             chunk["timings"] = timings(self._choices[index].current())
 
@@ -70,7 +73,7 @@ class StreamUsage:
     def add_total(self, chunk: UsageFields) -> None:
         """Usage and timings of the complete stream."""
         finished = [self._finished[index] for index in range(len(self._choices))]
-        chunk["usage"] = usage(self._groups(finished), self._reasoning_tokens)
+        chunk["usage"] = usage(self._groups(finished), self._reasoning_tokens, self._contents)
         self._add_timings(chunk)
 
     def _add_timings(self, chunk: UsageFields) -> None:

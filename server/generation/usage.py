@@ -5,13 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+from engine.types.content import Content
 from engine.types.events import Finished, PrefillProgress, Started, Timings, Usage
+from server.schemas.common import ContentTokens, TimingsBody, UsageBody
 from server.schemas.common import PromptProgress as ProgressBody
-from server.schemas.common import TimingsBody, UsageBody
 
 
-def usage(prompts: Sequence[Sequence[Finished]], reasoning_tokens: int = 0) -> UsageBody:
-    """Usage of all choices, grouped by prompt: choices share their prompt, so its tokens count once."""
+def usage(
+    prompts: Sequence[Sequence[Finished]], reasoning_tokens: int = 0, contents: Sequence[Content] = ()
+) -> UsageBody:
+    """Usage of all choices, grouped by prompt: choices share their prompt, so its tokens count once.
+
+    contents  of the prompt
+    """
     usages = [event.usage for choices in prompts for event in choices]
     prompt = sum(choices[0].usage.prompt_tokens for choices in prompts)
     # The first choice of a prompt computes it, the others find it in the cache.
@@ -21,7 +27,11 @@ def usage(prompts: Sequence[Sequence[Finished]], reasoning_tokens: int = 0) -> U
         prompt_tokens=prompt,
         completion_tokens=completion,
         total_tokens=prompt + completion,
-        prompt_tokens_details={"cached_tokens": cached, "cache_write_tokens": prompt - cached},
+        prompt_tokens_details={
+            "cached_tokens": cached,
+            "cache_write_tokens": prompt - cached,
+            **content_tokens(contents),
+        },
         completion_tokens_details={
             "reasoning_tokens": reasoning_tokens,
             "accepted_prediction_tokens": sum(counts.accepted_tokens for counts in usages),
@@ -33,6 +43,16 @@ def usage(prompts: Sequence[Sequence[Finished]], reasoning_tokens: int = 0) -> U
         body["context_shifts"] = shifts
         body["shifted_tokens"] = sum(counts.shifted_tokens for counts in usages)
     return body
+
+
+def content_tokens(contents: Sequence[Content]) -> ContentTokens:
+    """Prompt tokens of images and sounds; empty without them."""
+    counts = ContentTokens()
+    if images := sum(content.stop - content.start for content in contents if content.kind == "image"):
+        counts["image_tokens"] = images
+    if sounds := sum(content.stop - content.start for content in contents if content.kind == "audio"):
+        counts["audio_tokens"] = sounds
+    return counts
 
 
 def cache_write_tokens(finished: Finished) -> int:

@@ -33,6 +33,12 @@ class ErrorKind:
 
 
 INVALID_VALUE = ErrorKind(400, "invalid_request_error", "invalid_value")
+INVALID_BASE64_IMAGE = ErrorKind(400, "invalid_request_error", "invalid_base64_image")
+INVALID_IMAGE_FORMAT = ErrorKind(400, "invalid_request_error", "invalid_image_format")
+INVALID_IMAGE_URL = ErrorKind(400, "invalid_request_error", "invalid_image_url")
+IMAGE_TOO_LARGE = ErrorKind(400, "invalid_request_error", "image_too_large")
+IMAGE_PARSE_ERROR = ErrorKind(400, "invalid_request_error", "image_parse_error")
+FAILED_TO_DOWNLOAD_IMAGE = ErrorKind(400, "invalid_request_error", "failed_to_download_image")
 INVALID_JSON = ErrorKind(400, "invalid_request_error", "invalid_json")
 INVALID_HTTP = ErrorKind(400, "invalid_request_error", "invalid_http")
 UNKNOWN_PARAMETER = ErrorKind(400, "invalid_request_error", "unknown_parameter")
@@ -105,6 +111,15 @@ PROMPT_FIELDS: Mapping[str, str | None] = {
     "/score": None,
 }
 
+# The end of the field of a sound; OpenAI's codes of contents are for images.
+AUDIO_MEMBER = "input_audio.data"
+CONTENT_PROBLEMS: Mapping[engine_errors.ContentProblem, ErrorKind] = {
+    "format": INVALID_IMAGE_FORMAT,
+    "damaged": IMAGE_PARSE_ERROR,
+    "too_large": IMAGE_TOO_LARGE,
+    "too_many": INVALID_VALUE,
+}
+
 # The status of a WebSocket handshake in the log.
 SWITCHING_PROTOCOLS = 101
 # The status in the log after the client's disconnect (nginx uses the same number).
@@ -163,6 +178,9 @@ def from_engine_error(error: engine_errors.EngineError, path: str) -> ApiError:
             more = ", which exceeds the available context size when an answer is to follow. Please shorten the prompt."
             field = next((name for end, name in PROMPT_FIELDS.items() if path.endswith(end)), "prompt")
             return context_too_long(error, field, subject="the prompt", advice=more)
+        case engine_errors.InvalidContent():
+            kind = INVALID_VALUE if error.field.endswith(AUDIO_MEMBER) else CONTENT_PROBLEMS[error.problem]
+            return invalid_value(error.field, error.reason, kind)
         case engine_errors.InvalidRequest():
             return invalid_value(error.field, error.reason)
         case engine_errors.AdapterError() | engine_errors.AdapterUnsupported():
@@ -180,9 +198,19 @@ def from_engine_error(error: engine_errors.EngineError, path: str) -> ApiError:
             return internal_error()
 
 
-def invalid_value(field: str, reason: str) -> ApiError:
+def invalid_value(field: str, reason: str, kind: ErrorKind = INVALID_VALUE) -> ApiError:
     """An invalid value of a field; `reason` follows a colon."""
-    return ApiError(INVALID_VALUE, f"Invalid value for '{field}': {reason}.", param=field)
+    return ApiError(kind, f"Invalid value for '{field}': {reason}.", param=field)
+
+
+def file_not_found(id: str, param: str | None = None) -> ApiError:
+    """There is no such file, or it is another owner's."""
+    return ApiError(FILE_NOT_FOUND, f"No such File object: '{id[:128]}'.", param=param)
+
+
+def body_too_large(limit: int) -> ApiError:
+    """A body, or its part without images and sounds, has more bytes than `limit`."""
+    return ApiError(BODY_TOO_LARGE, f"The body is larger than {limit} bytes.", headers={"Connection": "close"})
 
 
 def missing_parameter(field: str) -> ApiError:

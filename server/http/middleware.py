@@ -10,16 +10,17 @@ from __future__ import annotations
 import logging
 import re
 import uuid
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from server.configuration.settings import ClientLimits
 from server.http.access_log import AccessRecord, RefusalLog, begin
 from server.http.errors import (
-    BODY_TOO_LARGE,
     HOST_NOT_ALLOWED,
     ORIGIN_NOT_ALLOWED,
     QUEUE_FULL,
@@ -27,9 +28,11 @@ from server.http.errors import (
     TOO_MANY_CONNECTIONS,
     UNSUPPORTED_MEDIA_TYPE,
     ApiError,
+    body_too_large,
     error_response,
     internal_error,
 )
+from server.http.parsing import TEXT_LIMIT
 from server.http.paths import PROBE_PATHS, ServedPaths
 from server.metrics.metrics import Metrics
 from server.metrics.traces import TRACE_HEADERS
@@ -52,6 +55,16 @@ UPLOAD_PATHS, _FORM = frozenset({"/v1/files"}), "multipart/form-data"
 # The key of a request's state that tells that its connection is reserved for probes.
 RESERVED = "reserved"
 CONNECTION_RETRY_SECONDS = 10
+MEDIA_RETRY_SECONDS = 5
+# Paths with bodies that may have images and sounds.
+MEDIA_PATHS = frozenset(
+    {
+        *("/v1/chat/completions", "/v1/chat/completions/input_tokens", "/v1/chat/completions/render"),
+        *("/v1/responses", "/v1/responses/input_tokens", "/v1/responses/compact"),
+        *("/v1/messages", "/v1/messages/count_tokens", "/api/chat", "/api/generate"),
+        *("/v1/tokenize", "/tokenize", "/v1/apply-template", "/apply-template"),
+    }
+)
 METHODS = ("GET", "HEAD", "POST", "DELETE")
 # Characters of a method in a log line; a request line may have 16 KiB of it.
 MAX_LOGGED_METHOD = 16
@@ -168,11 +181,15 @@ class BoundaryMiddleware:
 class BodyLimitMiddleware:
     """Buffers the body up to a limit and replays it to the app; BoundaryMiddleware answers its ApiError.
 
-    upload_limit  of the form of a file, which is not buffered
+    A body with images or sounds may be larger, if its length is announced; of all such bodies at the same time a
+    bounded number of bytes is buffered. Their texts are limited after parsing (`TEXT_LIMIT` of the request's state).
+
+    reads_media  whether the model reads images or sounds
     """
 
-    def __init__(self, app: ASGIApp, limit: int, upload_limit: int) -> None:
-        self.app, self.limit, self.upload_limit = app, limit, upload_limit
+    def __init__(self, app: ASGIApp, limits: ClientLimits, reads_media: Callable[[], bool]) -> None:
+        self.app, self.limits, self.reads_media = app, limits, reads_media
+        self._buffered_bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Reject a body above the limit by its Content-Length, or else while it arrives."""
@@ -181,22 +198,44 @@ class BodyLimitMiddleware:
             return
         announced = int(Headers(scope=scope).get("content-length", "0"))
         if _is_upload(scope):
-            _check_size(announced, self.upload_limit)
-            await self.app(scope, _limited(receive, self.upload_limit), send)
+            _check_size(announced, self.limits.file_bytes)
+            await self.app(scope, _limited(receive, self.limits.file_bytes), send)
             return
-        _check_size(announced, self.limit)
-        body = await self._read(receive)
-        # None: the client disconnected during the body.
-        if body is not None:
-            await self.app(scope, replay(body, receive), send)
+        limit = self._limit(scope, announced)
+        _check_size(announced, limit)
+        scope["state"][TEXT_LIMIT] = self.limits.body_bytes
+        with self._buffering(announced):
+            body = await self._read(receive, limit)
+            # None: the client disconnected during the body.
+            if body is not None:
+                await self.app(scope, replay(body, receive), send)
 
-    async def _read(self, receive: Receive) -> list[Message] | None:
+    def _limit(self, scope: Scope, announced: int) -> int:
+        is_large = announced > self.limits.body_bytes and scope["path"] in MEDIA_PATHS
+        return self.limits.media_body_bytes if is_large and self.reads_media() else self.limits.body_bytes
+
+    @contextmanager
+    def _buffering(self, announced: int) -> Iterator[None]:
+        """Count a large body until its request ends; ApiError if there are too many."""
+        size = announced if announced > self.limits.body_bytes else 0
+        if size and self._buffered_bytes + size > self.limits.media_buffer_bytes:
+            message = "Too many large bodies are being received."
+            raise ApiError(
+                QUEUE_FULL, message, headers={"Retry-After": str(MEDIA_RETRY_SECONDS), "Connection": "close"}
+            )
+        self._buffered_bytes += size
+        try:
+            yield
+        finally:
+            self._buffered_bytes -= size
+
+    async def _read(self, receive: Receive, limit: int) -> list[Message] | None:
         pieces: list[Message] = []
         size = 0
         while (message := await receive())["type"] == "http.request":
             pieces.append(message)
             size += len(message.get("body", b""))
-            _check_size(size, self.limit)
+            _check_size(size, limit)
             if not message.get("more_body", False):
                 return pieces
         return None
@@ -307,7 +346,7 @@ def _is_upload(scope: Scope) -> bool:
 
 def _check_size(size: int, limit: int) -> None:
     if size > limit:
-        raise ApiError(BODY_TOO_LARGE, f"The body is larger than {limit} bytes.", headers={"Connection": "close"})
+        raise body_too_large(limit)
 
 
 def _limited(receive: Receive, limit: int) -> Receive:

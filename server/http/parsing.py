@@ -20,13 +20,16 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.http.errors import INVALID_JSON, INVALID_VALUE, ApiError
+from server.http.errors import INVALID_JSON, INVALID_VALUE, ApiError, body_too_large
 from server.http.json_limits import exceeded_limit
 from server.http.validation import first_error
+from server.schemas.media import inline_characters
 
 MAX_INTEGER_DIGITS = 19
 # Larger bodies are parsed, validated and translated in a worker thread.
 LARGE_BODY_BYTES = 16 * 1024
+# The key of a request's state with the limit of its body without images and sounds.
+TEXT_LIMIT = "text_limit"
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -47,6 +50,13 @@ class StrictRequest(Request):
         body = await self.body()
         if not body:
             raise ApiError(INVALID_VALUE, "The request needs a body.")
+        value = await self._parsed(body)
+        limit = getattr(self.state, TEXT_LIMIT, len(body))
+        if len(body) > limit and len(body) - inline_characters(value) > limit:
+            raise body_too_large(limit)
+        return value
+
+    async def _parsed(self, body: bytes) -> object:
         if len(body) <= LARGE_BODY_BYTES:
             return self.parse_body(body)
         # One at a time: each holds the interpreter lock and takes several times the memory of its text.

@@ -10,6 +10,9 @@ from fastapi.exceptions import RequestValidationError
 from starlette.responses import Response
 
 from server.http.errors import (
+    IMAGE_TOO_LARGE,
+    INVALID_BASE64_IMAGE,
+    INVALID_IMAGE_URL,
     INVALID_VALUE,
     UNKNOWN_PARAMETER,
     UNSUPPORTED_PARAMETER,
@@ -29,6 +32,8 @@ JSON_WORDS = {
     "Dictionary": "Object",
     " after validation": "",
 }
+# Kinds of errors by the types that validators give them; of all others INVALID_VALUE.
+KINDS = {kind.code: kind for kind in (UNSUPPORTED_VALUE, INVALID_BASE64_IMAGE, INVALID_IMAGE_URL, IMAGE_TOO_LARGE)}
 EXPECTED = "Input should be "
 
 
@@ -88,7 +93,7 @@ def _extra_field(name: str, path: str | None) -> ApiError:
 
 
 def _invalid_value(path: str | None, fault_type: str, reason: str) -> ApiError:
-    kind = UNSUPPORTED_VALUE if fault_type == UNSUPPORTED_VALUE.code else INVALID_VALUE
+    kind = KINDS.get(fault_type, INVALID_VALUE)
     subject = "body" if path is None else f"value for '{path}'"
     return ApiError(kind, f"Invalid {subject}: {reason}.", param=path)
 

@@ -19,6 +19,10 @@ class FetchRefusedError(Exception):
     """A URL is not fetched, or its response is unusable. The text has the rule, nothing of the response."""
 
 
+class UrlRefusedError(FetchRefusedError):
+    """The URL itself is refused: its form, its scheme or its host."""
+
+
 @dataclass(frozen=True, slots=True)
 class FetchTarget:
     """A checked URL: host name, port, and path with query."""
@@ -31,34 +35,28 @@ class FetchTarget:
 def check_url(
     url: str, hosts: Collection[str], *, schemes: Collection[str] = ("https",), ports: Collection[int] = (HTTPS_PORT,)
 ) -> FetchTarget:
-    """The target of a URL. Raises FetchRefusedError, also for characters that two URL parsers read differently.
+    """The target of a URL. Raises UrlRefusedError, also for characters that two URL parsers read differently.
 
     hosts  exact names, or ".example.com" for all names below example.com
     """
     if len(url) > MAX_URL_LENGTH:
-        raise FetchRefusedError(f"the URL has more than {MAX_URL_LENGTH} characters")
+        raise UrlRefusedError(f"the URL has more than {MAX_URL_LENGTH} characters")
     if not url.isascii() or any(character <= " " or character in "\\\x7f" for character in url):
-        raise FetchRefusedError("the URL has a character that is not allowed")
+        raise UrlRefusedError("the URL has a character that is not allowed")
     try:
         parts = urllib.parse.urlsplit(url)
         port = parts.port
     except ValueError as error:
-        raise FetchRefusedError("it is not a URL") from error
+        raise UrlRefusedError("it is not a URL") from error
     if parts.scheme not in schemes:
-        raise FetchRefusedError("only https URLs are fetched")
+        raise UrlRefusedError("only https URLs are fetched")
     host, default_port = parts.hostname or "", 80 if parts.scheme == "http" else HTTPS_PORT
     _check_host(host, parts.netloc.lower(), port)
     if (port or default_port) not in ports:
-        raise FetchRefusedError(f"only port {HTTPS_PORT} is allowed")
+        raise UrlRefusedError(f"only port {HTTPS_PORT} is allowed")
     if not any(host == name or (name.startswith(".") and host.endswith(name)) for name in hosts):
-        raise FetchRefusedError("the host is not in --allow-media-host")
+        raise UrlRefusedError("the host is not in --allow-media-host")
     return FetchTarget(host, port or default_port, (parts.path or "/") + (f"?{parts.query}" if parts.query else ""))
-
-
-def is_host_rule(rule: str) -> bool:
-    """Whether a text is a host name, or a dot and a domain, as in --allow-media-host."""
-    host = rule.removeprefix(".")
-    return bool(host) and host == host.lower() and _is_name(host)
 
 
 def check_address(address: str) -> str:
@@ -74,9 +72,9 @@ def check_address(address: str) -> str:
 
 def _check_host(host: str, netloc: str, port: int | None) -> None:
     if netloc not in (host, f"{host}:{port}"):
-        raise FetchRefusedError("the URL has user information, or no plain host")
+        raise UrlRefusedError("the URL has user information, or no plain host")
     if not _is_name(host):
-        raise FetchRefusedError("the host must be a name, not an address")
+        raise UrlRefusedError("the host must be a name, not an address")
 
 
 def _is_name(host: str) -> bool:

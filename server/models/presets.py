@@ -60,6 +60,8 @@ class Preset:
             license=self.license if license is None else tuple(license),
             created_at=now(),
         )
+        if any(message.images for message in preset.messages):
+            raise invalid_value("messages", "messages of a created model have no images")
         if len(preset.modelfile()) + sum(map(len, preset.license)) > MAX_PRESET_CHARACTERS:
             raise invalid_value("system", f"a created model may have {MAX_PRESET_CHARACTERS} characters of texts")
         return preset

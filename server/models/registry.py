@@ -80,6 +80,12 @@ class ModelRegistry:
         """The text of a scrape."""
         return self._service.metrics.render()
 
+    @property
+    def reads_media(self) -> bool:
+        """Whether the model is loaded and reads images or sounds."""
+        engine = self._service.engine
+        return engine.ready and len(engine.info.input_modalities) > 1
+
     @contextmanager
     def lease(self, name: str | None = None) -> Iterator[Service]:
         """The service of a model, under the requested name or its main one; ApiError for an unknown model.

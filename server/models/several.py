@@ -15,6 +15,7 @@ from engine.errors import Draining, Loading, Overloaded
 from engine.types.model_name import plain_name
 from server.configuration.settings import Settings
 from server.http.errors import MODEL_NOT_FOUND, ApiError, missing_parameter
+from server.media.uploads import MediaReader
 from server.metrics.metrics import Metrics, render
 from server.metrics.traces import GenerationTraces
 from server.models.entry import ModelEntry
@@ -70,10 +71,11 @@ class SeveralModels(ModelRegistry):
         loader: Loader,
         metrics: Mapping[str, Metrics],
         loader_registry: CollectorRegistry,
+        media: MediaReader,
         traces: GenerationTraces | None = None,
     ) -> None:
         self.settings, self.presets, self.leases = settings, Presets(), LeaseCount()
-        self.loader, self._metrics, self._traces = loader, metrics, traces
+        self.loader, self._metrics, self._media, self._traces = loader, metrics, media, traces
         self._registries = [loader_registry, *(model.model_registry for model in metrics.values())]
         self.entries = names_of(entries)
         self.created = int(time.time())
@@ -97,6 +99,11 @@ class SeveralModels(ModelRegistry):
         if self.settings.serves_any_name and 0 < len(name) <= MAX_NAME_LENGTH and name.isprintable():
             return next(iter(self.entries.values()))
         return None
+
+    @property
+    def reads_media(self) -> bool:
+        """Yes: the model of a request is not known before its body."""
+        return True
 
     def check_admission(self, owner: str) -> None:
         """Raise Overloaded if too many requests wait for a load."""
@@ -175,6 +182,7 @@ class SeveralModels(ModelRegistry):
             self._traces,
             created=self.created,
             adapter=short if short in entry.settings.adapters else "",
+            media=self._media,
         )
 
     def unknown(self, name: str) -> ApiError:

@@ -60,6 +60,8 @@ class ModelCards:
             "insert": tokenizer.fill_in_middle is not None,
             "tools": chats and tokenizer.chat_format.supports_tool_calls,
             "thinking": chats and tokenizer.chat_format.supports_reasoning,
+            "vision": "image" in info.input_modalities,
+            "audio": "audio" in info.input_modalities,
             "embedding": self.service.embedder is None,
         }
         base = Preset(self.service.settings.model_names[0], "")

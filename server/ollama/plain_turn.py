@@ -29,6 +29,6 @@ async def prepare_plain(service: Service, body: GenerateRequest, model: str, id:
 
 def _check(body: GenerateRequest) -> None:
     reason = "'raw' and 'suffix' continue the prompt without the model's template"
-    for name in ("system", "think"):
+    for name in ("system", "think", "images"):
         if getattr(body, name):
             raise invalid_value(name, reason)

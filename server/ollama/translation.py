@@ -27,6 +27,7 @@ from server.http.stream_encoder import StreamEncoder, json_line
 from server.openai.embeddings import vector
 from server.schemas.chat import ChatRequest
 from server.schemas.completions import CompletionRequest
+from server.schemas.media import InlineMedia, MediaPart
 from server.schemas.ollama import (
     GenerateRequest,
     OllamaAnswerMessage,
@@ -87,7 +88,7 @@ def generate_body(body: GenerateRequest, model: str, before: Sequence[OllamaMess
     """The chat request for a prompt: the system prompt, the messages `before` and one user message."""
     messages: list[dict[str, Any]] = [{"role": "system", "content": body.system}] if body.system else []
     messages += _messages(before)
-    messages.append({"role": "user", "content": body.prompt})
+    messages.append({"role": "user", "content": _content(body.prompt, body.images, "images")})
     return _translated(ChatRequest, {"model": model, "messages": messages, **_common(body), **_logprobs(body)})
 
 
@@ -275,7 +276,8 @@ def _messages(messages: Sequence[OllamaMessage]) -> Iterator[dict[str, Any]]:
     """OpenAI messages. Ollama's calls need no ids: a result belongs to the first call without a result."""
     open_calls: list[str] = []
     for index, message in enumerate(messages):
-        converted: dict[str, Any] = {"role": message.role, "content": message.content}
+        content = _content(message.content, message.images, f"messages[{index}].images")
+        converted: dict[str, Any] = {"role": message.role, "content": content}
         if message.thinking:
             converted["reasoning_content"] = message.thinking
         if message.tool_calls:
@@ -290,6 +292,14 @@ def _messages(messages: Sequence[OllamaMessage]) -> Iterator[dict[str, Any]]:
             if message.tool_name:
                 converted["name"] = message.tool_name
         yield converted
+
+
+def _content(text: str, images: Sequence[InlineMedia] | None, path: str) -> str | list[object]:
+    """The text after its images."""
+    if not images:
+        return text
+    parts = [MediaPart("image", image, "", field=f"{path}[{index}]") for index, image in enumerate(images)]
+    return [*parts, {"type": "text", "text": text}] if text else [*parts]
 
 
 def _function(name: str, arguments: Mapping[str, Any]) -> dict[str, str]:

@@ -58,7 +58,11 @@ class ChatAnswer:
             created=self.turn.created,
             model=self.turn.model,
             choices=[self._choice(index, completed) for index, completed in enumerate(messages)],
-            usage=usage([finished], sum(completed.ended.reasoning_tokens for completed in messages)),
+            usage=usage(
+                [finished],
+                sum(completed.ended.reasoning_tokens for completed in messages),
+                self.turn.requests[0].contents,
+            ),
             service_tier=service_tier(self.body),
             system_fingerprint=self.turn.fingerprint,
         )

@@ -11,7 +11,9 @@ from pydantic import TypeAdapter
 
 from server.http.encoding import dumps
 from server.http.errors import PREVIOUS_RESPONSE_NOT_FOUND, ApiError, invalid_value
+from server.media.uploads import MediaReader
 from server.responses.partial_items import new_id
+from server.schemas.media import InlineMedia
 from server.schemas.response_input import Input, InputItem, ReferenceInput
 from server.schemas.response_items import ResponseBody
 from server.schemas.responses import plain
@@ -153,6 +155,21 @@ def stored_item(item: InputItem) -> Item:
     if fields["type"] == "reasoning":
         fields.setdefault("summary", [])
     return {"id": new_id(ID_PREFIXES[fields["type"]]), "status": "completed", **fields}
+
+
+async def files_of(parts: object, media: MediaReader) -> object:
+    """The parts of a stored item with the ids of files in place of inline images and sounds."""
+    return [await _file_of(part, media) for part in parts] if isinstance(parts, list) else parts
+
+
+async def _file_of(part: Item, media: MediaReader) -> Item:
+    match part:
+        case {"image_url": InlineMedia() as inline}:
+            kept = {name: value for name, value in part.items() if name != "image_url"}
+            return {**kept, "file_id": await media.keep(inline)}
+        case {"input_audio": {"data": InlineMedia() as inline}}:
+            return {"type": "input_file", "file_id": await media.keep(inline)}
+    return part
 
 
 def check_call_outputs(items: Sequence[Item]) -> None:

@@ -40,7 +40,7 @@ def compaction(turn: ChatTurn, items: Sequence[dict[str, Any]], reply: Completed
         raise ApiError(GENERATION_FAILED, "The model wrote no summary of this conversation.")
     summary = CompactionItem(id=new_id("cmp"), type="compaction", encrypted_content=encode_content(text))
     system_items = [item for item in items if item["type"] == "message" and item["role"] in SYSTEM_ROLES]
-    usage = response_usage(reply.ended.finished, reply.ended.reasoning_tokens)
+    usage = response_usage(reply.ended.finished, reply.ended.reasoning_tokens, turn.requests[0].contents)
     return Compaction(
         id=turn.id, object="response.compaction", created_at=turn.created, output=[*system_items, summary], usage=usage
     )

@@ -24,6 +24,7 @@ from server.http.errors import (
     missing_parameter,
 )
 from server.http.events import ChoiceEvents
+from server.media.uploads import MediaReader
 from server.models.registry import ModelRegistry
 from server.responses.archive import (
     NOT_STORED,
@@ -32,6 +33,7 @@ from server.responses.archive import (
     as_items,
     check_call_outputs,
     failed_response,
+    files_of,
     parse_items,
     previous_not_found,
     stored_item,
@@ -86,11 +88,13 @@ class ResponseService:
         input_items = await self._input_items(body)
         items = await self._prompt_items(body, input_items, latest)
         # The generation has its own lease, as it may outlive the request.
-        with self._models.lease(body.model):
+        with self._models.lease(body.model) as service:
             turn = await self._turn(body, items, new_id("resp"))
             response = initial_response(body, turn, stored=body.stored and self._archive is not None)
             if all_warnings := [*warnings, *client_warnings(turn.warnings)]:
                 response["warnings"] = all_warnings
+            if response["store"]:
+                input_items = await _with_files(input_items, service.media)
             writer = ResponseWriter(response, encrypted=body.includes("reasoning.encrypted_content"))
             diagnose = await self._diagnose(body.compared, response, turn)
             task = ResponseTask(turn, writer, partial(self._store_final, input_items), items, diagnose)
@@ -220,9 +224,12 @@ class ResponseService:
         return await self._required_archive.history(previous)
 
     async def _turn(self, body: PromptFields, items: Sequence[Item], id: str) -> ChatTurn:
+        history = len(items) - len(as_items(body.input))
         try:
             with self._models.lease(body.model) as service:
-                chat = await anyio.to_thread.run_sync(lambda: chat_request(body, service.name, parse_items(items)))
+                chat = await anyio.to_thread.run_sync(
+                    lambda: chat_request(body, service.name, parse_items(items), history)
+                )
                 make = fitting_turn if body.truncation == "auto" else prepare_chat
                 return await make(service, chat, id)
         except (ApiError, EngineError) as error:
@@ -312,3 +319,11 @@ class ResponseService:
 
 def _not_found(id: str) -> ApiError:
     return ApiError(RESPONSE_NOT_FOUND, f"Response with id '{id[:128]}' not found.")
+
+
+async def _with_files(items: Sequence[Item], media: MediaReader) -> list[Item]:
+    """The items with files of the owner in place of inline images and sounds."""
+    return [
+        {**item, **{name: await files_of(item[name], media) for name in ("content", "output") if name in item}}
+        for item in items
+    ]

@@ -13,10 +13,11 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing
 from typing import Any
 
 from engine.errors import EngineError
+from engine.types.content import Content
 from engine.types.events import Finished, Started
 from server.generation.chat_turn import ChatTurn, ChoiceDelta, ChoiceEnd, parse_choices
 from server.generation.logprobs import chat_logprobs
-from server.generation.usage import cache_write_tokens
+from server.generation.usage import cache_write_tokens, content_tokens
 from server.http.errors import ApiError, check_deadline, internal_error
 from server.http.events import ChoiceEvents
 from server.http.sse import named_frame
@@ -173,7 +174,7 @@ class ResponseTask:
         raise AssertionError("the engine ends every stream with Finished or Failed")
 
     def _end(self, ended: ChoiceEnd) -> Iterable[EventFields]:
-        usage = response_usage(ended.finished, ended.reasoning_tokens)
+        usage = response_usage(ended.finished, ended.reasoning_tokens, self._turn.requests[0].contents)
         diagnostics = self._diagnose and self._diagnose(ended.finished.usage.cached_tokens)
         return self._writer.finish("incomplete" if ended.reason == "length" else "completed", usage, diagnostics)
 
@@ -198,12 +199,16 @@ def _encoded(events: Iterable[EventFields]) -> list[bytes]:
     return [named_frame(event) for event in events]
 
 
-def response_usage(finished: Finished, reasoning: int) -> ResponseUsage:
+def response_usage(finished: Finished, reasoning: int, contents: Sequence[Content] = ()) -> ResponseUsage:
     """Token usage in the format of this API."""
     cost = finished.usage
     return ResponseUsage(
         input_tokens=cost.prompt_tokens,
-        input_tokens_details={"cached_tokens": cost.cached_tokens, "cache_write_tokens": cache_write_tokens(finished)},
+        input_tokens_details={
+            "cached_tokens": cost.cached_tokens,
+            "cache_write_tokens": cache_write_tokens(finished),
+            **content_tokens(contents),
+        },
         output_tokens=cost.completion_tokens,
         output_tokens_details={"reasoning_tokens": reasoning},
         total_tokens=cost.prompt_tokens + cost.completion_tokens,

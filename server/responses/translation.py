@@ -63,9 +63,12 @@ FIELD_NAMES = {
 _PATH = "/v1/responses"
 
 
-def chat_request(body: PromptFields, model: str, items: Sequence[InputItem]) -> ChatRequest:
-    """The chat request for the whole conversation `items`; ApiError if a chat cannot express it."""
-    conversation = chat_messages(body.instructions, items)
+def chat_request(body: PromptFields, model: str, items: Sequence[InputItem], history: int = 0) -> ChatRequest:
+    """The chat request for the whole conversation `items`; ApiError if a chat cannot express it.
+
+    history  leading items that are not of the body's input
+    """
+    conversation = chat_messages(body.instructions, items, history)
     if not conversation:
         raise missing_parameter("input")
     fields = {"model": model, "messages": conversation, **_prompt_fields(body)}

@@ -8,10 +8,10 @@ from fastapi import FastAPI, Query, Request
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response, StreamingResponse
 
-from server.batches.service import PURPOSE, BatchService
+from server.batches.service import PURPOSES, BatchService
 from server.http.auth import first_owner, owner
 from server.http.encoding import JsonResponse
-from server.http.errors import CLIENT_CLOSED, UNSUPPORTED_VALUE, ApiError
+from server.http.errors import CLIENT_CLOSED, UNSUPPORTED_VALUE, invalid_value
 from server.http.forms import FileForm
 from server.http.parsing import validated
 from server.models.registry import ModelRegistry
@@ -23,16 +23,15 @@ from server.schemas.batches import (
     FileDeleted,
     UploadFields,
 )
-from server.store.files import CHUNK_BYTES
-from server.store.store import open_store
+from server.store.files import CHUNK_BYTES, FileStore
 
 FILES, BATCHES = "/v1/files", "/v1/batches"
 
 
-def add(app: FastAPI, models: ModelRegistry) -> BatchService:
+def add(app: FastAPI, models: ModelRegistry, files: FileStore | None) -> BatchService:
     """Add the routes; the app's owner starts and closes the returned service."""
-    store = open_store(models.settings.store)
-    batches = BatchService(models, None if store is None else store.location, first_owner(models.settings.all_keys))
+    location = None if files is None else files.location
+    batches = BatchService(models, location, files, first_owner(models.settings.all_keys))
     _add_file_routes(app, batches)
     _add_batch_routes(app, batches)
     return batches
@@ -41,14 +40,14 @@ def add(app: FastAPI, models: ModelRegistry) -> BatchService:
 def _add_file_routes(app: FastAPI, batches: BatchService) -> None:
     @app.post(FILES, responses={**ERROR_RESPONSES, 200: {"model": FileBody}}, openapi_extra={"requestBody": _form()})
     async def create_file(request: Request) -> Response:
-        """Upload a file with the requests of a batch."""
+        """Upload the requests of a batch, or an image or a sound for later requests."""
         form = FileForm(request, "file")
 
         def checked() -> UploadFields:
             fields = validated(UploadFields, form.fields)
-            if fields.purpose != PURPOSE:
-                message = f"Invalid value for 'purpose': files are for batches here; it must be '{PURPOSE}'."
-                raise ApiError(UNSUPPORTED_VALUE, message, param="purpose")
+            if fields.purpose not in PURPOSES:
+                purposes = " or ".join(f"'{purpose}'" for purpose in PURPOSES)
+                raise invalid_value("purpose", f"it must be {purposes}", UNSUPPORTED_VALUE)
             return fields
 
         try:
@@ -57,7 +56,7 @@ def _add_file_routes(app: FastAPI, batches: BatchService) -> None:
                 checked()
             name = form.filename or "file"
             chunks = form.chunks(CHUNK_BYTES)
-            return JsonResponse(await batches.add_file(chunks, owner(request), name, lambda: checked().seconds))
+            return JsonResponse(await batches.add_file(chunks, owner(request), name, checked))
         except ClientDisconnect:
             return Response(status_code=CLIENT_CLOSED)
 

@@ -60,8 +60,7 @@ def _model(service: Service) -> ModelCapabilities:
         chat=bool(tokenizer.template),
         tools=tokenizer.chat_format.supports_tool_calls,
         reasoning=tokenizer.chat_format.supports_reasoning,
-        # No route accepts images or audio.
-        input_modalities=["text"],
+        input_modalities=list(info.input_modalities),
         template_arguments=sorted(tokenizer.template_names - RESERVED_ARGUMENTS),
         adapters=[adapter.name for adapter in info.adapters],
         drafters=list(service.engine.drafting.kinds),

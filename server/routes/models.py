@@ -91,6 +91,7 @@ def _model_entry(service: Service, name: str, root: str, info: ModelInfo, more: 
         owned_by="cellar",
         root=root,
         max_model_len=info.context,
+        input_modalities=list(info.input_modalities),
         meta={
             "n_params": info.parameters,
             "n_vocab": info.vocabulary,

@@ -89,8 +89,8 @@ def _model(service: Service) -> WorkerModel:
         weight_version=info.fingerprint,
         model_type=info.architecture,
         architectures=[info.architecture],
-        has_image_understanding=False,
-        has_audio_understanding=False,
+        has_image_understanding="image" in info.input_modalities,
+        has_audio_understanding="audio" in info.input_modalities,
     )
 
 

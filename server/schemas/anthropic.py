@@ -11,11 +11,13 @@ from pydantic_core import PydanticCustomError
 from server.schemas import policy
 from server.schemas.common import Count, Label, StopString
 from server.schemas.content import Object, Strict
+from server.schemas.media import FileName, ImageAddress, InlineImage
 from server.schemas.response_input import kind_of
 from server.schemas.tools import MAX_TOOLS, Beside, FunctionName, Schema
 
 MAX_BLOCKS = 2048
-TEXT_ONLY = "this server reads text only, no images or documents"
+TEXTS_ONLY = "this server reads texts here"
+TEXTS_AND_IMAGES = "this server reads texts and images, no documents"
 
 
 class CacheControl(Strict):
@@ -35,7 +37,7 @@ class CacheableBlock(Strict):
 
 def _only_text(kind: object) -> object:
     if isinstance(kind, str) and kind != "text":
-        raise PydanticCustomError("unsupported_value", TEXT_ONLY)
+        raise PydanticCustomError("unsupported_value", TEXTS_ONLY)
     return kind
 
 
@@ -52,6 +54,54 @@ def _shape(content: object) -> str:
 
 Texts = Annotated[
     Annotated[str, Tag("string")] | Annotated[list[TextBlock], Field(max_length=MAX_BLOCKS), Tag("blocks")],
+    Discriminator(_shape),
+]
+
+
+class Base64Image(Strict):
+    """An image in base64."""
+
+    type: Literal["base64"]
+    media_type: Literal["image/jpeg", "image/png", "image/gif", "image/webp"]
+    data: InlineImage
+
+
+class ImageAt(Strict):
+    """An image at an https URL of a host of --allow-media-host."""
+
+    type: Literal["url"]
+    url: ImageAddress
+
+
+class ImageFile(Strict):
+    """An image in an uploaded file."""
+
+    type: Literal["file"]
+    file_id: FileName
+
+
+class ImageBlock(CacheableBlock):
+    """An image."""
+
+    type: Literal["image"]
+    source: Annotated[Base64Image | ImageAt | ImageFile, Field(discriminator="type")]
+
+
+def _result_kind(block: object) -> str:
+    return "image" if kind_of(block) == "image" else "text"
+
+
+ResultContent = Annotated[
+    Annotated[str, Tag("string")]
+    | Annotated[
+        list[
+            Annotated[
+                Annotated[TextBlock, Tag("text")] | Annotated[ImageBlock, Tag("image")], Discriminator(_result_kind)
+            ]
+        ],
+        Field(max_length=MAX_BLOCKS),
+        Tag("blocks"),
+    ],
     Discriminator(_shape),
 ]
 
@@ -78,7 +128,7 @@ class ToolResultBlock(CacheableBlock):
 
     type: Literal["tool_result"]
     tool_use_id: Label
-    content: Texts | None = None
+    content: ResultContent | None = None
     is_error: bool | None = None
 
 
@@ -88,10 +138,11 @@ def _kind(block: object) -> str:
 
 Block = Annotated[
     Annotated[TextBlock, Tag("text")]
+    | Annotated[ImageBlock, Tag("image")]
     | Annotated[ThinkingBlock, Tag("thinking")]
     | Annotated[ToolUseBlock, Tag("tool_use")]
     | Annotated[ToolResultBlock, Tag("tool_result")],
-    Discriminator(_kind, custom_error_type="unsupported_value", custom_error_message=TEXT_ONLY),
+    Discriminator(_kind, custom_error_type="unsupported_value", custom_error_message=TEXTS_AND_IMAGES),
 ]
 Blocks = Annotated[
     Annotated[str, Tag("string")] | Annotated[list[Block], Field(max_length=MAX_BLOCKS), Tag("blocks")],

@@ -46,7 +46,7 @@ class ModelCapabilities(TypedDict):
 
     default_max_tokens  of an answer whose request has no limit; null: the context
     demonstration       of the bundled model only
-    input_modalities  kinds of content in messages: text
+    input_modalities  kinds of content in messages
     batch_invariant  whether logits are bitwise identical for any batch, chunking and prefix hit; else they differ by
                      rounding, which may change the order of almost equally likely tokens
     """
@@ -57,7 +57,7 @@ class ModelCapabilities(TypedDict):
     chat: bool
     tools: bool
     reasoning: bool
-    input_modalities: list[Literal["text", "image"]]
+    input_modalities: list[Literal["text", "image", "audio"]]
     template_arguments: list[str]
     adapters: list[str]
     drafters: list[str]

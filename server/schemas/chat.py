@@ -21,7 +21,8 @@ from server.schemas.common import (
     TokenLimit,
     UsageBody,
 )
-from server.schemas.content import Content, Strict
+from server.schemas.content import Strict
+from server.schemas.media import ChatContent
 from server.schemas.tools import (
     MAX_TOOLS,
     CalledFunction,
@@ -67,7 +68,7 @@ class Message(Strict):
     drops_unknown: ClassVar[bool] = True
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: Content | None = None
+    content: ChatContent | None = None
     name: Label | None = None
     tool_call_id: Label | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=128)] | None = None

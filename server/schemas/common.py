@@ -184,7 +184,14 @@ class Generation(Strict):
         return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
 
-class PromptDetails(TypedDict):
+class ContentTokens(TypedDict):
+    """Prompt tokens of images and sounds, if there are any."""
+
+    image_tokens: NotRequired[int]
+    audio_tokens: NotRequired[int]
+
+
+class PromptDetails(ContentTokens):
     """Prompt tokens that were found in the cache, and prompt tokens that were computed and cached."""
 
     cached_tokens: int

@@ -110,7 +110,7 @@ def _only_text(kind: object) -> object:
     return kind
 
 
-def _as_text(part: object) -> object:
+def as_text(part: object) -> object:
     """Text parts under the names of other APIs, whose clients send back what they received."""
     kind = part.get("type") if isinstance(part, dict) else None
     if isinstance(part, dict) and kind in ("input_text", "output_text"):
@@ -157,7 +157,7 @@ class TextPart(Strict):
 
 Content = Annotated[
     Annotated[str, Tag("string")]
-    | Annotated[list[Annotated[TextPart, BeforeValidator(_as_text)]], Field(max_length=MAX_PARTS), Tag("parts")],
+    | Annotated[list[Annotated[TextPart, BeforeValidator(as_text)]], Field(max_length=MAX_PARTS), Tag("parts")],
     Discriminator(_shape),
 ]
 

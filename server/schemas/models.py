@@ -55,6 +55,7 @@ class Model(TypedDict):
     root: str
     parent: NotRequired[str]
     max_model_len: NotRequired[int]
+    input_modalities: NotRequired[list[Literal["text", "image", "audio"]]]
     meta: NotRequired[ModelMeta]
     status: NotRequired[ModelState]
 

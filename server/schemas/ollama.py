@@ -17,7 +17,8 @@ from typing_extensions import TypedDict
 from server.schemas import policy
 from server.schemas.chat import ChatLogprob
 from server.schemas.common import Count, Label, Stops
-from server.schemas.content import Object, Strict
+from server.schemas.content import MAX_PARTS, Object, Strict
+from server.schemas.media import InlineImage
 
 _Any = Annotated[Any, Field()]
 ModelName = Annotated[str, StringConstraints(min_length=1, max_length=512)]
@@ -26,6 +27,7 @@ _PART = "[A-Za-z0-9_]([A-Za-z0-9_.-]{0,78}[A-Za-z0-9_-])?"
 NewModelName = Annotated[str, StringConstraints(pattern=rf"^{_PART}(/{_PART}){{0,2}}(:{_PART})?$")]
 # A duration such as "5m", or seconds.
 KeepAlive = Label | float | int
+Images = Annotated[list[InlineImage], Field(max_length=MAX_PARTS)]
 
 
 class OllamaOptions(Strict):
@@ -79,9 +81,7 @@ class OllamaToolCall(Strict):
 
 
 class OllamaMessage(Strict):
-    """A message. Images are refused by name: the server supports text only."""
-
-    documented: ClassVar[Mapping[str, tuple[object, ...]]] = policy.OLLAMA_MESSAGE
+    """A message; its images, in base64, precede its text."""
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str = ""
@@ -89,6 +89,7 @@ class OllamaMessage(Strict):
     tool_name: Label | None = None
     tool_call_id: Label | None = None
     tool_calls: Annotated[list[OllamaToolCall], Field(max_length=128)] | None = None
+    images: Images | None = None
 
 
 def _format(value: object) -> str:
@@ -136,6 +137,7 @@ class GenerateRequest(OllamaGenerationFields):
     """
 
     prompt: str = ""
+    images: Images | None = None
     suffix: str | None = None
     system: str | None = None
     template: str | None = None

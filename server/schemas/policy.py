@@ -209,15 +209,11 @@ ANTHROPIC_TOOL: NeutralValues = {
 OLLAMA: NeutralValues = {
     "context": ([],),
     "height": (),
-    "images": ([],),
     "steps": (),
     "suffix": ("",),
     "template": ("",),
     "truncate": (True, False),
     "width": (),
-}
-OLLAMA_MESSAGE: NeutralValues = {
-    "images": ([],),
 }
 OLLAMA_OPTIONS: NeutralValues = {
     "mirostat": (0,),
@@ -248,7 +244,6 @@ DOCUMENTED = frozenset(
         *RERANK,
         *TOKENIZE,
         *OLLAMA,
-        *OLLAMA_MESSAGE,
         *OLLAMA_OPTIONS,
     }
 )

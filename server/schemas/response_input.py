@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic_core import PydanticCustomError
 
 from server.schemas import policy
 from server.schemas.common import Label
 from server.schemas.content import MAX_PARTS, Breakpoint, Object, Strict
+from server.schemas.media import AudioData, Detail, FileName, ImageAddress
 
 MAX_ITEMS = 2048
 # One per token.
@@ -47,6 +49,38 @@ class RefusalPart(Strict):
     refusal: str
 
 
+class InputImagePart(Strict):
+    """An image: a data URL, an https URL of a host of --allow-media-host, or an uploaded file."""
+
+    type: Literal["input_image"]
+    image_url: ImageAddress | None = None
+    file_id: FileName | None = None
+    detail: Detail | None = None
+    prompt_cache_breakpoint: Breakpoint | None = None
+
+    @model_validator(mode="after")
+    def _has_one_source(self) -> InputImagePart:
+        if (self.image_url is None) == (self.file_id is None):
+            raise PydanticCustomError("invalid_value", "give one of 'image_url' and 'file_id'")
+        return self
+
+
+class InputSoundPart(Strict):
+    """A sound."""
+
+    type: Literal["input_audio"]
+    input_audio: AudioData
+    prompt_cache_breakpoint: Breakpoint | None = None
+
+
+class InputFilePart(Strict):
+    """An image or a sound in an uploaded file."""
+
+    type: Literal["input_file"]
+    file_id: FileName
+    prompt_cache_breakpoint: Breakpoint | None = None
+
+
 def _part(part: object) -> str:
     kind = kind_of(part)
     return kind if isinstance(kind, str) else "input_text"
@@ -55,11 +89,14 @@ def _part(part: object) -> str:
 Part = Annotated[
     Annotated[InputTextPart, Tag("input_text")]
     | Annotated[OutputTextPart, Tag("output_text")]
-    | Annotated[RefusalPart, Tag("refusal")],
+    | Annotated[RefusalPart, Tag("refusal")]
+    | Annotated[InputImagePart, Tag("input_image")]
+    | Annotated[InputSoundPart, Tag("input_audio")]
+    | Annotated[InputFilePart, Tag("input_file")],
     Discriminator(
         _part,
         custom_error_type="unsupported_value",
-        custom_error_message="this server reads text only, no images, audio or files",
+        custom_error_message="this server reads texts, images and sounds, no other parts",
     ),
 ]
 
@@ -214,10 +251,3 @@ Input = Annotated[
     ],
     Discriminator(_shape),
 ]
-
-
-def text_of(content: str | list[InputTextPart | OutputTextPart | RefusalPart]) -> str:
-    """The text, with its parts joined."""
-    if isinstance(content, str):
-        return content
-    return "\n".join(part.refusal if isinstance(part, RefusalPart) else part.text for part in content)

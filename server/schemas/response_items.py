@@ -7,6 +7,7 @@ from typing import Literal, NotRequired
 from typing_extensions import TypedDict
 
 from server.schemas.chat import ChatLogprob
+from server.schemas.common import ContentTokens
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 ResponseStatus = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
@@ -83,7 +84,7 @@ class CompactionItem(TypedDict):
 OutputItem = MessageItem | ReasoningItem | CallItem | CustomCallItem
 
 
-class InputDetails(TypedDict):
+class InputDetails(ContentTokens):
     """Input tokens that were found in the cache, and input tokens that were computed and cached."""
 
     cached_tokens: int

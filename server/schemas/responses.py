@@ -290,5 +290,5 @@ class CompactRequest(Strict):
 
 
 def plain(model: Strict) -> dict[str, Any]:
-    """A part of a request as JSON, without fields that were not set."""
-    return model.model_dump(mode="json", by_alias=True, exclude_none=True)
+    """A part of a request as JSON, without fields that were not set; inline images and sounds stay as they are."""
+    return model.model_dump(by_alias=True, exclude_none=True)

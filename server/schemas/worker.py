@@ -20,8 +20,8 @@ class WorkerModel(TypedDict):
     weight_version: str
     model_type: str
     architectures: list[str]
-    has_image_understanding: Literal[False]
-    has_audio_understanding: Literal[False]
+    has_image_understanding: bool
+    has_audio_understanding: bool
 
 
 class BlockConfig(TypedDict):

@@ -9,9 +9,11 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from server.store.adoption import adopt
-from server.store.database import Database, Row, StoreError, Value
+from server.store.database import MEMORY, Database, Row, StoreError, Value
 from server.store.worker import DatabaseWorker
 
+# Of all files in a database, and in memory.
+MAX_BYTES, MAX_MEMORY_BYTES = 10 * 2**30, 64 * 2**20
 # Uncompressed bytes of a row.
 CHUNK_BYTES = 2**20
 # An upload that is not complete after this time has failed.
@@ -40,7 +42,7 @@ VISIBLE = "owner = ? AND complete = 1 AND (expires IS NULL OR expires > ?)"
 SELECT = f"SELECT {COLUMNS} FROM files WHERE id = ? AND {VISIBLE}"
 INSERT_CHUNK = "INSERT INTO file_chunks VALUES (?, ?, ?)"
 ADD_BYTES = "UPDATE files SET bytes = bytes + ? WHERE id = ?"
-COMPLETE = "UPDATE files SET complete = 1, expires = ? WHERE id = ? RETURNING bytes"
+COMPLETE = "UPDATE files SET complete = 1, purpose = ?, expires = ? WHERE id = ? RETURNING bytes"
 SELECT_CHUNK = "SELECT content FROM file_chunks WHERE file = ? AND number = ?"
 SUM_BYTES = "SELECT COALESCE(SUM(bytes), 0) FROM files"
 DELETE_EXPIRED = "DELETE FROM files WHERE expires <= ? OR (complete = 0 AND created < ?)"
@@ -94,11 +96,11 @@ class FileStore:
         )
 
     async def create(
-        self, file: StoredFile, content: AsyncIterator[bytes], expires: Callable[[], int | None] | None = None
+        self, file: StoredFile, content: AsyncIterator[bytes], final: Callable[[], tuple[str, int | None]] | None = None
     ) -> StoredFile:
         """Store a file, in place of one with its id; an error, such as StorageFullError, leaves nothing.
 
-        expires  called after the content: the expiry, in place of that of `file`
+        final  called after the content: purpose and expiry, in place of those of `file`
         """
         await self._worker.run(partial(self._begin, file))
         number, complete = 0, False
@@ -106,8 +108,10 @@ class FileStore:
             async for chunk in content:
                 await self._worker.run(partial(self._add_chunk, file.id, number, chunk))
                 number += 1
-            file = file if expires is None else replace(file, expires=expires())
-            rows = await self._worker.query(COMPLETE, [file.expires, file.id])
+            if final is not None:
+                purpose, expires = final()
+                file = replace(file, purpose=purpose, expires=expires)
+            rows = await self._worker.query(COMPLETE, [file.purpose, file.expires, file.id])
             if not rows:
                 raise StoreError("the file was deleted during its upload")
             complete = True
@@ -197,6 +201,13 @@ class FileStore:
         except StoreError:
             # It stays incomplete, and is deleted after UPLOAD_SECONDS.
             return
+
+
+def open_files(location: str | None, first_owner: str = "") -> FileStore | None:
+    """The files in the database of a location; None without one."""
+    if location is None:
+        return None
+    return FileStore(location, MAX_MEMORY_BYTES if location == MEMORY else MAX_BYTES, first_owner=first_owner)
 
 
 def _read_chunk(id: str, number: int, database: Database) -> bytes | None:

@@ -34,6 +34,7 @@ def test_all_names_are_listed() -> None:
         "owned_by": "cellar",
         "root": "fake",
         "max_model_len": 64,
+        "input_modalities": ["text"],
         "meta": {
             "n_params": 1234,
             "n_vocab": 256,

@@ -26,6 +26,7 @@ from engine.types.events import Event
 from engine.types.request import Request
 from server.batches import service
 from server.batches.lines import check_file
+from server.store import files as stored_files
 from server.store.batches import BatchStore, StoredBatch
 from server.store.files import FileStore, StoredFile
 from tests.server.fakes import WORDS, FakeEngine, Gate, serve_in_thread, settings, speak
@@ -316,7 +317,7 @@ def test_results_wait_for_space(monkeypatch: pytest.MonkeyPatch, caplog: pytest.
         return create(store, file, *content)
 
     monkeypatch.setattr(FileStore, "create", counted)
-    monkeypatch.setattr(service, "MAX_MEMORY_BYTES", 20_000)
+    monkeypatch.setattr(stored_files, "MAX_MEMORY_BYTES", 20_000)
     monkeypatch.setattr(service, "POLL_SECONDS", 0.05)
     with client_of(FakeEngine()) as client:
         other = client.files.create(file=("x", bytes(15_000)), purpose="batch")

@@ -129,7 +129,9 @@ FIELDS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
             ]
         },
         invalid(
-            "messages[0].content[1].type", "this server reads text only, no images, audio or files", "unsupported_value"
+            "messages[0].content[1].image_url.url",
+            "it must be a data URL with base64, or an https URL",
+            "invalid_image_url",
         ),
     ),
     (

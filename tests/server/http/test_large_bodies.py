@@ -246,7 +246,7 @@ def test_a_conversation_is_translated_and_rendered_off_the_loop(monkeypatch: pyt
     threads: list[int] = []
     plain = chat_turn.prepare_messages
     monkeypatch.setattr(
-        chat_turn, "prepare_messages", lambda messages: threads.append(threading.get_ident()) or plain(messages)
+        chat_turn, "prepare_messages", lambda *arguments: threads.append(threading.get_ident()) or plain(*arguments)
     )
     app = create_app(FakeEngine(), settings())  # type: ignore[arg-type]
 

@@ -323,7 +323,10 @@ def test_model_names_may_have_a_tag() -> None:
     [
         ({"options": {"mirostat": 1}}, "options.mirostat"),
         ({"options": {"tfs_z": 0.5}}, "does not support 'options.tfs_z'"),
-        ({"messages": [{"role": "user", "content": "", "images": ["aGk="]}]}, "does not support 'messages[0].images'"),
+        (
+            {"messages": [{"role": "user", "content": "", "images": ["aGk="]}]},
+            "fake reads text only",
+        ),
         ({"template": "{{ .Prompt }}"}, "template"),
         ({"tools": [{"x": {}}]}, "tools[0].type"),
         ({"tools": [{**TOOL, "function": {"name": "no name"}}]}, "tools[0].function.name"),

@@ -267,8 +267,8 @@ def test_settings_reach_the_engine_request() -> None:
         ({"input": [{"type": "computer_call"}]}, "unsupported_value", "input[0]"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
-            "unsupported_value",
-            "input[0].content[0]",
+            "invalid_image_url",
+            "input[0].content[0].image_url",
         ),
         ({"input": "a", "tools": [{"type": "web_search"}]}, "unsupported_value", "tools[0].type"),
         ({"input": "a", "tools": [{**TOOL, "parameters": {"type": 3}}]}, "invalid_value", "tools[0].parameters.type"),
