@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.adapters.checkpoint import CONFIG_FILE
+from engine.adapters.config import CONFIG_FILE
 from engine.core import Core
 from engine.engine import Engine
 from engine.errors import AdapterUnsupported, EngineError, InvalidRequest
