@@ -166,7 +166,7 @@ async def _file_of(part: Item, media: MediaReader) -> Item:
     match part:
         case {"image_url": InlineMedia() as inline}:
             kept = {name: value for name, value in part.items() if name != "image_url"}
-            return {**kept, "file_id": await media.keep(inline)}
+            return {**kept, "file_id": await media.keep(inline), "detail": part.get("detail", "auto")}
         case {"input_audio": {"data": InlineMedia() as inline}}:
             return {"type": "input_file", "file_id": await media.keep(inline)}
     return part
