@@ -1,29 +1,60 @@
-"""Prepares a loaded multimodal model for images in its prompts."""
+"""Prepares a loaded multimodal model, its processor and its tokenizer for images and sounds in prompts."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Iterable
 from typing import Any
 
-from engine.errors import ModelUnsupported
+from engine.errors import InvalidContent, ModelUnsupported, Overloaded
 from engine.load.read.checkpoint import error_line
 from engine.load.read.text_part import RUN_ERRORS
 from engine.media.capture import ContentsUnsupported
-from engine.media.encoder import CapturingEncoder
-from engine.media.samples import image_sample
+from engine.media.encoder import CapturingEncoder, ContentSample
+from engine.media.samples import sample_upload
+from engine.media.sandbox import MediaSandbox, SandboxUnavailable
 from engine.model import hooks
+from engine.text.template_process import TemplateTooCostly, TemplateUnavailable
+from engine.text.tokenizer import Tokenizer
+from engine.types.content import Content, ContentKind
 
 
-def content_encoder(name: str, folder: Path, model: Any, *, budget_bytes: int) -> CapturingEncoder:
-    """The encoder of a model in the dtype of its computation, after a check of one image. Raises ModelUnsupported."""
+def content_encoder(
+    name: str, model: Any, processor: MediaSandbox, tokenizer: Tokenizer, *, budget_bytes: int
+) -> CapturingEncoder:
+    """The encoder of the kinds of content that the processor and the chat template have; the tokenizer renders these
+    kinds then. Raises ModelUnsupported.
+    """
     try:
-        sample = image_sample(folder)
+        samples = [_sample(processor, tokenizer, kind) for kind in _kinds(processor, tokenizer)]
         model.set_attn_implementation(_tower_attention(model))
-        return CapturingEncoder(model, [sample], budget_bytes=budget_bytes)
+        return CapturingEncoder(model, samples, budget_bytes=budget_bytes)
     except ContentsUnsupported as error:
         raise ModelUnsupported(name, error.reason) from error
+    except SandboxUnavailable as error:
+        raise ModelUnsupported(name, f"its processor cannot be read: {error}") from error
+    except (InvalidContent, Overloaded) as error:
+        raise ModelUnsupported(name, f"its processor fails: {error}") from error
+    except (TemplateTooCostly, TemplateUnavailable) as error:
+        raise ModelUnsupported(name, f"its chat template {error}") from error
     except RUN_ERRORS as error:
-        raise ModelUnsupported(name, f"its vision tower does not run ({error_line(error)})") from error
+        raise ModelUnsupported(name, f"its vision or audio tower does not run ({error_line(error)})") from error
+
+
+def _kinds(processor: MediaSandbox, tokenizer: Tokenizer) -> Iterable[ContentKind]:
+    refused = processor.describe().refused
+    if not processor.markers:
+        reasons = "; ".join(f"{kind}: {reason}" for kind, reason in refused.items())
+        raise ContentsUnsupported(f"its processor reads no image and no sound ({reasons})")
+    kinds = tokenizer.use_content_processor(processor)
+    if not kinds:
+        raise ContentsUnsupported("its chat template shows no image and no sound")
+    return sorted(kinds, key=list(processor.markers).index)
+
+
+def _sample(processor: MediaSandbox, tokenizer: Tokenizer, kind: ContentKind) -> ContentSample:
+    processed = processor.process(sample_upload(kind))
+    tokens = tuple(tokenizer.encode(processed.replacement, add_special=False))
+    return ContentSample(Content(kind, 0, len(tokens), processed.digest, processed.arrays), tokens)
 
 
 def _tower_attention(model: Any) -> dict[str, str]:

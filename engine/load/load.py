@@ -44,6 +44,7 @@ from engine.load.read.tokenizer_files import read_model_tokenizer, read_template
 from engine.load.read.weight_bars import reported_weights
 from engine.load.read.weights import read_model
 from engine.media.encoder import CapturingEncoder
+from engine.media.sandbox import MediaSandbox
 from engine.model.encoder import Encoder, has_encoder
 from engine.model.layers import CachedLayer, state_bytes
 from engine.model.margins import Margin, recording
@@ -128,11 +129,15 @@ def load(config: EngineConfig, on_phase: Callable[[str], None], *, reserved_byte
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """The files of the model with its configuration."""
+    """The files of the model with its configuration.
+
+    processor  of images and sounds; None: the text alone is loaded
+    """
 
     name: str
     checkpoint: Checkpoint
     config: Any
+    processor: MediaSandbox | None = None
 
 
 def _open(config: EngineConfig) -> _Source:
@@ -150,8 +155,11 @@ def _load_inputs(
     reason = text_only_reason(source.checkpoint, source.config, config)
     if reason is None:
         try:
+            processor = MediaSandbox(source.checkpoint.path)
+            # It is read by another process meanwhile.
+            processor.start()
             # The load changes the configuration.
-            whole = replace(source, config=deepcopy(source.config))
+            whole = replace(source, config=deepcopy(source.config), processor=processor)
             return _load(config, whole, on_phase, reserved_bytes)
         except ModelUnsupported as error:
             reason = error.reason
@@ -164,7 +172,7 @@ def _load_inputs(
 
 
 def _load(config: EngineConfig, source: _Source, on_phase: Callable[[str], None], reserved_bytes: int) -> LoadedModel:
-    """Without the vision tower by `no_media`."""
+    """With the settings `no_media` of a text model without its tower."""
     name, checkpoint, model_config = source.name, source.checkpoint, source.config
     folder, available = checkpoint.path, rank_bytes(config, reserved_bytes)
     dtype = choose_dtype(config, model_config, small=is_small(folder))
@@ -185,7 +193,7 @@ def _load(config: EngineConfig, source: _Source, on_phase: Callable[[str], None]
     on_phase("kernels")
     budget_bytes = encoder_budget(available)
     encoder = _encoder(name, model, budget_bytes=budget_bytes)
-    contents = None if config.no_media else content_encoder(name, folder, model, budget_bytes=budget_bytes)
+    contents = _content_encoder(source, model, reading, budget_bytes=budget_bytes)
     checks.set_traits(text_config.vocab_size, recurrent=recurrent, encoder=encoder, switch=switch)
     on_phase("self-test" if checks.earlier is None else "checked before")
     checks.find_runner(name)
@@ -309,6 +317,15 @@ def _read_earlier_checks(
     except OSError as error:
         raise ModelUnsupported(name, error_line(error)) from error
     return read_earlier_checks(settings, checkpoint, digest, dtype, kv_dtype)
+
+
+def _content_encoder(
+    source: _Source, model: Any, reading: Future[Tokenizer], *, budget_bytes: int
+) -> CapturingEncoder | None:
+    """None for a text model."""
+    if source.processor is None:
+        return None
+    return content_encoder(source.name, model, source.processor, reading.result(), budget_bytes=budget_bytes)
 
 
 def _further_modalities(config: Any, contents: CapturingEncoder) -> tuple[str, ...]:

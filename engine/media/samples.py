@@ -1,52 +1,42 @@
-"""A random image as the processor of a checkpoint prepares it: the load measures and checks a model with it."""
+"""Random images and sounds as files: a model is measured and checked with them at load."""
 
 from __future__ import annotations
 
-import hashlib
-from pathlib import Path
-from typing import Any
+import io
+import random
+import struct
+import wave
+import zlib
 
-import numpy as np
-from transformers import AutoProcessor
+from engine.types.content import ContentKind, Upload
 
-from engine.media.capture import ContentsUnsupported
-from engine.media.encoder import ContentSample
-from engine.types.array import Array
-from engine.types.content import Content
-from engine.types.request import media_digest
-
-# Files of which a folder has at least one if its model can read images or audio.
-PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
-# Height and width of the image: tall enough for a second tile of small processors.
-_SIZE = (96, 64)
-_TEXT_ARRAYS = ("input_ids", "attention_mask", "labels")
-_PROCESSOR_ERRORS = (
-    *(OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, IndexError),
-    *(RuntimeError, NotImplementedError),
-)
+# Of an image: tall enough for several tiles of small processors.
+_WIDTH, _HEIGHT = 64, 96
+_SAMPLE_RATE, _SECONDS = 16_000, 1
 
 
-def image_sample(folder: Path) -> ContentSample:
-    """Raises ContentsUnsupported for a processor that cannot be constructed, or that fails."""
-    try:
-        processor = AutoProcessor.from_pretrained(folder, trust_remote_code=False, backend="pil")
-        return _image_sample(processor)
-    except _PROCESSOR_ERRORS as error:
-        reason = " ".join(str(error).split())[:200]
-        raise ContentsUnsupported(f"its image processor does not run ({type(error).__name__}: {reason})") from error
+def sample_upload(kind: ContentKind, seed: int = 0) -> Upload:
+    """An image of random pixels, or a second of noise."""
+    generator = random.Random(seed)  # noqa: S311
+    return Upload(kind, _png(generator) if kind == "image" else _wav(generator), kind)
 
 
-def _image_sample(processor: Any) -> ContentSample:
-    # Of Gemma 3, `image_token` is the placeholder, of which a prompt has one for each row of features.
-    marker = getattr(processor, "boi_token", None) or processor.image_token
-    pixels = np.random.default_rng(0).integers(0, 256, (*_SIZE, 3), dtype=np.uint8)
-    output = processor(text=[marker], images=[pixels], return_tensors="np", text_kwargs={"add_special_tokens": False})
-    tokens = tuple(int(token) for token in output["input_ids"][0])
-    arrays = tuple((name, _array(values)) for name, values in output.items() if name not in _TEXT_ARRAYS)
-    digest = hashlib.sha256(media_digest(arrays)).digest()
-    return ContentSample(Content("image", 0, len(tokens), digest, arrays), tokens)
+def _png(generator: random.Random) -> bytes:
+    """A PNG of 8-bit RGB."""
+    rows = b"".join(b"\0" + generator.randbytes(3 * _WIDTH) for _ in range(_HEIGHT))
+    header = struct.pack(">IIBBBBB", _WIDTH, _HEIGHT, 8, 2, 0, 0, 0)
+    chunks = (b"IHDR", header), (b"IDAT", zlib.compress(rows)), (b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + b"".join(_chunk(name, data) for name, data in chunks)
 
 
-def _array(values: Any) -> Array:
-    array = np.ascontiguousarray(values)
-    return Array(str(array.dtype), array.shape, array.tobytes())
+def _chunk(name: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+
+def _wav(generator: random.Random) -> bytes:
+    """A WAV of 16-bit samples of one channel."""
+    file = io.BytesIO()
+    with wave.open(file, "wb") as writer:
+        writer.setparams((1, 2, _SAMPLE_RATE, 0, "NONE", ""))
+        writer.writeframes(generator.randbytes(2 * _SAMPLE_RATE * _SECONDS))
+    return file.getvalue()

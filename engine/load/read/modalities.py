@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 from engine.config import EngineConfig
 from engine.load.read.checkpoint import Checkpoint
 from engine.load.read.skeleton import unread_modalities
-from engine.media.samples import PROCESSOR_FILES
 
 # Kinds of content that prompts may have.
-_CONTENT_KINDS = ("image",)
+_CONTENT_KINDS = ("image", "audio")
+# Files of which a folder has at least one if its model can read images or audio.
+_PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
+# Of the extra `media`.
+_LIBRARIES = ("PIL", "av")
 
 
 def text_only_reason(checkpoint: Checkpoint, config: Any, settings: EngineConfig) -> str | None:
@@ -18,11 +22,13 @@ def text_only_reason(checkpoint: Checkpoint, config: Any, settings: EngineConfig
     if settings.no_media:
         return "--no-media"
     if not set(_CONTENT_KINDS).intersection(unread_modalities(config)):
-        return "images are none of its inputs"
+        return "its prompts have no images and no audio"
     if checkpoint.gguf is not None:
-        return "a GGUF file has no vision tower"
+        return "a GGUF file has no vision or audio tower"
     if settings.tensor_parallel > 1:
         return "--tensor-parallel computes text only"
-    if not any((checkpoint.path / name).is_file() for name in PROCESSOR_FILES):
-        return f"the folder has no {' or '.join(PROCESSOR_FILES)}"
+    if not any((checkpoint.path / name).is_file() for name in _PROCESSOR_FILES):
+        return f"the folder has no {' or '.join(_PROCESSOR_FILES)}"
+    if not all(map(find_spec, _LIBRARIES)):
+        return "the packages pillow and av, of the extra media, are not installed"
     return None

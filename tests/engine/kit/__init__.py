@@ -8,7 +8,7 @@ play         steps a core: jobs that arrive and leave at steps, and their answer
 mixes        random mixes of requests, for properties of any batch
 machine      an engine over a simulated machine, with step times by their work
 encoders     tiny models with images and audio for their cross attention
-contents     tiny models with images or sounds in their prompts, and contents of random sizes
+contents     tiny models with images or sounds in their prompts; content_models: with their processors
 tiny         settings of one tiny model for every family of docs/models-checked.md
 checkpoints  published checkpoints with tiny widths (list: checkpoint_list), and the table of docs/models.md
 families     the checks of that table; outliers: calibration; invariance: batch invariance; resumed: cached prefixes

@@ -14,45 +14,49 @@ from engine.config import EngineConfig
 from engine.load.load import LoadedModel, load
 from engine.load.plan.model_plan import plan_model
 from engine.model import hooks
-from tests.engine.kit.processors import IMAGE_MODELS, save_image_model
+from tests.engine.kit.content_models import CONTENT_MODELS, save_content_model
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("one_thread")]
 
 
+# One family in every run: each starts the process of its processor.
+ALWAYS = ("qwen2_vl",)
+
+
+def _config(folder: Path, **settings: Any) -> EngineConfig:
+    return EngineConfig(model=str(folder), dtype="float32", context=128, **settings)
+
+
 def _load(folder: Path, **settings: Any) -> LoadedModel:
-    return load(EngineConfig(model=str(folder), dtype="float32", context=128, **settings), lambda _: None)
+    return load(_config(folder, **settings), lambda _: None)
 
 
-@pytest.mark.parametrize("name", sorted(IMAGE_MODELS))
-def test_model_with_a_processor_reads_images(tmp_path: Path, name: str) -> None:
-    whole = save_image_model(name, tmp_path)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in ALWAYS else [pytest.mark.slow]) for name in CONTENT_MODELS]
+)
+def test_model_with_a_processor_reads_contents(tmp_path: Path, name: str) -> None:
+    whole = save_content_model(name, tmp_path)
 
     loaded = _load(tmp_path)
 
     info = loaded.info
-    assert (info.input_modalities, info.unread_modalities, info.text_only_reason) == (("text", "image"), (), "")
+    kind = CONTENT_MODELS[name].kind
+    further = ("video",) if "video" in whole.input_modalities else ()
+    assert (info.input_modalities, info.unread_modalities, info.text_only_reason) == (("text", kind), further, "")
     assert info.not_native_reason is None
     assert info.parameters == sum(parameter.numel() for parameter in whole.parameters())
     assert loaded.content_encoder is not None
-    assert loaded.model.config.get_text_config()._attn_implementation == hooks.ATTENTION_NAME
-    assert loaded.model.config.vision_config._attn_implementation == "sdpa"
-
-
-@pytest.mark.parametrize("name", sorted(IMAGE_MODELS))
-def test_plan_has_the_vision_tower(tmp_path: Path, name: str) -> None:
-    save_image_model(name, tmp_path)
-    config = EngineConfig(model=str(tmp_path), dtype="float32", context=128)
-
-    planned = plan_model(config, tmp_path)
-
-    loaded = load(config, lambda _: None)
-    assert (planned.parameters, planned.weights_bytes) == (loaded.info.parameters, loaded.memory.weights_bytes)
+    planned = plan_model(_config(tmp_path), tmp_path)
+    assert (planned.parameters, planned.weights_bytes) == (info.parameters, loaded.memory.weights_bytes)
     assert planned.encoder_bytes == planned.available_bytes // 8
-    assert plan_model(EngineConfig(model=str(tmp_path), no_media=True), tmp_path).encoder_bytes == 0
+    assert loaded.model.config.get_text_config()._attn_implementation == hooks.ATTENTION_NAME
+    config = loaded.model.config
+    tower = config.audio_config if kind == "audio" else config.vision_config
+    assert tower._attn_implementation == "sdpa"
 
 
 def test_no_media_loads_the_text_alone(tmp_path: Path) -> None:
-    save_image_model("llava", tmp_path)
+    save_content_model("llava", tmp_path)
 
     loaded = _load(tmp_path, no_media=True)
 
@@ -60,11 +64,14 @@ def test_no_media_loads_the_text_alone(tmp_path: Path) -> None:
     assert (info.input_modalities, info.unread_modalities) == (("text",), ("image",))
     assert info.text_only_reason == "--no-media"
     assert loaded.content_encoder is None
-    assert info.parameters < _load(tmp_path).info.parameters
+    assert plan_model(_config(tmp_path, no_media=True), tmp_path).parameters == info.parameters
+    assert plan_model(_config(tmp_path), tmp_path).parameters > info.parameters
 
 
 def test_folder_without_a_processor_is_served_as_text(tmp_path: Path) -> None:
-    save_image_model("llava", tmp_path, processor=False)
+    save_content_model("llava", tmp_path)
+    (tmp_path / "processor_config.json").unlink()
+    (tmp_path / "preprocessor_config.json").unlink()
 
     info = _load(tmp_path).info
 
@@ -75,7 +82,7 @@ def test_folder_without_a_processor_is_served_as_text(tmp_path: Path) -> None:
 def test_model_without_the_weights_of_its_tower_is_served_as_text(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    save_image_model("llava", tmp_path)
+    save_content_model("llava", tmp_path)
     file = tmp_path / "model.safetensors"
     with safe_open(file, framework="pt") as content:
         names = [name for name in content.keys() if "vision" not in name]  # noqa: SIM118
@@ -91,17 +98,17 @@ def test_model_without_the_weights_of_its_tower_is_served_as_text(
 
 
 def test_broken_processor_is_named(tmp_path: Path) -> None:
-    save_image_model("llava", tmp_path)
-    (tmp_path / "processor_config.json").write_text("{}")
+    save_content_model("llava", tmp_path)
+    (tmp_path / "processor_config.json").write_text('{"processor_class": "NoProcessor"}')
 
     info = _load(tmp_path).info
 
     assert info.input_modalities == ("text",)
-    assert "its image processor does not run" in info.text_only_reason
+    assert "its processor cannot be read: transformers has no processor NoProcessor" in info.text_only_reason
 
 
 def test_vision_tower_keeps_its_dtype_in_a_quantised_model(tmp_path: Path) -> None:
-    save_image_model("llava", tmp_path)
+    save_content_model("llava", tmp_path)
 
     loaded = _load(tmp_path, quantize="int8")
 
