@@ -12,6 +12,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from dataclasses import replace
+from itertools import takewhile
 
 import torch
 
@@ -22,6 +23,8 @@ from engine.draft.speculation import Speculation
 from engine.grammar.matcher import GrammarMatcher
 from engine.load.cache import model_cache, offload_config
 from engine.load.load import LoadedModel
+from engine.schedule.content_inputs import ContentInputs
+from engine.schedule.draft import Draft
 from engine.schedule.encoder_inputs import EncoderInputs
 from engine.schedule.inspection import Inspection
 from engine.schedule.prefill_budget import Budget
@@ -29,6 +32,7 @@ from engine.schedule.scheduler import ScheduledSequence, Scheduler
 from engine.schedule.sequence import Sequence
 from engine.schedule.step import Stepper, StepResult
 from engine.schedule.step_cost import StepCost, Work
+from engine.step.content import TEXT_LAYOUT, PromptLayout
 from engine.types.events import Delta, Event, Failed, Finished, FinishReason, PrefillProgress, Started, TokenLogprob
 from engine.types.request import Request
 from engine.types.snapshot import EngineSnapshot
@@ -65,6 +69,7 @@ class Core:
         self._inspection = Inspection(self.cache, self._scheduler, clock)
         encoder_files = EncoderFiles(offload_config(config, loaded.identity), torch.device(config.device))
         self.encoder_inputs = EncoderInputs(loaded.encoder, encoder_files)
+        self.content_inputs = ContentInputs(loaded.content_encoder)
         self._sequences: dict[str, Sequence] = {}
         self._events: list[tuple[str, Event]] = []
         self._totals = dict.fromkeys(
@@ -84,6 +89,9 @@ class Core:
         """Queue a request; without a `matcher` its grammar is compiled here. Its first event is Started."""
         if request.grammar is not None and matcher is None:
             matcher = self._loaded.grammars.matcher(request.grammar)
+        layout = self._layout(request)
+        if layout is None:
+            return
         adapters = self._loaded.adapters
         sequence = Sequence(
             adapters.with_salt(request),
@@ -96,6 +104,7 @@ class Core:
             end_tokens=self._loaded.eos,
             matcher=matcher,
             rope_switch=self._loaded.switch,
+            layout=layout,
         )
         sequence.adapter = adapters.acquire(request.adapter)
         self._sequences[request.id] = sequence
@@ -132,6 +141,7 @@ class Core:
             self._compute(scheduled, scheduling)
             self._totals["steps"] += 1
             self._step_seconds += self._clock() - began
+        self._encode_contents()
         events, self._events = self._events, []
         return events
 
@@ -199,6 +209,37 @@ class Core:
                 log.exception("an encoder failed")
                 self._fail(sequence, f"the media could not be encoded ({type(error).__name__})")
 
+    def _encode_contents(self) -> None:
+        """Encode at most one content that a running sequence computes next; a failure fails its own request."""
+        self.content_inputs.release_computed(self._scheduler.cached_length)
+        for sequence in tuple(self._scheduler.running):
+            if sequence.contents is None or self._scheduler.waits_for_leader(sequence):
+                continue
+            try:
+                if not self.content_inputs.prepare(sequence, self._scheduler.cached_length(sequence)):
+                    return
+            except Exception as error:
+                log.exception("an encoder failed")
+                self._fail(sequence, f"an image or a sound could not be encoded ({type(error).__name__})")
+
+    def _layout(self, request: Request) -> PromptLayout | None:
+        """The layout of a prompt; None: the request has failed."""
+        encoder = self._loaded.content_encoder
+        if not request.contents or encoder is None:
+            return TEXT_LAYOUT
+        try:
+            layout = encoder.layout(request.prompt, request.contents)
+        except Exception as error:
+            log.exception("a prompt with images or sounds has no layout")
+            self._events.append((request.id, Failed(f"the prompt failed in the model ({type(error).__name__})")))
+            return None
+        longest = max((stop - start for start, stop in layout.bidirectional), default=0)
+        if longest > self._config.chunk:
+            reason = f"an image has {longest} tokens that attend to each other, a step has {self._config.chunk}"
+            self._events.append((request.id, Failed(reason, caused_by_request=True)))
+            return None
+        return layout
+
     def _compute(self, batch: Rows[ScheduledSequence], began: float) -> None:
         """Run a step; `began` is the time before it was scheduled."""
         try:
@@ -238,11 +279,20 @@ class Core:
             log.exception("a drafter failed; speculative decoding is disabled")
             self._speculation = self._no_speculation()
             return batch
+        drafts = {sequence: embeddable for sequence, draft in drafts.items() if (embeddable := self._embeddable(draft))}
         if not drafts:
             return batch
         drafted = [replace(scheduled, draft=drafts.get(scheduled.sequence)) for scheduled in batch]
         # Groups of sliding-window layers have few cells: the draft may not fit there.
         return drafted if not self.cache.evict_for([scheduled.batch_span for scheduled in drafted]) else batch
+
+    def _embeddable(self, draft: Draft) -> Draft | None:
+        """The draft up to a placeholder of a content beyond the vocabulary; None if no token is left."""
+        vocabulary = self._loaded.info.vocabulary
+        if max(draft.tokens) < vocabulary:
+            return draft
+        tokens = tuple(takewhile(vocabulary.__gt__, draft.tokens))
+        return replace(draft, tokens=tokens) if tokens else None
 
     def _draft_capacity(self, batch_tokens: int, limit: int) -> int:
         """Cells for up to `limit` draft tokens in a step of `batch_tokens`; cached prefixes are evicted for them."""
@@ -371,6 +421,7 @@ class Core:
         self._loaded.adapters.release(sequence.adapter)
         self._speculation.forget(sequence)
         self.encoder_inputs.release(sequence)
+        self.content_inputs.release(sequence)
 
     def _deliver(self, sequence: Sequence, delta: Delta | None) -> None:
         if delta is not None:

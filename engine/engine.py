@@ -329,7 +329,7 @@ class Engine(EngineClient):
     def _check(self, request: Request) -> None:
         self._check_accepting(request.id)
         loaded = self._require_model()
-        check_request(request, loaded, max_step_tokens=self._config.chunk, drafters=self._drafting.kinds)
+        check_request(request, loaded, drafters=self._drafting.kinds)
         if self._adapters is not None:
             self._adapters.check(request.adapter)
         elif request.adapter:

@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from math import inf
 
 from engine.errors import ContextTooLong, InvalidRequest
 from engine.load.load import LoadedModel
+from engine.schedule.sequence import text_tokens
+from engine.step.content import ContentEncoder
 from engine.step.input import FINAL_NORM, StepFeatures
 from engine.types.request import Dry, ReasoningLimit, Request, SamplingParams, Xtc
 
 
-def check_request(request: Request, loaded: LoadedModel, *, max_step_tokens: int, drafters: Collection[str]) -> None:
+def check_request(request: Request, loaded: LoadedModel, *, drafters: Collection[str]) -> None:
     """Raise InvalidRequest with the name of an invalid field, or ContextTooLong."""
     info, capacity, encoder = loaded.info, loaded.capacity, loaded.encoder
     if not request.prompt:
         raise InvalidRequest("prompt", "the prompt has no tokens")
     if len(request.prompt) > capacity - (0 if request.prefill_only else 1):
         raise ContextTooLong(len(request.prompt), capacity, max_context=info.max_context)
-    _check_prompt(request.prompt, info.vocabulary, None if encoder is None else encoder.image_token)
+    _check_contents(request, loaded.content_encoder)
+    _check_prompt(request, info.vocabulary, None if encoder is None else encoder.image_token)
     check_sampling(request, info.vocabulary)
     if encoder is not None:
         encoder.check(request.media, request.prompt)
     else:
         _require("media", request.media is None, "this model has no encoder for media")
-    _require_feature("bidirectional", loaded, StepFeatures(bidirectional=bool(request.bidirectional)))
-    _check_bidirectional(request, max_step_tokens)
+    _require_feature("contents", loaded, StepFeatures(contents=bool(request.contents)))
     _check_scores(request, info.vocabulary)
     _require_feature("pooling", loaded, StepFeatures(hidden_layers=() if request.pooling is None else (FINAL_NORM,)))
     _check_drafter(request.speculation.drafter, drafters)
@@ -36,22 +38,28 @@ def _require_feature(field: str, loaded: LoadedModel, features: StepFeatures) ->
     _require(field, reason is None, reason or "")
 
 
-def _check_prompt(prompt: Sequence[int], vocabulary: int, image_token: int | None) -> None:
-    """Every token must have a row in the embedding, or be the placeholder of an image."""
+def _check_prompt(request: Request, vocabulary: int, image_token: int | None) -> None:
+    """Every token must have a row in the embedding, be the placeholder of an image, or be part of a content."""
     # Loops in C: a prompt may have hundreds of thousands of tokens.
-    if min(prompt) < 0 or max(prompt) >= vocabulary:
-        _check_token_ids("prompt", (token for token in prompt if token != image_token), vocabulary)
+    if min(request.prompt) < 0 or max(request.prompt) >= vocabulary:
+        _check_token_ids("prompt", (token for token in text_tokens(request) if token != image_token), vocabulary)
 
 
-def _check_bidirectional(request: Request, max_step_tokens: int) -> None:
-    """One forward computes a whole range."""
+def _check_contents(request: Request, encoder: ContentEncoder | None) -> None:
+    """Contents lie in the prompt, in order, and the entry of each fits into the memory of all."""
+    if not request.contents:
+        return
+    if encoder is None:
+        raise InvalidRequest("contents", "this model reads text only")
     end = 0
-    for start, stop in request.bidirectional:
-        in_order = end <= start < stop <= len(request.prompt)
-        _require("bidirectional", in_order, f"the range [{start}, {stop}) is not after the others in the prompt")
-        fits = stop - start <= max_step_tokens
-        _require("bidirectional", fits, f"the range [{start}, {stop}) exceeds a step of {max_step_tokens} tokens")
-        end = stop
+    for content in request.contents:
+        in_order = end <= content.start < content.stop <= len(request.prompt)
+        span = f"[{content.start}, {content.stop})"
+        _require("contents", in_order, f"the {content.kind} at {span} is not after the others in the prompt")
+        size = encoder.entry_bytes(content)
+        reason = f"the {content.kind} at {span} takes {size} bytes, and all may take {encoder.budget_bytes}"
+        _require("contents", size <= encoder.budget_bytes, reason)
+        end = content.stop
 
 
 def _check_scores(request: Request, vocabulary: int) -> None:
@@ -59,9 +67,14 @@ def _check_scores(request: Request, vocabulary: int) -> None:
     if start is not None:
         in_prompt = 0 <= start <= len(prompt)
         _require("score_from", in_prompt, f"position {start} is not in the prompt's {len(prompt)} tokens")
-        is_text = all(token < vocabulary for token in prompt[start:])
+        is_text = all(token < vocabulary for token in prompt[start:]) and _contents_end(request) <= start
         _require("score_from", is_text, "the placeholder of an image cannot be scored")
     _check_token_ids("labels", request.label_tokens, vocabulary)
+
+
+def _contents_end(request: Request) -> int:
+    """The first token behind all contents."""
+    return request.contents[-1].stop if request.contents else 0
 
 
 def _check_drafter(drafter: str, available: Collection[str]) -> None:

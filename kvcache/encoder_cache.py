@@ -1,4 +1,4 @@
-"""The encoder cache: cross-attention keys and values by the digest of the encoder's input.
+"""The encoder cache: cross-attention keys and values, or rows of contents, by the digest of the encoder's input.
 
 It is no component of the slots: an entry has no length, so append, rewind, copy and shift do not touch it. A sequence
 pins the entry that it attends to; unpinned entries are evicted when their memory is needed.
@@ -9,8 +9,24 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
+
+
+class CacheEntry(Protocol):
+    """What an encoder returns for one input, by the digest of that input."""
+
+    @property
+    def digest(self) -> bytes:
+        """The key."""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all tensors."""
+
+
+Entry = TypeVar("Entry", bound=CacheEntry)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,14 +42,14 @@ class EncoderEntry:
         return sum(keys.nbytes + values.nbytes for keys, values in self.layers.values())
 
 
-class EncoderCache:
+class EncoderCache(Generic[Entry]):
     """Entries of at most `budget_bytes` in total. Owned by the thread that owns the cache."""
 
     def __init__(self, budget_bytes: int) -> None:
         self.budget_bytes = budget_bytes
         self.used_bytes = 0
         # Least recently used first.
-        self._entries: dict[bytes, EncoderEntry] = {}
+        self._entries: dict[bytes, Entry] = {}
         self._pins: Counter[bytes] = Counter()
 
     def __len__(self) -> int:
@@ -45,7 +61,7 @@ class EncoderCache:
         """Bytes of pinned entries."""
         return sum(self._entries[digest].bytes for digest in self._pins)
 
-    def pin(self, digest: bytes) -> EncoderEntry | None:
+    def pin(self, digest: bytes) -> Entry | None:
         """Pin and return the entry of a digest; None if there is none. Each pin needs one `unpin`."""
         entry = self._entries.pop(digest, None)
         if entry is not None:
@@ -79,7 +95,7 @@ class EncoderCache:
             self.used_bytes -= self._entries.pop(digest).bytes
         return 0
 
-    def put(self, entry: EncoderEntry) -> None:
+    def put(self, entry: Entry) -> None:
         """Add a new entry, pinned once, after `evict_for`."""
         assert entry.digest not in self._entries, "an entry is written once"
         self._entries[entry.digest] = entry

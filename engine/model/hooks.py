@@ -127,16 +127,23 @@ def use_backend(backend: AttentionBackend) -> Iterator[None]:
 
 
 def forward(
-    model: Any, tokens: Tensor, positions: Tensor, logit_rows: Tensor, *, cross_mask: Tensor | None = None
+    model: Any,
+    tokens: Tensor,
+    positions: Tensor,
+    logit_rows: Tensor,
+    *,
+    cross_mask: Tensor | None = None,
+    position_axes: Tensor | None = None,
 ) -> Tensor:
     """Logits [logit_rows, vocabulary] of a packed batch: tokens and positions [tokens], `logit_rows` indices into it.
 
-    cross_mask  [tokens], true where a token attends to the encoder output of its sequence; None: no token does
+    cross_mask     [tokens], true where a token attends to the encoder output of its sequence; None: no token does
+    position_axes  [axes, tokens] in place of the positions, which stay the indices of the tokens in their sequences
     """
     accepted = _parameters(model.__class__.forward)
     inputs = {
         "input_ids": tokens[None],
-        "position_ids": positions[None],
+        "position_ids": positions[None] if position_axes is None else _position_ids(position_axes),
         "use_cache": True,
         "logits_to_keep": logit_rows,
     }
@@ -150,6 +157,11 @@ def forward(
     logits: Tensor = model(**{name: value for name, value in inputs.items() if name in accepted}).logits[0]
     # A model that ignores logits_to_keep returns every row; `capture_hidden_states` returns fewer.
     return logits if logits.shape[0] <= logit_rows.shape[0] else logits[logit_rows]
+
+
+def _position_ids(axes: Tensor) -> Tensor:
+    """[1, tokens], or [axes, 1, tokens]."""
+    return axes if len(axes) == 1 else axes[:, None]
 
 
 @contextmanager

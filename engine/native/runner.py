@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -45,6 +46,7 @@ from engine.step.output import StepOutput, sampled_output
 from kvcache.attention_group import AttentionGroup
 from kvcache.forward import Forward
 from kvcache.kv_buffer import LayerKV
+from kvcache.row_forward import batch_positions
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +155,10 @@ class NativeRunner(LocalRunner):
             return "the native step attends to earlier tokens only"
         if features.adapters and self.adapters is None:
             return "the native step has no adapters"
+        if features.contents:
+            return "the native step embeds tokens only"
+        if features.position_axes:
+            return "the native step has one position for each token"
         missing = [layer for layer in decoder_layers_of(features.hidden_layers) if layer not in self._named_layers]
         return f"the native step has no layer {missing[0]}" if missing else None
 
@@ -234,7 +240,7 @@ class NativeRunner(LocalRunner):
         hidden = step.hidden or HiddenRows((), ())
         tokens, output_rows = array("q", step.tokens), array("q", (*step.logit_rows, *hidden.rows))
         layers = array("q", decoder_layers_of(hidden.layers))
-        fields = self._describe(step.forward)
+        fields = self._describe(step.forward, step.positions)
         fields.tokens, fields.output_rows = address(tokens), address(output_rows)
         fields.output_count, fields.logit_count = len(output_rows), len(step.logit_rows)
         fields.hidden_states, fields.logits = output.hidden_states_address, output.logits_address
@@ -261,8 +267,8 @@ class NativeRunner(LocalRunner):
         scaled = logits if scale == 1.0 else logits.mul_(scale)
         return scaled if cap == 0.0 else scaled.div_(cap).tanh_().mul_(cap)
 
-    def _describe(self, forward: Forward) -> StepFields:
-        """The step of a supported forward, but for its tokens and outputs."""
+    def _describe(self, forward: Forward, positions: Tensor | None = None) -> StepFields:
+        """The step of a supported forward, but for its tokens and outputs; `positions` of StepInput."""
         # The KV buffers of a cache never move.
         if forward.groups is not self._bound:
             self._bind_cache(forward)
@@ -271,7 +277,7 @@ class NativeRunner(LocalRunner):
         for layer, table in zip(self._group_layers, self._tables, strict=True):
             write_segments(table, forward.segments(layer))
         step = self._step
-        step.rotary_rows = self._write_rotary_rows(forward)
+        step.rotary_rows = self._write_rotary_rows(forward, positions)
         step.rows, step.threads = forward.batch_tokens, torch.get_num_threads()
         step.state_layer_count = step.adapter_range_count = 0
         return step
@@ -310,14 +316,15 @@ class NativeRunner(LocalRunner):
             return rotary_angles(rotary, positions)
         return switched_rotary_angles(rotary, long_rotary, positions, self.switch.original_length)
 
-    def _write_rotary_rows(self, forward: Forward) -> int | None:
-        """The address of the rows of the batch tokens in the rotary tables; None: their positions."""
-        if self.switch is None or not any([span.long_factors for span in forward.spans]):
+    def _write_rotary_rows(self, forward: Forward, positions: Tensor | None) -> int | None:
+        """The address of the rows of the batch tokens in the rotary tables; None: their indices in their sequences."""
+        has_long_factors = self.switch is not None and any([span.long_factors for span in forward.spans])
+        if positions is None and not has_long_factors:
             return None
-        starts = [(span.start + forward.capacity * span.long_factors, span.length) for span in forward.spans]
-        self._rotary_rows = array(
-            "q", [position for start, length in starts for position in range(start, start + length)]
-        )
+        rows = batch_positions(forward.spans) if positions is None else positions[-1].numpy()
+        tables = [forward.capacity * span.long_factors for span in forward.spans]
+        rows = rows + np.repeat(tables, [span.length for span in forward.spans])
+        self._rotary_rows = array("q", rows.tobytes())
         return address(self._rotary_rows)
 
     def _bind_layer(self, forward: Forward, layer: int, fields: LayerFields) -> None:

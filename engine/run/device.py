@@ -82,7 +82,9 @@ class DeviceRunner(PackedRunner):
         if tables and isinstance(self._attend, CellKernels):
             self._attend.set_batch_arrays([*islice(parts, len(tables))])
         hidden = OutputIndices(*places) if places else None
-        return BatchInputs(batch_tokens, positions, output_rows, hidden, states if single else None), [*parts]
+        axes = None if step.positions is None else step.positions.to(self._device)
+        inputs = BatchInputs(batch_tokens, positions, output_rows, hidden, states if single else None, axes)
+        return inputs, [*parts]
 
     def _table_arrays(self, forward: Forward) -> list[NDArray[np.int32]]:
         """The tables of the attention kernels."""

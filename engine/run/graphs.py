@@ -347,7 +347,10 @@ class GraphRunner(DeviceRunner):
         forward, count = step.forward, step.forward.batch_tokens
         if not self._records(forward.cache) or type(forward) is not Forward:
             return None
-        if len(step.logit_rows) != count or count > BATCH_SIZES[-1] or step.features.bidirectional:
+        if len(step.logit_rows) != count or count > BATCH_SIZES[-1]:
+            return None
+        # A recorded step reads embeddings and token indices.
+        if step.features.bidirectional or step.embeddings or step.positions is not None:
             return None
         # A token reads the state that the one before it wrote.
         if forward.cache.recurrent_states is not None and len(single_rows(forward.spans)) < len(forward.spans):

@@ -16,7 +16,7 @@ from engine.kernels import latent, reference
 from engine.kernels.attention_input import AttentionFunction, AttentionInput
 from engine.kernels.cell_kernels import CellKernels
 from engine.kernels.products import RowInvariantProduct
-from engine.model import hooks, rope
+from engine.model import hooks, injection, rope
 from engine.model.invariant import RowInvariant
 from engine.model.layers import CachedLayer
 from engine.model.rope import RopeSwitch
@@ -58,9 +58,10 @@ def output_arrays(logit_rows: Sequence[int], hidden_rows: Sequence[int] | None) 
 class BatchInputs:
     """Inputs of the model, int64 on its device: tokens and positions [batch tokens], and indices of rows.
 
-    output_rows  rows with logits or hidden states
-    hidden       which of the output rows have logits and which hidden states; None: all have logits alone
-    state_rows   tokens of `single_rows`, whose recurrent operations are computed together; None: there are none
+    output_rows    rows with logits or hidden states
+    hidden         which of the output rows have logits and which hidden states; None: all have logits alone
+    state_rows     tokens of `single_rows`, whose recurrent operations are computed together; None: there are none
+    position_axes  `StepInput.positions`
     """
 
     tokens: Tensor
@@ -68,6 +69,7 @@ class BatchInputs:
     output_rows: Tensor
     hidden: hooks.OutputIndices | None = None
     state_rows: StateRows | None = None
+    position_axes: Tensor | None = None
 
 
 def single_rows(spans: Sequence[Span]) -> dict[int, Span]:
@@ -155,24 +157,30 @@ class PackedRunner(LocalRunner):
         positions = [position for span in step.forward.spans for position in range(span.start, span.stop)]
         output_rows, *places = output_arrays(step.logit_rows, None if step.hidden is None else step.hidden.rows)
         hidden = hooks.OutputIndices(*map(self._tensor, places)) if places else None
-        return BatchInputs(self._tensor(step.tokens), self._tensor(positions), self._tensor(output_rows), hidden)
+        rows = (self._tensor(step.tokens), self._tensor(positions), self._tensor(output_rows))
+        return BatchInputs(*rows, hidden, position_axes=step.positions)
 
     def _run(self, step: StepInput, inputs: BatchInputs) -> tuple[Tensor, Mapping[int, Tensor]]:
         """Logits, and hidden states by layer."""
         forward, masks = step.forward, step.encoder_masks
-        rows = (inputs.tokens, inputs.positions, inputs.output_rows)
+        tokens = injection.embeddable(self.model, inputs.tokens) if step.embeddings else inputs.tokens
+        rows = (tokens, inputs.positions, inputs.output_rows)
         invariant = self._invariant or nullcontext()
         factors = rope.use_long_factors(None if self.switch is None else self.switch.long_factors(forward.spans))
         backend = self._backend(forward, masks, inputs.state_rows)
         adapters = use_adapters([span.length for span in forward.spans], step.adapters)
-        with torch.inference_mode(), hooks.use_backend(backend), factors, adapters, invariant:
-            cross_mask = self._cross_mask(forward, masks)
+        contents = injection.inject(self.model, step.embeddings)
+        with torch.inference_mode(), hooks.use_backend(backend), factors, adapters, contents, invariant:
+            further: dict[str, Any] = {
+                "cross_mask": self._cross_mask(forward, masks),
+                "position_axes": inputs.position_axes,
+            }
             if inputs.hidden is None or step.hidden is None:
-                return hooks.forward(self.model, *rows, cross_mask=cross_mask), {}
+                return hooks.forward(self.model, *rows, **further), {}
             with hooks.capture_hidden_states(
                 self.model, inputs.output_rows, inputs.hidden, step.hidden.layers
             ) as states:
-                logits = hooks.forward(self.model, *rows, cross_mask=cross_mask)
+                logits = hooks.forward(self.model, *rows, **further)
             return logits, states
 
     def _backend(

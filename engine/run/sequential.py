@@ -124,6 +124,8 @@ class SequentialRunner(LocalRunner):
         """See ModelRunner."""
         if features.bidirectional:
             return "this model cannot run packed"
+        if features.contents or features.position_axes:
+            return "images and audio need a model that runs packed"
         if features.adapters:
             return "adapters need a model that runs packed"
         return hidden_states_reason(self.model, features.hidden_layers, has_hidden_states=self.has_hidden_states)

@@ -5,18 +5,21 @@ the same positions and samples the same tokens. Keys and values that a shift mov
 in view; they cannot be recomputed from the remaining tokens and must not match them. They are cached under a salt of
 their own, a digest of the history, which only the same sequence finds again.
 
-Tokens of a bidirectional range attend to each other, so their keys and values depend on the whole range. The prefix
-cache knows them by keys that are derived from the whole range and equal no token: it matches all of a range or nothing.
+Contents (images, sounds) have the same placeholder tokens whatever they show: the prefix cache knows them by keys that
+are derived from the digest of the content and equal no token. Tokens of a bidirectional range attend to each other, so
+their keys and values depend on the whole range, which is matched whole or not at all; where a range is not part of one
+content, its keys are derived from the keys of the whole range.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from engine.types.content import Content
 from engine.types.request import RecurrentShift
 
 # Token positions [start, stop).
@@ -44,7 +47,8 @@ class _Stage:
     restore_length       leading tokens that must come from the prefix cache, because a shift moved some of them; or 0
     recomputable_length  leading tokens whose keys and values depend on no dropped token
     protected            ranges that no shift drops or splits
-    bidirectional        protected ranges whose tokens attend to each other
+    contents             ranges of contents, which are protected
+    bidirectional        ranges whose tokens attend to each other, which are protected
     start, dropped       position and tokens of the range that the shift before this stage dropped
     """
 
@@ -52,6 +56,7 @@ class _Stage:
     restore_length: int
     recomputable_length: int
     protected: tuple[Range, ...]
+    contents: tuple[Range, ...]
     bidirectional: tuple[Range, ...]
     start: int = 0
     dropped: tuple[int, ...] = ()
@@ -63,6 +68,7 @@ class ContextHistory:
     tokens         of the current stage; more than the capacity where a shift is due
     keep_tokens    tokens at the start that no shift drops
     protected      token ranges of the prompt that no shift drops or splits
+    contents       images and sounds of the prompt, ascending; protected as well
     bidirectional  ascending token ranges of the prompt whose tokens attend to each other; protected as well
     salt           separates its entries in the prefix cache from those of other salts
     state_mode     what a shift does with recurrent states, which is part of the history
@@ -77,16 +83,20 @@ class ContextHistory:
         capacity: int,
         keep_tokens: int,
         protected: Sequence[Range] = (),
+        contents: Sequence[Content] = (),
         bidirectional: Sequence[Range] = (),
         salt: bytes = b"",
         state_mode: RecurrentShift = "rebuild",
     ) -> None:
         self.tokens = list(prompt)
         self._capacity, self._keep_tokens, self._state_mode = capacity, keep_tokens, state_mode
-        ranges = tuple(sorted((*protected, *bidirectional)))
-        self._stages = [_Stage(salt, 0, capacity, ranges, tuple(bidirectional))]
-        self._range_keys = [_bidirectional_keys(prompt[start:stop]) for start, stop in bidirectional]
+        content_ranges = tuple((content.start, content.stop) for content in contents)
+        ranges = tuple(sorted((*protected, *content_ranges, *bidirectional)))
+        self._stages = [_Stage(salt, 0, capacity, ranges, content_ranges, tuple(bidirectional))]
+        self._content_keys = [_range_keys(content.digest, content.stop - content.start) for content in contents]
         self._stage_index = 0
+        self._bidirectional_keys: list[list[int]] = []
+        self._bidirectional_keys = self._find_bidirectional_keys(len(prompt))
         self.salts = {salt}
 
     @property
@@ -128,9 +138,23 @@ class ContextHistory:
     def prefix_keys(self, length: int) -> list[int]:
         """The keys of the first `length` tokens in the prefix cache."""
         keys = self.tokens[:length]
-        for (start, _), range_keys in zip(self.bidirectional(0, len(keys)), self._range_keys, strict=False):
-            keys[start : start + len(range_keys)] = range_keys[: len(keys) - start]
+        stage = self._stage
+        for (start, _), range_keys in zip(stage.contents, self._content_keys, strict=True):
+            _write_keys(keys, start, range_keys)
+        for (start, _), range_keys in zip(stage.bidirectional, self._bidirectional_keys, strict=False):
+            _write_keys(keys, start, range_keys)
         return keys
+
+    @property
+    def content_ranges(self) -> tuple[Range, ...]:
+        """The ranges of the contents."""
+        return self._stage.contents
+
+    @property
+    def drops(self) -> Iterator[DroppedRange]:
+        """The ranges that the shifts before this stage dropped, in order."""
+        for stage in self._stages[1 : self._stage_index + 1]:
+            yield DroppedRange(stage.start, len(stage.dropped))
 
     def bidirectional(self, start: int, stop: int) -> tuple[Range, ...]:
         """The bidirectional ranges that begin in [start, stop)."""
@@ -174,6 +198,16 @@ class ContextHistory:
     def _stage(self) -> _Stage:
         return self._stages[self._stage_index]
 
+    def _find_bidirectional_keys(self, length: int) -> list[list[int]]:
+        """By bidirectional range of the prompt its keys; none inside of one content, whose keys depend on all of it."""
+        keys, ranges = self.prefix_keys(length), self._stage.contents
+        return [
+            []
+            if any(first <= start and stop <= last for first, last in ranges)
+            else _range_keys(repr(keys[start:stop]).encode(), stop - start)
+            for start, stop in self._stage.bidirectional
+        ]
+
     def _droppable_ranges(self, target: int) -> list[DroppedRange]:
         """Ranges of up to `target` tokens before, between and after the protected ranges, oldest first."""
         ranges, start = [], self._keep_tokens
@@ -187,15 +221,17 @@ class ContextHistory:
         stage = self._stage
         dropped = tuple(self.tokens[drop.start : drop.stop])
         protected = tuple(_shift_range(span, drop) for span in stage.protected)
+        contents = tuple(_shift_range(span, drop) for span in stage.contents)
         bidirectional = tuple(_shift_range(span, drop) for span in stage.bidirectional)
+        ranges = (protected, contents, bidirectional)
         recomputable = min(stage.recomputable_length, drop.start)
         if cached_length <= recomputable:
             # No moved key is left: all further tokens are computed from the remaining ones, as in a new sequence.
             first_salt = self._stages[0].salt
-            return _Stage(first_salt, 0, self._capacity, protected, bidirectional, drop.start, dropped)
+            return _Stage(first_salt, 0, self._capacity, *ranges, drop.start, dropped)
         history = repr((stage.salt, drop.start, cached_length, self._state_mode, dropped)).encode()
         salt = hashlib.sha256(history).digest()
-        return _Stage(salt, cached_length, recomputable, protected, bidirectional, drop.start, dropped)
+        return _Stage(salt, cached_length, recomputable, *ranges, drop.start, dropped)
 
 
 def _shift_range(protected: Range, dropped: DroppedRange) -> Range:
@@ -204,8 +240,13 @@ def _shift_range(protected: Range, dropped: DroppedRange) -> Range:
     return protected if start < dropped.stop else (start - dropped.length, stop - dropped.length)
 
 
-def _bidirectional_keys(tokens: Sequence[int]) -> list[int]:
-    """A key for each token of a range, derived from all its tokens: negative, so that it equals no token."""
-    digest = hashlib.shake_256(repr(tuple(tokens)).encode()).digest(8 * len(tokens))
-    numbers = np.frombuffer(digest, dtype=np.int64) | np.iinfo(np.int64).min
+def _write_keys(keys: list[int], start: int, range_keys: Sequence[int]) -> None:
+    """Overwrite the keys from `start` on, as far as there are any."""
+    if start < len(keys):
+        keys[start : start + len(range_keys)] = range_keys[: len(keys) - start]
+
+
+def _range_keys(digest: bytes, count: int) -> list[int]:
+    """A key for each token of a range by its offset, of 63 bits and negative, so that it equals no token."""
+    numbers = np.frombuffer(hashlib.shake_256(digest).digest(8 * count), dtype=np.int64) | np.iinfo(np.int64).min
     return [int(number) for number in numbers]

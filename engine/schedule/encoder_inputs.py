@@ -11,7 +11,7 @@ from dataclasses import replace
 from engine.model.encoder import Encoder
 from engine.schedule.sequence import Sequence
 from engine.types.request import Media
-from kvcache.encoder_cache import EncoderCache
+from kvcache.encoder_cache import EncoderCache, EncoderEntry
 from kvcache.encoder_files import EncoderFiles
 
 
@@ -23,7 +23,7 @@ class EncoderInputs:
 
     def __init__(self, encoder: Encoder | None, files: EncoderFiles) -> None:
         self._encoder, self.files = encoder, files
-        self.store = EncoderCache(0 if encoder is None else encoder.budget_bytes)
+        self.store = EncoderCache[EncoderEntry](0 if encoder is None else encoder.budget_bytes)
 
     def prepare(self, sequence: Sequence) -> bool:
         """Give a waiting sequence its encoder mask; whether the next one may be prepared in the same step.

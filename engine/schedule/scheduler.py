@@ -55,6 +55,12 @@ class ScheduledSequence:
         return len(self.draft_tokens) + 1 if self.is_sampled else 0
 
     @property
+    def has_content_rows(self) -> bool:
+        """Whether the inputs of tokens of the span are rows of a content."""
+        contents, span = self.sequence.contents, self.span
+        return contents is not None and any(contents.embedded_rows(span.start, span.stop, 0))
+
+    @property
     def samples_only(self) -> bool:
         """Whether neither logprobs, prompt scores nor hidden states are required."""
         sequence = self.sequence
@@ -128,10 +134,16 @@ class Scheduler:
         # Prompt tokens computed so far: the clock of deadlines. And its value when each sequence was admitted.
         self._prefilled_tokens = 0
         self._admitted_at: dict[Sequence, int] = {}
+        # Whether the last step had tokens of contents.
+        self._was_contents = False
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.preemptions = 0
         self.time_slices = 0
+
+    def cached_length(self, sequence: Sequence) -> int:
+        """Tokens with keys and values, of a sequence with a slot."""
+        return self._cache.cached_length(_slot(sequence))
 
     @property
     def busy(self) -> bool:
@@ -186,6 +198,7 @@ class Scheduler:
     def record_step(self, batch: Iterable[ScheduledSequence]) -> None:
         """Charge a computed step to the owners of its sequences, and insert its prompt tokens into the prefix cache."""
         for scheduled in batch:
+            self._was_contents = scheduled.has_content_rows
             sequence, span = scheduled.sequence, scheduled.span
             self._prefilled_tokens += span.length if span.length > 1 else 0
             if self._fairness.charge(sequence, scheduled.charged_tokens):
@@ -347,11 +360,26 @@ class Scheduler:
         """The last token of each decoding sequence, and chunks of prompts within the prefill budget."""
         scheduled = []
         for sequence in self.running:
-            if self._uncomputed_tokens(sequence) == 1:
+            if self._uncomputed_tokens(sequence) == 1 and self._is_computable(sequence):
                 scheduled.append(self._scheduled(sequence, len(sequence.tokens) - 1, 1))
         if len(scheduled) < len(self.running):
             scheduled += self._schedule_prefill(scheduled)
-        return scheduled
+        return self._of_one_kind(scheduled)
+
+    def _of_one_kind(self, scheduled: list[ScheduledSequence]) -> list[ScheduledSequence]:
+        """Those with tokens of contents, or the others, in turns: different runners may compute them."""
+        contents = [sequence for sequence in scheduled if sequence.has_content_rows]
+        if not contents or len(contents) == len(scheduled):
+            return scheduled
+        if self._was_contents:
+            return [sequence for sequence in scheduled if not sequence.has_content_rows]
+        return contents
+
+    def _is_computable(self, sequence: Sequence) -> bool:
+        """Whether the next token can be computed: it is text, or its content is encoded."""
+        start = self.cached_length(sequence)
+        stop = None if sequence.contents is None else sequence.contents.computable_stop(start)
+        return stop is None or stop > start
 
     def _schedule_prefill(self, decoding: Iterable[ScheduledSequence]) -> list[ScheduledSequence]:
         """Chunks of prompts, in a step with `decoding` sequences."""
@@ -398,9 +426,11 @@ class Scheduler:
 
         It ends at the next checkpoint of recurrent states, and splits no bidirectional range.
         """
-        if sequence.scores is not None and not sequence.request.bidirectional:
+        if sequence.scores is not None and not sequence.request.contents:
             max_tokens = min(max_tokens, max(sequence.scores.next_position - start, 0) + max_scored)
-        stop = sequence.context.align_down(min(start + max_tokens, len(sequence.tokens), self._cache.capacity))
+        stop = min(start + max_tokens, len(sequence.tokens), self._cache.capacity)
+        computable = None if sequence.contents is None else sequence.contents.computable_stop(start)
+        stop = sequence.context.align_down(stop if computable is None else min(stop, computable))
         # A recurrent state exists only where a span ends.
         checkpoints = sequence.checkpoints(start, stop) if self._cache.recurrent_states is not None else []
         return (checkpoints[0] if checkpoints else stop) - start

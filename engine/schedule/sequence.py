@@ -16,7 +16,9 @@ from engine.sample.logprobs import PromptScores
 from engine.sample.penalties import PenaltyHistory
 from engine.sample.pooling import PromptPooler
 from engine.sample.sampler import SamplingContext
+from engine.schedule.contents import SequenceContents
 from engine.schedule.context import ContextHistory
+from engine.step.content import TEXT_LAYOUT, PromptLayout
 from engine.step.encoder_mask import EncoderMask
 from engine.text.tokenizer import Tokenizer
 from engine.types.events import Timings, Usage
@@ -37,8 +39,7 @@ class SamplingState:
         self._request, self._vocabulary, self._end_tokens = request, vocabulary, end_tokens
         # The position in the text, which context shifts do not change.
         self._position = len(request.prompt)
-        # The placeholder token of an image may lie outside of the vocabulary.
-        prompt = [token for token in request.prompt if token < vocabulary]
+        prompt = [token for token in text_tokens(request) if token < vocabulary]
         self._history = PenaltyHistory(request.sampling, prompt, vocabulary)
         self._constraints = Constraints.for_request(
             request, prompt, vocabulary=vocabulary, end_tokens=end_tokens, matcher=matcher
@@ -115,6 +116,7 @@ class Sequence:
     tokens          those of the context, in one list for good; longer than the capacity where shifts are due
     output          generated tokens
     encoder_mask    which encoder entries each token attends to; required before it gets a slot (`is_ready`)
+    contents        images and sounds of its prompt; None: there are none
     adapter         the slot of its adapter; 0: none
     is_unread       whether the client leaves its output unread
     scores, pooler  of the prompt; None where the request asks for none, or they are complete and delivered
@@ -134,6 +136,7 @@ class Sequence:
         end_tokens: frozenset[int] = frozenset(),
         matcher: GrammarMatcher | None = None,
         rope_switch: RopeSwitch | None = None,
+        layout: PromptLayout = TEXT_LAYOUT,
     ) -> None:
         self.request, self.stats = request, SequenceStats(now)
         self.sampling = SamplingState(request, vocabulary=vocabulary, end_tokens=end_tokens, matcher=matcher)
@@ -155,11 +158,14 @@ class Sequence:
             capacity=capacity,
             keep_tokens=self._tokens_to_keep(tokenizer.special_tokens),
             protected=request.protected,
-            bidirectional=request.bidirectional,
+            contents=request.contents,
+            bidirectional=layout.bidirectional,
             salt=self._salt(),
             state_mode=request.recurrent_shift,
         )
+        self.contents = SequenceContents(layout, self.context) if request.contents else None
         self.tokens = self.context.tokens
+        self._bidirectional = layout.bidirectional
         self._checkpoints: set[int] = set()
         self._add_prompt_checkpoints(checkpoint_interval)
 
@@ -245,7 +251,9 @@ class Sequence:
         self.context.reset_salt(self._salt())
 
     def allows_drafter(self, kind: str) -> bool:
-        """Whether the request permits drafts of this kind of drafter."""
+        """Whether the request permits drafts of this kind of drafter; models that draft read text only."""
+        if self.contents is not None and kind in ("model", "mtp"):
+            return False
         return self.request.speculation.drafter in ("auto", kind)
 
     def sampling_context(self) -> SamplingContext:
@@ -265,7 +273,7 @@ class Sequence:
 
     def add_checkpoint(self, position: int) -> None:
         """Add a position of the prompt to resume at, unless it lies inside a bidirectional range."""
-        inside = any(start < position < stop for start, stop in self.request.bidirectional)
+        inside = any(start < position < stop for start, stop in self._bidirectional)
         if 0 < position < len(self.request.prompt) and not inside:
             self._checkpoints.add(position)
 
@@ -326,3 +334,11 @@ class Sequence:
             first = next((index for index, token in enumerate(prompt) if token not in special_tokens), len(prompt))
             keep = first + _ATTENTION_SINKS
         return min(keep, self._capacity // 2)
+
+
+def text_tokens(request: Request) -> list[int]:
+    """The tokens of the prompt outside of contents; placeholders of `media` may lie outside of the vocabulary."""
+    tokens = list(request.prompt)
+    for content in reversed(request.contents):
+        del tokens[content.start : content.stop]
+    return tokens

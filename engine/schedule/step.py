@@ -15,6 +15,7 @@ from torch import Tensor
 from engine.load.load import LoadedModel
 from engine.sample.logprobs import SAMPLED, LogprobQuery
 from engine.sample.verify import VerifyTokens, contexts_of, verify
+from engine.schedule.contents import content_inputs
 from engine.schedule.scheduler import ScheduledSequence
 from engine.step.input import FINAL_NORM, HiddenRows, Sampling, StepInput
 from engine.step.output import StepOutput
@@ -206,10 +207,11 @@ def _step_input(
     hidden: HiddenRows | None,
     sampling: Sampling,
 ) -> StepInput:
-    """A step with the encoder masks and the adapters of its sequences."""
+    """A step with the encoder masks, the adapters and the contents of its sequences."""
     masks = [scheduled.sequence.encoder_mask for scheduled in batch]
     adapters = [scheduled.sequence.adapter for scheduled in batch]
-    return StepInput(forward, tokens, logit_rows, hidden, masks, sampling, adapters)
+    rows, positions = content_inputs([scheduled.sequence.contents for scheduled in batch], forward.spans)
+    return StepInput(forward, tokens, logit_rows, hidden, masks, sampling, adapters, rows, positions)
 
 
 def _tokens_to_verify(batch: Sequence[ScheduledSequence]) -> list[VerifyTokens]:

@@ -82,6 +82,10 @@ class PromptLayout:
     bidirectional: tuple[tuple[int, int], ...] = ()
 
 
+# Of a prompt without contents.
+TEXT_LAYOUT = PromptLayout()
+
+
 class ContentEncoder(Protocol):
     """The part of a multimodal model before its decoder. Belongs to the engine thread.
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from engine.sample.logprobs import LogprobQuery
 from engine.sample.sampler import SamplingContext
+from engine.step.content import EmbeddedRows
 from engine.step.encoder_mask import EncoderMask
 from kvcache.forward import Forward
 
@@ -25,6 +28,9 @@ class Sampling:
     rows: Sequence[int] | None = None
     queries: Sequence[LogprobQuery] | None = None
 
+
+# Rotary positions have up to three axes (time, height, width); they are the last of `StepInput.positions`.
+ROTARY_AXES = 3
 
 # The place after the last layer and its norm: the input of the output layer.
 FINAL_NORM = -1
@@ -57,12 +63,16 @@ class StepFeatures:
     bidirectional  tokens of a range attend to each other
     encoder        tokens attend to the output of an encoder
     adapters       tokens have a LoRA adapter
+    contents       the inputs of tokens are rows of contents in place of embeddings
+    position_axes  positions that differ by axis, or exceed the capacity of a slot
     """
 
     hidden_layers: Sequence[int] = ()
     bidirectional: bool = False
     encoder: bool = False
     adapters: bool = False
+    contents: bool = False
+    position_axes: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +86,9 @@ class StepInput:
     encoder_masks  the encoder output that each span attends to, None: none; empty: none for all spans
     adapters       the slot of each span's adapter, 0: none (engine/adapters/store.py); empty: none for all spans
     sampling       None: the logits are returned
+    embeddings     batch tokens whose inputs are rows of contents, ascending
+    positions      [axes, tokens] int64 on the CPU, as the model takes them; of four axes the first is the index of the
+                   token in its sequence. None: these indices
     """
 
     forward: Forward
@@ -85,6 +98,8 @@ class StepInput:
     encoder_masks: Sequence[EncoderMask | None] = ()
     sampling: Sampling | None = None
     adapters: Sequence[int] = ()
+    embeddings: Sequence[EmbeddedRows] = ()
+    positions: Tensor | None = None
 
     @property
     def features(self) -> StepFeatures:
@@ -94,4 +109,11 @@ class StepInput:
             bidirectional=any([span.bidirectional for span in self.forward.spans]),
             encoder=any(self.encoder_masks),
             adapters=any(self.adapters),
+            contents=bool(self.embeddings),
+            position_axes=self.positions is not None and not self._has_table_positions(self.positions),
         )
+
+    def _has_table_positions(self, positions: Tensor) -> bool:
+        """Whether every token has one position below the capacity."""
+        rotary = positions[-ROTARY_AXES:]
+        return bool((rotary == rotary[-1]).all()) and int(rotary[-1].max()) < self.forward.capacity

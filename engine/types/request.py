@@ -161,15 +161,13 @@ class Request:
                      special tokens and 4 more
     protected        token ranges [start, stop) of the prompt that a shift neither drops nor splits; if no other tokens
                      can be dropped, the answer ends with "length"
-    bidirectional    ascending token ranges [start, stop) of the prompt with bidirectional attention (image tokens in
-                     Gemma 3); no shift drops or splits one
+    contents         images and sounds of the prompt, ascending; no shift drops or splits one
     recurrent_shift  recurrent states after a shift: "rebuild" computes them from the remaining tokens, "carry" keeps
                      them with the dropped tokens in them
     checkpoints      prompt positions that are likely resume points, such as ends of messages; no effect on the text
     salt             only requests with the same salt share cached prefixes
     cacheable        whether prompt and output stay cached after the end; if not, no other request may have its salt
-    contents         images and sounds of the prompt, ascending
-    media            encoder input; None if the model has no encoder or does not need one
+    media            input of an encoder with cross-attention; None if the model has no such encoder or does not need it
     speculation      drafter and draft length; no effect on the text
     prediction       expected tokens of the answer, for drafts
     grammar          of the answer. The text ends where it is complete, whatever ignore_eos, min_tokens, allowed_tokens
@@ -201,12 +199,11 @@ class Request:
     overflow: Overflow | None = None
     keep: int | None = None
     protected: tuple[tuple[int, int], ...] = ()
-    bidirectional: tuple[tuple[int, int], ...] = ()
+    contents: tuple[Content, ...] = ()
     recurrent_shift: RecurrentShift = "rebuild"
     checkpoints: tuple[int, ...] = ()
     salt: bytes = b""
     cacheable: bool = True
-    contents: tuple[Content, ...] = ()
     media: Media | None = None
     speculation: SpeculationParams = field(default_factory=SpeculationParams)
     prediction: tuple[int, ...] = ()

@@ -27,6 +27,7 @@ from kvcache.errors import BadSpan
 from kvcache.spec import Span
 from tests.engine.kit.models import core
 from tests.engine.kit.play import Answer, Job, ask, play
+from tests.engine.kit.served_contents import token_contents, with_token_contents
 from tests.selection import quick
 
 # Longer than the window of 8: its first tokens do not attend to all of it.
@@ -39,7 +40,7 @@ OTHER = PROMPT[::-1]
 @pytest.fixture
 def model(loaded: Callable[..., LoadedModel]) -> LoadedModel:
     """A full and a sliding-window layer, in float64."""
-    return loaded("gemma3")
+    return with_token_contents(loaded("gemma3"))
 
 
 def alone(model: LoadedModel, tokens: tuple[int, ...], *ranges: tuple[int, int]) -> Tensor:
@@ -146,7 +147,7 @@ def requests(longest: int) -> list[Request]:
         ((*image, *STEM), ((0, len(image)),)),
     ]
     return [
-        ask(f"{at}", tokens, COUNT, bidirectional=ranges, ignore_eos=True)
+        ask(f"{at}", tokens, COUNT, contents=token_contents(tokens, *ranges), ignore_eos=True)
         for at, (tokens, ranges) in enumerate(prompts)
     ]
 
@@ -162,7 +163,7 @@ def expected_tokens(loaded: Callable[..., LoadedModel]) -> Callable[[Request], l
             tokens.append(int(alone(loaded("gemma3"), tuple(tokens), *mutual).argmax()))
         return tokens[len(prompt) :]
 
-    return lambda request: greedy(request.prompt, request.bidirectional)
+    return lambda request: greedy(request.prompt, tuple((content.start, content.stop) for content in request.contents))
 
 
 def lookup() -> Speculation:
@@ -233,12 +234,12 @@ def test_a_range_is_reused_whole_or_not_at_all(model: LoadedModel) -> None:
 def test_a_shift_moves_a_range(loaded: Callable[..., LoadedModel], family: str) -> None:
     """A context shift drops no range, in any chunks, preempted or not."""
     asked = [
-        ask(f"{at}", prompt, 60, bidirectional=((20, 32),), ignore_eos=True, overflow="shift", keep=4)
+        ask(f"{at}", prompt, 60, contents=token_contents(prompt, (20, 32)), ignore_eos=True, overflow="shift", keep=4)
         for at, prompt in enumerate([(*STEM, *TAIL, *OTHER[:2], *IMAGE), (*TAIL, *STEM, *OTHER[:2], *IMAGE)])
     ]
 
     def answers(**settings: int) -> dict[str, list[int]]:
-        engine = core(loaded(family), slots=2, context=48, **settings)
+        engine = core(with_token_contents(loaded(family)), slots=2, context=48, **settings)
         ended = play(engine, [Job(request) for request in asked])
         assert all(isinstance(each.end, Finished) and each.end.usage.context_shifts > 1 for each in ended.values())
         return {name: each.tokens for name, each in ended.items()}
@@ -253,7 +254,7 @@ def test_a_sequential_runner_refuses_ranges(loaded: Callable[..., LoadedModel]) 
     """With the masks of transformers a range would have no effect."""
     llama = loaded("llama")
     runner = SequentialRunner(llama.model)
-    engine = core(replace(llama, runner=runner), slots=1, context=CONTEXT)
+    engine = core(with_token_contents(replace(llama, runner=runner)), slots=1, context=CONTEXT)
 
     answer: Answer = play(engine, [Job(requests(4)[0])])["0"]
 
@@ -265,10 +266,13 @@ def test_ranges_are_exact_in_every_kind_of_cache(loaded: Callable[..., LoadedMod
     """With recurrent states, chunked attention and latents, any batch equals separate runs."""
     asked = [replace(request, checkpoints=(5, 9, 12, 22)) for request in requests(len(IMAGE))]
     right = {
-        each.id: play(core(loaded(family), slots=1, context=CONTEXT), [Job(each)])[each.id].tokens for each in asked
+        each.id: play(core(with_token_contents(loaded(family)), slots=1, context=CONTEXT), [Job(each)])[each.id].tokens
+        for each in asked
     }
 
-    engine = core(loaded(family), slots=4, context=CONTEXT, chunk=13, checkpoint=4, speculation=lookup())
+    engine = core(
+        with_token_contents(loaded(family)), slots=4, context=CONTEXT, chunk=13, checkpoint=4, speculation=lookup()
+    )
     answers = play(engine, [Job(request, 2 * at) for at, request in enumerate(asked)])
 
     assert right == {name: each.tokens for name, each in answers.items()}

@@ -34,6 +34,7 @@ from tests.engine.draft.mtp_models import save_headed
 from tests.engine.kit.encoders import KINDS, media, prompt, save_encoder_model
 from tests.engine.kit.models import CONTEXT, save_model
 from tests.engine.kit.play import Job, ask, play
+from tests.engine.kit.served_contents import token_contents, with_token_contents
 from tests.engine.parallel.test_equality import ignore
 from tests.selection import quick
 
@@ -135,11 +136,12 @@ def check_refusals(name: str, loaded: LoadedModel) -> None:
     picture = media("mllama", 1, 1)
     changes = {
         "media": {"media": None if name in KINDS else picture},
-        "bidirectional": {"bidirectional": ((1, 4),)},
+        "contents": {"contents": token_contents(plain.prompt, (1, 4))},
     }
-    refused = {"media": True, "bidirectional": loaded.runner.supports(StepFeatures(bidirectional=True)) is not None}
+    refused = {"media": True, "contents": loaded.runner.supports(StepFeatures(contents=True)) is not None}
+    loaded = with_token_contents(loaded)
     for field, change in changes.items():
         request = dataclasses.replace(plain, **change)
         with pytest.raises(InvalidRequest) if refused[field] else nullcontext() as refusal:
-            check_request(request, loaded, max_step_tokens=64, drafters=())
+            check_request(request, loaded, drafters=())
         assert refusal is None or refusal.value.field == field

@@ -29,6 +29,7 @@ from engine.types.snapshot import EngineSnapshot
 from engine.types.status import DraftingInfo, Stats
 from tests.engine.kit.models import CONTEXT, END, VOCABULARY, Reference
 from tests.engine.kit.play import ask
+from tests.engine.kit.served_contents import token_contents
 
 Folder = Callable[[str], Path]
 ENDLESS = 100
@@ -152,9 +153,7 @@ REFUSED = [
     (ask("bad", ()), InvalidRequest),
     (ask("bad", (1, VOCABULARY)), InvalidRequest),
     (ask("bad", (-1,)), InvalidRequest),
-    (ask("bad", (1, 2, 3), bidirectional=((1, 4),)), InvalidRequest),
-    (ask("bad", (1, 2, 3), bidirectional=((1, 3), (0, 1))), InvalidRequest),
-    (ask("bad", (1, 2, 3), bidirectional=((1, 1),)), InvalidRequest),
+    (ask("bad", (1, 2, 3), contents=token_contents((1, 2, 3), (1, 3))), InvalidRequest),
     (ask("bad", (1,), sampling=SamplingParams(logit_bias=((VOCABULARY, 1.0),))), InvalidRequest),
     (ask("bad", range(CONTEXT)), ContextTooLong),
     (ask("bad", (1,) * 1000), ContextTooLong),

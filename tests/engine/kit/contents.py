@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -500,7 +501,8 @@ FAMILIES: dict[str, Family] = {
 def tiny_model(family: Family, dtype: torch.dtype = torch.float64) -> Any:
     """The whole model of a family."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model(family.model_type, **family.settings)
+    # Gemma 4 changes the list of its layer types in place.
+    config = AutoConfig.for_model(family.model_type, **deepcopy(family.settings))
     model = AutoModelForMultimodalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     plant(model)
     model = model.to(dtype).requires_grad_(False)

@@ -15,6 +15,7 @@ from tests.engine.kit.machine import Machine, smollm
 from tests.engine.kit.mixes import prompts
 from tests.engine.kit.models import Models, References
 from tests.engine.kit.play import ask
+from tests.engine.kit.served_contents import token_contents, with_token_contents
 from tests.selection import quick
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -151,8 +152,9 @@ def test_a_leader_is_due_with_its_followers(loaded: Models) -> None:
 def test_a_bidirectional_range_is_one_chunk_beside_decoding(loaded: Models) -> None:
     """However little a step may take: it would never come else."""
     machine = Machine()
-    engine = machine.engine(loaded("llama"), itl_target_ms=0.001)
-    request = replace(text("media", 90), bidirectional=((10, 60),))
+    engine = machine.engine(with_token_contents(loaded("llama")), itl_target_ms=0.001)
+    request = text("media", 90)
+    request = replace(request, contents=token_contents(request.prompt, (10, 60)))
     machine.play(engine, [(0.0, text("speaks", 5, 40)), (0.1, request)])
 
     assert [10, 50, 16, 14] == [step.prompt["media"] for step in machine.steps if "media" in step.prompt]

@@ -1,0 +1,321 @@
+"""Prompts with images: the text equals `generate` in any batch and chunks, with prefix hits, drafts and preemption."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+
+from engine.core import Core
+from engine.draft.depth import FixedDepth
+from engine.draft.lookup import LookupDrafter
+from engine.draft.outputs import OutputStore
+from engine.draft.speculation import Speculation
+from engine.errors import InvalidRequest
+from engine.load.load import LoadedModel
+from engine.types.events import Failed, Finished
+from engine.types.request import Request
+from engine.validity import check_request
+from tests.engine.kit.contents import Prompt
+from tests.engine.kit.models import core
+from tests.engine.kit.play import Answer, Job, ask, play, texts
+from tests.engine.kit.served_contents import (
+    ContentModel,
+    EmbeddingRows,
+    RecordingRunner,
+    content_model,
+    content_request,
+    token_contents,
+    with_token_contents,
+)
+from tests.selection import quick
+
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("one_thread")]
+
+CONTEXT = 160
+NAMES = ("llava", "qwen2_vl", "qwen3_vl", "gemma3", "gemma4")
+MORE_NAMES = (*NAMES, "qwen2_5_vl", "qwen3_5", "internvl", "mistral3", "glm4v", "voxtral", "lfm2_vl", "idefics3")
+# Longest bidirectional range of the models.
+LONGEST = 7
+TEXT = tuple(torch.randint(3, 250, (40,), generator=torch.Generator().manual_seed(5)).tolist())
+
+
+@pytest.fixture(scope="module")
+def models(loaded: Callable[..., LoadedModel]) -> Callable[[str], ContentModel]:
+    return cache(lambda name: content_model(loaded("llama"), name))
+
+
+@pytest.fixture(scope="module")
+def expected(models: Callable[[str], ContentModel]) -> Callable[[str], dict[str, list[int]]]:
+    """The answers of `generate`, by request."""
+
+    @cache
+    def answers(name: str) -> dict[str, list[int]]:
+        model = models(name)
+        return {f"{number}": model.expected(prompt) for number, prompt in enumerate(prompts(model))}
+
+    return answers
+
+
+def prompts(model: ContentModel) -> list[Prompt]:
+    """With no image, one, two and the same twice, first and last; and with shared prefixes."""
+    first, second, third = model.images
+    return [
+        model.prompt(1, *TEXT[:5], first, *TEXT[5:12]),
+        model.prompt(1, *TEXT[:3], second, *TEXT[20:23], third, *TEXT[3:9]),
+        model.prompt(1, *TEXT[:19]),
+        model.prompt(1, *TEXT[:5], first, *TEXT[5:12], *TEXT[30:34]),
+        model.prompt(1, *TEXT[:5], second, *TEXT[5:12]),
+        model.prompt(1, *TEXT[:5], first, *TEXT[5:7], first, *TEXT[1:4]),
+        model.prompt(1, *TEXT[:5], first),
+        model.prompt(third, *TEXT[:6]),
+    ]
+
+
+def requests(model: ContentModel) -> list[Request]:
+    return [content_request(f"{number}", prompt) for number, prompt in enumerate(prompts(model))]
+
+
+def lookup() -> Speculation:
+    """Drafts of up to four tokens from the text."""
+    return Speculation(LookupDrafter(OutputStore(4096)), None, FixedDepth(4), lambda: 0.0)
+
+
+@pytest.mark.parametrize("drafts", [lambda: None, lookup], ids=["alone", "lookup"])
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+@pytest.mark.parametrize("name", quick(NAMES, MORE_NAMES))
+def test_any_batch_equals_generate(
+    models: Callable[[str], ContentModel],
+    expected: Callable[[str], dict[str, list[int]]],
+    name: str,
+    chunk: int,
+    drafts: Callable[[], Speculation | None],
+) -> None:
+    """With neighbours of text, in chunks that end inside of images, and with prefixes of each other."""
+    model = models(name)
+    chance = random.Random(chunk)
+    longest = _longest_range(model)
+    engine = core(model.loaded, slots=4, context=CONTEXT, chunk=max(chunk, longest), speculation=drafts())
+    asked = requests(model)
+    chance.shuffle(asked)
+
+    answers = play(engine, [Job(request, chance.randint(0, 20)) for request in asked])
+
+    assert texts(answers) == expected(name)
+    assert engine.stats().prefix_hits_total > 0
+    assert engine.content_inputs.store.pinned_bytes == 0
+
+
+def _longest_range(model: ContentModel) -> int:
+    ranges = [model.encoder.layout(prompt.tokens, prompt.contents).bidirectional for prompt in prompts(model)]
+    return max((stop - start for of_prompt in ranges for start, stop in of_prompt), default=1)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_preemption_does_not_change_the_text(models: Callable[[str], ContentModel], name: str) -> None:
+    """With few cells; contents are encoded again where the cells of their tokens are gone."""
+    model, count = models(name), 24
+    asked = {f"{number}": prompt for number, prompt in enumerate(prompts(model)[:4])}
+    context = max(len(prompt.tokens) for prompt in asked.values()) + count
+    engine = core(model.loaded, slots=4, context=context, cells=context + 20, chunk=16, speculation=lookup())
+
+    # Different salts prevent shared prefixes, so that cells run out.
+    jobs = [Job(content_request(number, prompt, count, salt=number.encode())) for number, prompt in asked.items()]
+    answers = play(engine, jobs)
+
+    assert texts(answers) == {number: model.expected(prompt, count) for number, prompt in asked.items()}
+    assert engine.stats().preemptions_total > 0
+    assert engine.content_inputs.store.pinned_bytes == 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_shift_moves_images(models: Callable[[str], ContentModel], name: str) -> None:
+    """No image is dropped, and the text is the same in any chunks and with drafts."""
+    model = models(name)
+    asked = [replace(request, max_tokens=70, overflow="shift", keep=4) for request in requests(model)[:3]]
+
+    def answers(**settings: object) -> dict[str, list[int]]:
+        ended = play(core(model.loaded, slots=3, context=72, **settings), [Job(request) for request in asked])
+        assert all(
+            isinstance(answer.end, Finished) and answer.end.usage.context_shifts > 0 for answer in ended.values()
+        )
+        return texts(ended)
+
+    whole = answers(chunk=64)
+
+    assert answers(chunk=_longest_range(model) + 6) == whole
+    assert answers(chunk=64, speculation=lookup()) == whole
+
+
+def _play(engine: Core, prompt: Prompt, **settings: object) -> Answer:
+    return play(engine, [Job(content_request("a", prompt, **settings))])["a"]
+
+
+def _cached(answer: Answer) -> int:
+    assert isinstance(answer.end, Finished)
+    return answer.end.usage.cached_tokens
+
+
+def test_a_prefix_over_an_image_runs_no_encoder(models: Callable[[str], ContentModel]) -> None:
+    model = models("qwen2_vl")
+    engine = core(model.loaded, context=CONTEXT)
+    first, _, _, longer, other, *_ = prompts(model)
+    _play(engine, first)
+    model.encoder.encoded.clear()
+
+    answer = _play(engine, longer)
+
+    assert _cached(answer) == len(first.tokens)
+    assert model.encoder.encoded == []
+    assert answer.tokens == model.expected(longer)
+    # Another image has the same tokens.
+    assert _cached(_play(engine, other)) == other.contents[0].start
+
+
+def test_a_prefix_that_ends_inside_an_image_continues_there(models: Callable[[str], ContentModel]) -> None:
+    """With the entry in memory, or encoded again."""
+    model = models("qwen3_vl")
+    prompt = prompts(model)[0]
+    content = prompt.contents[0]
+    length = content.start + 3
+    for _ in range(2):
+        engine = core(model.loaded, context=CONTEXT, chunk=content.start + 3)
+        engine.submit(content_request("cut", prompt))
+        while engine.stats().cells_used + engine.stats().cells_cached <= length:
+            engine.step()
+        engine.cancel("cut")
+
+        answer = _play(engine, prompt)
+
+        assert content.start < _cached(answer) < content.stop
+        assert answer.tokens == model.expected(prompt)
+
+
+def test_an_image_of_many_requests_is_encoded_once(models: Callable[[str], ContentModel]) -> None:
+    model = models("llava")
+    engine = core(model.loaded, slots=6, context=CONTEXT)
+    first = model.images[0]
+    asked = [model.prompt(1, *TEXT[number : number + 4], first, *TEXT[9:12]) for number in range(12)]
+    model.encoder.encoded.clear()
+
+    answers = play(engine, [Job(content_request(f"{number}", prompt)) for number, prompt in enumerate(asked)])
+
+    assert len(model.encoder.encoded) == 1
+    assert texts(answers) == {f"{number}": model.expected(prompt) for number, prompt in enumerate(asked)}
+
+
+def test_another_salt_encodes_again(models: Callable[[str], ContentModel]) -> None:
+    """Else the time of an answer would show whether another owner sent the same image."""
+    model = models("llava")
+    engine = core(model.loaded, context=CONTEXT)
+    prompt = prompts(model)[0]
+    model.encoder.encoded.clear()
+
+    for salt in (b"one", b"two", b"one"):
+        _play(engine, prompt, salt=salt)
+
+    assert len(model.encoder.encoded) == 2
+
+
+def test_an_uncached_request_leaves_no_entry(models: Callable[[str], ContentModel]) -> None:
+    model = models("llava")
+    engine = core(model.loaded, context=CONTEXT)
+
+    _play(engine, prompts(model)[1], salt=b"alone", cacheable=False)
+
+    assert len(engine.content_inputs.store) == 0
+
+
+def test_contents_that_do_not_fit_together_are_encoded_in_turns(
+    models: Callable[[str], ContentModel], expected: Callable[[str], dict[str, list[int]]]
+) -> None:
+    model = models("qwen2_vl")
+    engine = core(model.loaded, context=CONTEXT, chunk=5)
+    largest = max(model.encoder.entry_bytes(content) for prompt in prompts(model) for content in prompt.contents)
+    engine.content_inputs.store.budget_bytes = largest * 3 // 2
+
+    answers = play(engine, [Job(request) for request in requests(model)])
+
+    assert texts(answers) == expected("qwen2_vl")
+    assert engine.content_inputs.store.used_bytes <= largest * 3 // 2
+
+
+@pytest.mark.parametrize("steps", range(1, 7))
+def test_a_cancelled_request_pins_nothing(models: Callable[[str], ContentModel], steps: int) -> None:
+    model = models("llava")
+    engine = core(model.loaded, context=CONTEXT, chunk=3)
+
+    play(engine, [Job(content_request("a", prompts(model)[1]), leaves=steps)])
+
+    assert engine.content_inputs.store.pinned_bytes == 0
+
+
+def test_a_failing_encoder_fails_its_own_request(
+    models: Callable[[str], ContentModel], expected: Callable[[str], dict[str, list[int]]]
+) -> None:
+    model = models("llava")
+    engine = core(model.loaded, context=CONTEXT)
+    model.encoder.broken.add(model.images[1].content.digest)
+
+    answers = play(engine, [Job(request) for request in requests(model)])
+    model.encoder.broken.clear()
+
+    failed = {name for name, answer in answers.items() if isinstance(answer.end, Failed)}
+    assert failed == {"1", "4"}
+    assert all(answers[name].tokens == tokens for name, tokens in expected("llava").items() if name not in failed)
+
+
+@pytest.mark.parametrize("ranges", [((1, 9),), ((3, 5), (2, 4)), ((2, 2),), ((-1, 2),)])
+def test_contents_outside_of_the_prompt_or_out_of_order_are_refused(
+    loaded: Callable[..., LoadedModel], ranges: tuple[tuple[int, int], ...]
+) -> None:
+    request = ask("a", range(8), contents=token_contents(range(8), *ranges))
+
+    with pytest.raises(InvalidRequest, match="not after the others in the prompt") as error:
+        check_request(request, with_token_contents(loaded("llama")), drafters=())
+
+    assert error.value.field == "contents"
+
+
+def test_contents_larger_than_the_memory_of_all_are_refused(models: Callable[[str], ContentModel]) -> None:
+    model = models("llava")
+    small = replace(model.loaded, content_encoder=EmbeddingRows(model.loaded.model, budget_bytes=100))
+
+    with pytest.raises(InvalidRequest, match="all may take 100"):
+        check_request(requests(model)[0], small, drafters=())
+
+
+def test_tokens_of_contents_are_not_scored(models: Callable[[str], ContentModel]) -> None:
+    model = models("llava")
+    request = replace(requests(model)[0], score_from=3)
+
+    with pytest.raises(InvalidRequest, match="cannot be scored"):
+        check_request(request, model.loaded, drafters=())
+
+
+def test_a_range_longer_than_a_step_fails_its_request(loaded: Callable[..., LoadedModel]) -> None:
+    engine = core(with_token_contents(loaded("llama")), chunk=16)
+
+    answer = play(engine, [Job(ask("a", range(40), contents=token_contents(range(40), (2, 30))))])["a"]
+
+    reason = "an image has 28 tokens that attend to each other, a step has 16"
+    assert answer.end == Failed(reason, caused_by_request=True)
+
+
+def test_steps_have_tokens_of_contents_or_others(models: Callable[[str], ContentModel]) -> None:
+    """So that a faster runner of text alone rounds the same whatever stands beside it."""
+    model = models("qwen2_vl")
+    runner = RecordingRunner(model.loaded.runner)
+    engine = core(replace(model.loaded, runner=runner), context=CONTEXT, chunk=5)
+
+    play(engine, [Job(request, number) for number, request in enumerate(requests(model))])
+
+    counts = [
+        (sum(rows.batch_stop - rows.batch_start for rows in step.embeddings), len(step.tokens)) for step in runner.steps
+    ]
+    assert {count for count in counts if count[0] not in (0, count[1])} == set()
+    assert any(count for count, _ in counts)
