@@ -252,7 +252,7 @@ def draw(url: str) -> None:
         for legend, query in spec.queries.items():
             for labels, points in _range(url, query):
                 name = legend.replace("{{", "{").replace("}}", "}").format(**labels)
-                axes.plot([at - points[-1][0] for at, _ in points], [value for _, value in points], label=name)
+                axes.plot([moment - points[-1][0] for moment, _ in points], [value for _, value in points], label=name)
         axes.set_title(f"{spec.title} ({UNITS[spec.unit]})" if spec.unit in UNITS else spec.title)
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
@@ -279,12 +279,12 @@ def _range(url: str, query: str) -> list[tuple[dict[str, str], list[tuple[float,
     now = time.time()
     text = expression(query).replace("$__rate_interval", "10s").replace("$model_name", ".*").replace("$instance", ".*")
     asked = {"query": text, "start": now - DRAWN_SECONDS, "end": now, "step": DRAWN_STEP}
-    found = (
+    result = (
         httpx.get(f"{url}/api/v1/query_range", params=asked, trust_env=False)
         .raise_for_status()
         .json()["data"]["result"]
     )
-    return [(one["metric"], [(at, float(value)) for at, value in one["values"]]) for one in found]
+    return [(series["metric"], [(moment, float(value)) for moment, value in series["values"]]) for series in result]
 
 
 if __name__ == "__main__":

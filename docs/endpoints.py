@@ -81,15 +81,20 @@ def endpoints(app: FastAPI) -> Iterator[Endpoint]:
 
 def tables() -> str:
     """A section in Markdown for each API; KeyError for a route of a module without one."""
-    found = sorted(endpoints(create_app(FakeEngine(), settings())), key=lambda one: list(SECTIONS).index(one.section))
+    all_endpoints = sorted(
+        endpoints(create_app(FakeEngine(), settings())), key=lambda endpoint: list(SECTIONS).index(endpoint.section)
+    )
     return "\n".join(
-        _section(*SECTIONS[name], list(members)) for name, members in groupby(found, lambda one: one.section)
+        _section(*SECTIONS[name], list(members))
+        for name, members in groupby(all_endpoints, lambda endpoint: endpoint.section)
     )
 
 
 def _section(title: str, introduction: str, members: list[Endpoint]) -> str:
-    purposes = dict.fromkeys(one.purpose for one in members)
-    rows = ((", ".join(one.request for one in members if one.purpose == purpose), purpose) for purpose in purposes)
+    purposes = dict.fromkeys(member.purpose for member in members)
+    rows = (
+        (", ".join(member.request for member in members if member.purpose == purpose), purpose) for purpose in purposes
+    )
     body = "".join(f"| {requests} | {purpose} |\n" for requests, purpose in rows)
     return f"## {title}\n\n{introduction}\n\n| request | effect |\n|---|---|\n{body}"
 

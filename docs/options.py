@@ -19,7 +19,7 @@ MODEL = (
 
 def tables() -> str:
     """Two tables in Markdown, of the model and of the server: every option with its default, help and older name."""
-    of_engine = {each.name for each in fields(EngineConfig)}
+    of_engine = {field.name for field in fields(EngineConfig)}
     engine_options = [option for option in options() if option.field in of_engine]
     server_options = [option for option in options() if option.field not in of_engine]
     model = [*HEADER, MODEL, *map(_row, engine_options)]

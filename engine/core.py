@@ -325,7 +325,9 @@ class Core:
         reason = sequence.sampling.deadlock_reason(result.tokens)
         if reason is not None:
             self._accept_tokens(result)
-        self._fail(sequence, reason or "the model's output has no finite value here", own=reason is not None)
+        self._fail(
+            sequence, reason or "the model's output has no finite value here", caused_by_request=reason is not None
+        )
         return True
 
     def _accept_tokens(self, result: StepResult) -> None:
@@ -374,7 +376,7 @@ class Core:
             return self._finish(sequence, "stop", None, entry)
         self._deliver(sequence, sequence.text.push(token, entry))
         if sequence.text.error:
-            return self._fail(sequence, sequence.text.error, own=True)
+            return self._fail(sequence, sequence.text.error, caused_by_request=True)
         if sequence.text.stop is not None:
             return self._finish(sequence, "stop", sequence.text.stop)
         if len(sequence.output) >= sequence.max_new_tokens or sequence.is_context_full:
@@ -393,12 +395,12 @@ class Core:
         self._leave(sequence)
         self._finish_seconds += self._clock() - began
 
-    def _fail(self, sequence: Sequence, reason: str, *, own: bool = False) -> None:
-        """Fail a sequence; `own`: its own constraints are the cause."""
+    def _fail(self, sequence: Sequence, reason: str, *, caused_by_request: bool = False) -> None:
+        """Fail a sequence; `caused_by_request`: its constraints are the cause."""
         if sequence.request.id not in self._sequences:
             return  # it finished in this step, before another sequence failed
         self._totals["failed"] += 1
-        self._emit(sequence, Failed(reason, own))
+        self._emit(sequence, Failed(reason, caused_by_request))
         # Its cells may hold values that are not finite: they are not cached.
         self._inspection.record_finished(sequence)
         self._scheduler.discard(sequence)

@@ -132,7 +132,7 @@ class Engine(EngineClient):
         """
         if self._failure is not None or not self._thread.is_alive():
             return False
-        tokenizers = [each.tokenizer for each in (self._loaded, self._embedder) if each is not None]
+        tokenizers = [part.tokenizer for part in (self._loaded, self._embedder) if part is not None]
         stuck_workers = [tokenizer.is_stuck() for tokenizer in tokenizers]
         return not self._watchdog.is_stuck() and not any(stuck_workers)
 

@@ -150,7 +150,7 @@ def _check_supported(name: str, settings: Mapping[str, Any]) -> None:
 
 def _is_any_of(value: object, accepted: tuple[object, ...]) -> bool:
     """Whether a value is one of the accepted ones, without Python's equality of 0, 0.0 and False."""
-    return any(type(value) is type(one) and value == one for one in accepted)
+    return any(type(value) is type(option) and value == option for option in accepted)
 
 
 def _shown(value: object) -> str:

@@ -181,7 +181,7 @@ class Speculation:
 
     def _update_reader_cooldown(self, kind: str) -> None:
         """Find the steps until the reader may draft for the sequences; prefill does not change them."""
-        if any(one.kind == kind and one.fixed for one in self._eligible):
+        if any(candidate.kind == kind and candidate.fixed for candidate in self._eligible):
             self._reader_cooldown = 0
         elif not self._depth.cost.work.has_prefill:
             self._reader_cooldown = self._depth.cooldown(kind, len(self._sequences))

@@ -64,11 +64,11 @@ def fuse(model: nn.Module, vocabulary: int, compiler: Callable[[_Function], _Fun
         for tokens in _TOKENS:
             calibrate(model, vocabulary, tokens=tokens)
     torch.compiler.set_stance("eager_on_recompile")
-    _install(model, {function: own.compiled for function, own in checked.items() if own.agrees})
-    for own in checked.values():
-        if own.failure is not None:
-            log.warning("%s is not compiled: %s", own.name, own.failure)
-    fused = tuple(sorted(own.name for own in checked.values() if own.agrees))
+    _install(model, {function: check.compiled for function, check in checked.items() if check.agrees})
+    for check in checked.values():
+        if check.failure is not None:
+            log.warning("%s is not compiled: %s", check.name, check.failure)
+    fused = tuple(sorted(check.name for check in checked.values() if check.agrees))
     log.info("compiled in %.1f s: %s", time.monotonic() - began, ", ".join(fused) or "nothing")
     return fused
 
@@ -104,9 +104,9 @@ class _Checked:
         except Exception as error:
             # torch wraps the errors of its compilers.
             return error_line(getattr(error, "inner_exception", error))
-        for own, other in zip(_tensors(expected), _tensors(actual), strict=True):
-            measured, allowed = _error(own, other), _ROUNDING_FACTOR * torch.finfo(own.dtype).eps
-            if not within(f"compiled output of {self.name}, {own.dtype}", measured, allowed):
+        for tensor, other in zip(_tensors(expected), _tensors(actual), strict=True):
+            measured, allowed = _error(tensor, other), _ROUNDING_FACTOR * torch.finfo(tensor.dtype).eps
+            if not within(f"compiled output of {self.name}, {tensor.dtype}", measured, allowed):
                 return f"its output differs by {measured:.2g}, where {allowed:.2g} is rounding"
         return None
 
@@ -134,7 +134,9 @@ def _install(model: nn.Module, functions: Mapping[_Function, _Function]) -> None
     """Have the modules of a model call others in place of the functions; by none, the modules' own again."""
     for module in model.modules():
         forward = type(module).forward
-        rotations = {name: functions[own] for name, own in _rotations(forward).items() if own in functions}
+        rotations = {
+            name: functions[rotation] for name, rotation in _rotations(forward).items() if rotation in functions
+        }
         is_compiled = _is_norm(module) or _is_dense_mlp(module)
         if is_compiled or _rotations(forward):
             module.__dict__.pop("forward", None)
@@ -155,15 +157,15 @@ def _rotations(function: _Function) -> dict[str, _Function]:
 def _with_globals(function: _Function, names: Mapping[str, _Function]) -> _Function:
     """The function with other global names, without a change of its file for other models."""
     assert isinstance(function, FunctionType)
-    own = FunctionType(
+    copy = FunctionType(
         function.__code__,
         {**function.__globals__, **names},
         function.__name__,
         function.__defaults__,
         function.__closure__,
     )
-    own.__kwdefaults__ = function.__kwdefaults__
-    return own
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
 
 
 def _is_norm(module: nn.Module) -> bool:
@@ -175,5 +177,5 @@ def _is_dense_mlp(module: nn.Module) -> bool:
     children = [*module.children()]
     linear = [child for child in children if type(child) is nn.Linear]
     functions = [child for child in children if type(child).__module__ in _ACTIVATIONS]
-    own = [*module.parameters(recurse=False)]
-    return len(linear) > 1 and len(functions) == 1 and len(linear) + 1 == len(children) and not own
+    parameters = [*module.parameters(recurse=False)]
+    return len(linear) > 1 and len(functions) == 1 and len(linear) + 1 == len(children) and not parameters

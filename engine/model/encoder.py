@@ -171,7 +171,9 @@ class Encoder:
         tensors = {
             name: torch.from_numpy(to_numpy(array).copy())[None].to(self._device) for name, array in media.arrays
         }
-        return {name: each.to(self._dtype) if each.is_floating_point() else each for name, each in tensors.items()}
+        return {
+            name: tensor.to(self._dtype) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()
+        }
 
 
 def has_encoder(config: Any) -> bool:

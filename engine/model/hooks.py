@@ -242,7 +242,11 @@ def encode(model: Any, media: Mapping[str, Tensor], start_token: int) -> dict[in
     cross_cache = DynamicCache()
     cache = EncoderDecoderCache(DynamicCache(), cross_cache) if encoder_decoder else cross_cache
     model(**media, **{"decoder_input_ids" if encoder_decoder else "input_ids": token}, past_key_values=cache)
-    return {at: (layer.keys[0], layer.values[0]) for at, layer in enumerate(cross_cache.layers) if layer.is_initialized}
+    return {
+        index: (layer.keys[0], layer.values[0])
+        for index, layer in enumerate(cross_cache.layers)
+        if layer.is_initialized
+    }
 
 
 def _decoder_inputs(tokens: Tensor, positions: Tensor) -> dict[str, Any]:

@@ -167,7 +167,7 @@ class _InvariantProducts:
             product = self.matmul(input.flatten(-3, -2), other.squeeze(-3))
             return product.view(*product.shape[:-2], -1, rows, columns)
         shape = (input[..., 0, 0] + other[..., 0, 0]).shape
-        left, right = (each.expand(*shape, *each.shape[-2:]).flatten(0, -3) for each in (input, other))
+        left, right = (operand.expand(*shape, *operand.shape[-2:]).flatten(0, -3) for operand in (input, other))
         return self._product.batch(left, right).view(*shape, rows, columns)
 
     def addmm(self, input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
@@ -206,7 +206,7 @@ class _InvariantProducts:
         """functional.scaled_dot_product_attention."""
         if enable_gqa:
             group = query.shape[-3] // key.shape[-3]
-            key, value = (each.repeat_interleave(group, -3) for each in (key, value))
+            key, value = (heads.repeat_interleave(group, -3) for heads in (key, value))
         scores = self.matmul(query, key.mT) * (query.shape[-1] ** -0.5 if scale is None else scale)
         if is_causal:
             attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
@@ -226,16 +226,16 @@ class _InvariantSums:
 
     def sum(self, input: Tensor, *args: Any, **settings: Any) -> Tensor:
         """torch.sum."""
-        found = self._along(input, *args, **settings)
-        return torch.sum(input.contiguous(), *args, **settings) if found is None else found.to(input.dtype)
+        sums = self._along(input, *args, **settings)
+        return torch.sum(input.contiguous(), *args, **settings) if sums is None else sums.to(input.dtype)
 
     def mean(self, input: Tensor, *args: Any, **settings: Any) -> Tensor:
         """torch.mean."""
-        found = self._along(input, *args, **settings)
-        if found is None:
+        sums = self._along(input, *args, **settings)
+        if sums is None:
             return torch.mean(input.contiguous(), *args, **settings)
         count = input.shape[args[0] if args else settings["dim"]]
-        return found.div(count).to(input.dtype)
+        return sums.div(count).to(input.dtype)
 
     def normalize(
         self, input: Tensor, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: Tensor | None = None
@@ -254,12 +254,12 @@ class _InvariantSums:
         if not self._product.sums_rows:
             return None
         if moved.shape[-1] <= _FEW_TERMS:
-            found = torch.zeros(moved.shape[:-1], dtype=torch.float32, device=input.device)
+            sums = torch.zeros(moved.shape[:-1], dtype=torch.float32, device=input.device)
             for part in moved.unbind(-1):
-                found += part
+                sums += part
         else:
-            found = self._product.sums(moved.reshape(-1, moved.shape[-1])).view(moved.shape[:-1])
-        return found.unsqueeze(dim) if keepdim else found
+            sums = self._product.sums(moved.reshape(-1, moved.shape[-1])).view(moved.shape[:-1])
+        return sums.unsqueeze(dim) if keepdim else sums
 
 
 def _softmax(input: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -322,7 +322,9 @@ def _contiguous(reduce: Callable[..., Any]) -> Callable[..., Any]:
     """A reduction over contiguous tensors."""
 
     def reduced(*args: Any, **settings: Any) -> Any:
-        return reduce(*(each.contiguous() if isinstance(each, Tensor) else each for each in args), **settings)
+        return reduce(
+            *(argument.contiguous() if isinstance(argument, Tensor) else argument for argument in args), **settings
+        )
 
     return reduced
 

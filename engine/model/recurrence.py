@@ -27,17 +27,17 @@ Operation: TypeAlias = Callable[..., Any]
 
 def install(model: Any) -> bool:
     """Replace the operations in the modules of a model's code, once a process; whether the model has any."""
-    found = False
+    has_operations = False
     for name in {type(module).__module__ for module in model.modules()}:
         namespace = sys.modules[name]
         for operation, packed in _PACKED_OPERATIONS.items():
             original = getattr(namespace, operation, None)
             if original is None:
                 continue
-            found = True
+            has_operations = True
             if not hasattr(original, "unpacked"):
                 setattr(namespace, operation, _replace(original, packed, namespace))
-    return found
+    return has_operations
 
 
 def _replace(original: Operation, packed: Operation, namespace: ModuleType) -> Operation:

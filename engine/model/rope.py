@@ -56,10 +56,10 @@ _ALL_ROWS = torch.ones(1, dtype=torch.bool)
 
 def original_length(model: Any) -> int | None:
     """The length up to which the short factors hold; None: no factors depend on the length. Raises ValueError."""
-    found = sorted({length for module in model.modules() for length in _original_lengths(module)})
-    if len(found) > 1:
-        raise ValueError(f"its layers change their rotation at different lengths: {found}")
-    return found[0] if found else None
+    lengths = sorted({length for module in model.modules() for length in _original_lengths(module)})
+    if len(lengths) > 1:
+        raise ValueError(f"its layers change their rotation at different lengths: {lengths}")
+    return lengths[0] if lengths else None
 
 
 def install(model: Any) -> RopeSwitch | None:
@@ -118,7 +118,9 @@ def _rotate_by_row(rotate: Callable[..., _Angles], original: int) -> Callable[..
             return _map_angles(lambda angles: angles[..., :-1, :], long)
         rows = rows.to(position_ids.device)[:, None]
         within = rotate(x, position_ids.masked_fill(rows[:, 0], 0), *args, **settings)
-        return _map_angles(lambda angles, own: torch.where(rows, angles[..., :-1, :], own), long, within)
+        return _map_angles(
+            lambda angles, short_angles: torch.where(rows, angles[..., :-1, :], short_angles), long, within
+        )
 
     return forward
 

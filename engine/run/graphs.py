@@ -92,16 +92,18 @@ def recorder_for(device: torch.device) -> Recorder | None:
 
 
 class RecordedStep:
-    """A step for batches of up to `size` tokens, and up to `most` positions.
+    """A step for batches of up to `size` tokens, and up to `max_positions` positions.
 
     numbers  int64 [1 + .., size] on the device: tokens, then those of a RowForward; `replay` reads them
     layers   after which hidden states are read, besides FINAL_NORM
     """
 
-    def __init__(self, cache: Cache, device: torch.device, size: int, most: int, layers: tuple[int, ...] = ()) -> None:
-        self._cache, self.size, self.most, self.layers = cache, size, most, layers
+    def __init__(
+        self, cache: Cache, device: torch.device, size: int, max_positions: int, layers: tuple[int, ...] = ()
+    ) -> None:
+        self._cache, self.size, self.max_positions, self.layers = cache, size, max_positions, layers
         self.numbers = torch.from_numpy(self.arrange((), ())).to(device)
-        self.cells = RowForward(cache, self.numbers[1:], most)
+        self.cells = RowForward(cache, self.numbers[1:], max_positions)
         rows = torch.arange(size, device=device)
         self.inputs = _RecordedInputs(
             self.numbers[0], self.cells.positions, rows, state_rows=self.cells.state_rows, step=self
@@ -137,8 +139,8 @@ class DraftStep(RecordedStep):
     vocabulary  only the first `vocabulary` tokens are sampled
     """
 
-    def __init__(self, cache: Cache, device: torch.device, size: int, most: int, vocabulary: int) -> None:
-        super().__init__(cache, device, size, most)
+    def __init__(self, cache: Cache, device: torch.device, size: int, max_positions: int, vocabulary: int) -> None:
+        super().__init__(cache, device, size, max_positions)
         self.sampling = torch.from_numpy(sampling_numbers((), size)).to(device)
         self.vocabulary = vocabulary
 
@@ -152,22 +154,22 @@ class _DraftLoop:
 
     def __init__(self, inputs: Sequence[DraftLoopInput], spans: Sequence[Span]) -> None:
         self._inputs, self._spans = inputs, spans
-        self.active = [sum(one.count > at for one in inputs) for at in range(inputs[0].count)]
+        self.active = [sum(loop_input.count > step for loop_input in inputs) for step in range(inputs[0].count)]
         self.first_spans = [
-            Span(span.slot, span.start, len(one.tokens)) for one, span in zip(inputs, spans, strict=True)
+            Span(span.slot, span.start, len(loop_input.tokens)) for loop_input, span in zip(inputs, spans, strict=True)
         ]
 
     def arrays(self, first: RecordedStep, later: DraftStep) -> list[NDArray[np.int64]]:
         """Numbers, rows of logits and sampling of the first step; numbers and sampling of each other step."""
-        tokens = [token for one in self._inputs for token in one.tokens]
+        tokens = [token for loop_input in self._inputs for token in loop_input.tokens]
         active = self.active[0] if self.active else 0
         last_rows = np.cumsum([span.length for span in self.first_spans])[:active] - 1
-        contexts = [one.context for one in self._inputs]
-        found = [first.arrange(self.first_spans, tokens), last_rows, sampling_numbers(contexts[:active], active)]
+        contexts = [loop_input.context for loop_input in self._inputs]
+        arrays = [first.arrange(self.first_spans, tokens), last_rows, sampling_numbers(contexts[:active], active)]
         for ahead, active in enumerate(self.active[1:]):
             spans = [Span(span.slot, span.stop + ahead, 1) for span in self.first_spans[:active]]
-            found += [later.arrange(spans, ()), sampling_numbers(contexts[:active], later.size, ahead + 1)]
-        return found
+            arrays += [later.arrange(spans, ()), sampling_numbers(contexts[:active], later.size, ahead + 1)]
+        return arrays
 
 
 class GraphRunner(DeviceRunner):
@@ -260,18 +262,18 @@ class GraphRunner(DeviceRunner):
         # Row by row, recurrent layers have other bits than together.
         return self._is_recordable and (self._invariant is None or cache.recurrent_states is None)
 
-    def _recorded_step(self, cache: Cache, size: int, most: int, layers: tuple[int, ...] = ()) -> RecordedStep:
+    def _recorded_step(self, cache: Cache, size: int, max_positions: int, layers: tuple[int, ...] = ()) -> RecordedStep:
         if self._cache is not cache:
             self._cache, self._steps, self._draft_steps = cache, {}, {}
-        key = (size, most, layers)
+        key = (size, max_positions, layers)
         if key not in self._steps:
             self._steps[key] = RecordedStep(cache, self._device, *key)
         return self._steps[key]
 
-    def _draft_step(self, cache: Cache, size: int, most: int, vocabulary: int) -> DraftStep:
-        if (size, most) not in self._draft_steps:
-            self._draft_steps[size, most] = DraftStep(cache, self._device, size, most, vocabulary)
-        return self._draft_steps[size, most]
+    def _draft_step(self, cache: Cache, size: int, max_positions: int, vocabulary: int) -> DraftStep:
+        if (size, max_positions) not in self._draft_steps:
+            self._draft_steps[size, max_positions] = DraftStep(cache, self._device, size, max_positions, vocabulary)
+        return self._draft_steps[size, max_positions]
 
     def _compute(self, step: RecordedStep) -> Tensor:
         """The logits [size, vocabulary] of the batch whose numbers are written; of a DraftStep the tokens [size]."""
@@ -300,24 +302,24 @@ class GraphRunner(DeviceRunner):
 
     def run_draft_loop(self, forward: Forward, inputs: Sequence[DraftLoopInput], vocabulary: int) -> list[list[int]]:
         """See DraftLoopRunner: a replay for each step, one upload before the first and one wait after the last."""
-        order = sorted(range(len(inputs)), key=lambda at: -inputs[at].count)
-        loop = _DraftLoop([inputs[at] for at in order], [forward.spans[at] for at in order])
+        order = sorted(range(len(inputs)), key=lambda sequence: -inputs[sequence].count)
+        loop = _DraftLoop([inputs[sequence] for sequence in order], [forward.spans[sequence] for sequence in order])
         first, later = self._loop_steps(forward, loop, vocabulary)
-        own, changes = loop.arrays(first, later), forward.table_changes()
-        parts = self._staging.upload([*own, *changes])
-        forward.write_table_changes(parts[len(own) :])
-        sampled = iter(self._replay_loop(loop, first, later, parts[: len(own)]))
+        arrays, changes = loop.arrays(first, later), forward.table_changes()
+        parts = self._staging.upload([*arrays, *changes])
+        forward.write_table_changes(parts[len(arrays) :])
+        sampled = iter(self._replay_loop(loop, first, later, parts[: len(arrays)]))
         drafts: list[list[int]] = [[] for _ in inputs]
         for active in loop.active:
-            for at in order[:active]:
-                drafts[at].append(next(sampled))
+            for sequence in order[:active]:
+                drafts[sequence].append(next(sampled))
         return [[*takewhile(lambda token: token >= 0, draft)] for draft in drafts]
 
     def _loop_steps(self, forward: Forward, loop: _DraftLoop, vocabulary: int) -> tuple[RecordedStep, DraftStep]:
         """The steps of the first and of all later tokens."""
-        cache, most = forward.cache, positions(max(span.stop for span in forward.spans), forward.capacity)
-        first = self._recorded_step(cache, batch_size(sum(span.length for span in loop.first_spans)), most)
-        return first, self._draft_step(cache, batch_size(max(loop.active, default=1)), most, vocabulary)
+        cache, max_positions = forward.cache, positions(max(span.stop for span in forward.spans), forward.capacity)
+        first = self._recorded_step(cache, batch_size(sum(span.length for span in loop.first_spans)), max_positions)
+        return first, self._draft_step(cache, batch_size(max(loop.active, default=1)), max_positions, vocabulary)
 
     def _replay_loop(
         self, loop: _DraftLoop, first: RecordedStep, later: DraftStep, parts: Sequence[Tensor]
@@ -328,13 +330,13 @@ class GraphRunner(DeviceRunner):
         logits = self._replay(first)
         if not loop.active:
             return []
-        found = [sample_numbered(logits.index_select(0, rows)[:, : later.vocabulary], sampling)]
+        sampled = [sample_numbered(logits.index_select(0, rows)[:, : later.vocabulary], sampling)]
         for active, numbers, sampling in zip(loop.active[1:], others[::2], others[1::2], strict=True):
             later.numbers.copy_(numbers)
-            later.numbers[0, :active].copy_(found[-1][:active].clamp_min(0))
+            later.numbers[0, :active].copy_(sampled[-1][:active].clamp_min(0))
             later.sampling.copy_(sampling)
-            found.append(self._replay(later)[:active].clone())
-        return torch.cat(found).tolist()
+            sampled.append(self._replay(later)[:active].clone())
+        return torch.cat(sampled).tolist()
 
     def _replay(self, step: RecordedStep) -> Tensor:
         replay = self._record(step)

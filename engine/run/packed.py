@@ -50,7 +50,7 @@ def output_arrays(logit_rows: Sequence[int], hidden_rows: Sequence[int] | None) 
     if hidden_rows is None:
         return [logit_rows]
     rows = sorted({*logit_rows, *hidden_rows})
-    place = {row: at for at, row in enumerate(rows)}
+    place = {row: index for index, row in enumerate(rows)}
     return [rows, [place[row] for row in logit_rows], [place[row] for row in hidden_rows]]
 
 

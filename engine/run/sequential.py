@@ -110,8 +110,8 @@ class SequentialRunner(LocalRunner):
         self._parameters = frozenset(inspect.signature(type(model).forward).parameters)
         cache = DynamicCache(config=model.config)
         self._run(cache, Span(0, 0, 2), [0, 1], self._tensor([1]))
-        stored = {at: layer for at, layer in enumerate(cache.layers) if layer.is_initialized}
-        self.layers = tuple(CachedLayer(at, _spec(layer)) for at, layer in stored.items())
+        stored = {layer_index: layer for layer_index, layer in enumerate(cache.layers) if layer.is_initialized}
+        self.layers = tuple(CachedLayer(layer_index, _spec(layer)) for layer_index, layer in stored.items())
         self.long_factor_layers = self.layers
         if not self.layers:
             raise UnsupportedCache("its cache is empty")
@@ -142,7 +142,7 @@ class SequentialRunner(LocalRunner):
             stop = row + span.length
             cache, tokens = self._fill_cache(forward, number), step.tokens[row:stop]
             logit_rows, hidden_rows = (
-                [at - row for at in rows if row <= at < stop]
+                [logit_row - row for logit_row in rows if row <= logit_row < stop]
                 for rows in (step.logit_rows, () if step.hidden is None else step.hidden.rows)
             )
             output_rows, *places = map(self._tensor, output_arrays(logit_rows, hidden_rows if layers else None))

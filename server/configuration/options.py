@@ -54,7 +54,7 @@ class Option:
 def options(kind: type = Settings) -> list[Option]:
     """The options that a class declares, in the order of its fields; by default all options of `cellar serve`."""
     hints = get_type_hints(kind, include_extras=True)
-    declared = [_option(each, hints[each.name]) for each in fields(kind)]
+    declared = [_option(field, hints[field.name]) for field in fields(kind)]
     return [option for option in declared if option is not None]
 
 

@@ -37,7 +37,7 @@ _SAME = {
     "itl-target-ms": ("max-num-batched-tokens", "chunked-prefill-size", "batch-size", "ubatch-size", "-b", "-ub"),
     "max-waiting": ("max-queue", "max-queued-requests"),
 }
-_PEER_NAMES = {name: own for own, names in _SAME.items() for name in names}
+_PEER_NAMES = {name: option for option, names in _SAME.items() for name in names}
 # Options without a counterpart.
 _REMEDIES = {
     "The model is an argument: cellar serve MODEL.": ("-m", "model-path", "hf-repo", "-hf", "model-id"),
@@ -73,25 +73,25 @@ _COMMANDS = {
     "cellar convert SOURCE TARGET": ("quantize", "export"),
     "cellar doctor": ("env", "collect-env", "check", "status"),
 }
-_COMMAND_OF = {name: own for own, names in _COMMANDS.items() for name in names}
+_COMMAND_OF = {name: command for command, names in _COMMANDS.items() for name in names}
 
 
 def nearest_option(key: str, keys: Collection[str]) -> str:
     """The option that a key without dashes most likely means: its name in Cellar, or the most similar one."""
-    own = _PEER_NAMES.get(key)
-    return own if own is not None and own in keys else difflib.get_close_matches(key, keys, 1, 0.0)[0]
+    option = _PEER_NAMES.get(key)
+    return option if option is not None and option in keys else difflib.get_close_matches(key, keys, 1, 0.0)[0]
 
 
 def option_remedy(flag: str, flags: Collection[str]) -> str | None:
     """A sentence about an option of another server, given the flags of the command; None: the option is unknown."""
     name = flag[2:] if flag.startswith("--") else flag
-    own = _PEER_NAMES.get(name)
-    if own is not None and f"--{own}" in flags:
-        return f"Its name in Cellar is --{own}."
-    if (own or name) in _OF_REQUESTS:
-        field = (own or name).replace("-", "_")
+    option = _PEER_NAMES.get(name)
+    if option is not None and f"--{option}" in flags:
+        return f"Its name in Cellar is --{option}."
+    if (option or name) in _OF_REQUESTS:
+        field = (option or name).replace("-", "_")
         place = "a message with the role system" if field == "system" else f"their parameter {field}"
-        return f"Requests have it: {place}, or --{own or name} of cellar run and cellar chat."
+        return f"Requests have it: {place}, or --{option or name} of cellar run and cellar chat."
     return _REMEDY_OF.get(name)
 
 

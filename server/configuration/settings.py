@@ -272,7 +272,7 @@ class Settings(EngineConfig):
 
     def engine_config(self) -> EngineConfig:
         """The settings of the engine; ConfigError for a value that cannot work."""
-        values = {each.name: getattr(self, each.name) for each in fields(EngineConfig)}
+        values = {option.name: getattr(self, option.name) for option in fields(EngineConfig)}
         # An empty text counts as not set, as an empty environment variable does.
         return EngineConfig(**{name: value for name, value in values.items() if value != ""})
 

@@ -74,8 +74,8 @@ class Preset:
         """The parameters as in a Modelfile, a line each."""
         options = {} if self.parameters is None else self.parameters.model_dump(exclude_none=True)
         for name, value in options.items():
-            for each in value if isinstance(value, list) else [value]:
-                yield f"{name:<30} {json.dumps(each, ensure_ascii=False)}"
+            for entry in value if isinstance(value, list) else [value]:
+                yield f"{name:<30} {json.dumps(entry, ensure_ascii=False)}"
 
     def modelfile(self) -> str:
         """A Modelfile of the preset."""
@@ -98,7 +98,7 @@ class Presets:
 
     def of(self, owner: str) -> Mapping[str, Preset]:
         """All presets of an owner, by name."""
-        return {name: preset for (each, name), preset in self._presets.items() if each == owner}
+        return {name: preset for (preset_owner, name), preset in self._presets.items() if preset_owner == owner}
 
     def set(self, owner: str, name: str, preset: Preset) -> None:
         """Add or replace a preset; ApiError if there are too many."""

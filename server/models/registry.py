@@ -125,9 +125,9 @@ class ModelRegistry:
             )
             raise ApiError(MODEL_NOT_FOUND, message, param="model")
         is_any_name = self.settings.serves_any_name and _may_be_name(name)
-        adapter = next((each for each in (name, name.removesuffix(LATEST_TAG)) if self._is_adapter(each)), "")
+        adapter = next((option for option in (name, name.removesuffix(LATEST_TAG)) if self._is_adapter(option)), "")
         if not adapter and name.removesuffix(LATEST_TAG) not in self.settings.model_names and not is_any_name:
-            served = ", ".join(f"'{each}'" for each in self.names)
+            served = ", ".join(f"'{model}'" for model in self.names)
             message = f"The model '{name[:128]}' does not exist here. This server serves {served}."
             raise ApiError(MODEL_NOT_FOUND, message, param="model")
         return replace(self._service, name=name, adapter=adapter)

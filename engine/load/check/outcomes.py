@@ -127,9 +127,9 @@ def _software() -> tuple[str, ...]:
     # One update of a digest: each waits for the interpreter lock, which the tokenizer's thread holds.
     content = bytearray()
     for folder in (Path(__file__).resolve().parents[2], Path(kvcache.spec.__file__).resolve().parent):
-        for file in sorted(found for kind in _SOURCES for found in folder.rglob(kind)):
-            own = file.read_bytes()
-            content += f"{file.relative_to(folder)} {len(own)} ".encode() + own
+        for file in sorted(match for kind in _SOURCES for match in folder.rglob(kind)):
+            code = file.read_bytes()
+            content += f"{file.relative_to(folder)} {len(code)} ".encode() + code
     digest = hashlib.sha256(content).hexdigest()
     return (torch.__version__, transformers.__version__, tokenizers.__version__, digest)
 

@@ -108,7 +108,7 @@ def download_headers(model: str) -> Path:
         repository = _repository(name, "main")
         if quantisation or not any(file.endswith(".safetensors") for file in repository.files):
             raise ModelMissing(model, reason)
-        patterns = [each for each in _DOWNLOADED_FILES if each != "*.safetensors"]
+        patterns = [pattern for pattern in _DOWNLOADED_FILES if pattern != "*.safetensors"]
         return _download(repository, patterns, _IGNORED_FILES)
 
 
@@ -169,8 +169,8 @@ def _cached_gguf(name: str, quantisation: str, revision: str) -> Path | None:
     """The named GGUF file of a repository in the local cache, the first of its shards; None: it is not there."""
     if not quantisation:
         return None
-    found = _matching(files := _gguf_files(_cached_names(name, revision)), quantisation)
-    cached = try_to_load_from_cache(name, files[found[0]][0], revision=revision) if len(found) == 1 else None
+    matches = _matching(files := _gguf_files(_cached_names(name, revision)), quantisation)
+    cached = try_to_load_from_cache(name, files[matches[0]][0], revision=revision) if len(matches) == 1 else None
     return Path(cached) if isinstance(cached, str) else None
 
 
@@ -186,11 +186,13 @@ def _gguf_files(names: Iterable[str]) -> dict[str, list[str]]:
 
 def _named_file(model: str, files: dict[str, list[str]], quantisation: str) -> list[str]:
     """The shards of the file with a quantisation or a file name. Raises ModelMissing, listing the files."""
-    found = _matching(files, quantisation)
-    if len(found) == 1:
-        return files[found[0]]
-    if found:
-        raise ModelMissing(model, f"{len(found)} files match: {_list(found)}; name one: organisation/model:file.gguf")
+    matches = _matching(files, quantisation)
+    if len(matches) == 1:
+        return files[matches[0]]
+    if matches:
+        raise ModelMissing(
+            model, f"{len(matches)} files match: {_list(matches)}; name one: organisation/model:file.gguf"
+        )
     raise ModelMissing(model, f"the repository has no such GGUF file; it has {_list(list(files)) or 'none'}")
 
 
@@ -204,9 +206,9 @@ def _matching(files: dict[str, list[str]], quantisation: str) -> list[str]:
 
 def _preferred_file(files: dict[str, list[str]]) -> list[str]:
     for quantisation in _PREFERRED:
-        found = _matching(files, quantisation)
-        if found:
-            return files[found[0]]
+        matches = _matching(files, quantisation)
+        if matches:
+            return files[matches[0]]
     return next(iter(files.values()))
 
 

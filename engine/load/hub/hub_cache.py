@@ -49,23 +49,23 @@ def cached_models() -> list[CachedModel]:
     cache = _scan()
     if cache is None:
         return []
-    found = [
+    models = [
         _cached_model(repository, revision, cache.incomplete_files)
         for repository in cache.repos
         if repository.repo_type == "model"
         for revision in repository.revisions
     ]
-    return sorted(found, key=lambda model: (model.id.lower(), -model.last_used))
+    return sorted(models, key=lambda model: (model.id.lower(), -model.last_used))
 
 
 def find_cached(name: str) -> list[CachedModel]:
     """All revisions of `organisation/model`, or one as `organisation/model@revision`: a branch, a tag, or the first
     characters of its commit. Raises ModelKept if several commits begin with them.
     """
-    id, at, revision = plain_name(name).partition("@")
+    id, separator, revision = plain_name(name).partition("@")
     id = NAMED_MODELS[id].repository if id in NAMED_MODELS else id
     models = [model for model in cached_models() if model.id == id]
-    if not at:
+    if not separator:
         return models
     named = [model for model in models if revision in (model.revision, *model.names)]
     matches = named or [model for model in models if revision and model.revision.startswith(revision)]
@@ -124,9 +124,9 @@ def _scan() -> Any:
 
 def _deletion(cache: Any, repository: Any, commits: Collection[str]) -> Any:
     """The deletion of revisions of a repository. Raises ModelKept if it would follow a linked folder."""
-    own = replace(repository, revisions=frozenset(_without_foreign_files(repository)))
-    present = [revision.commit_hash for revision in own.revisions if revision.commit_hash in commits]
-    strategy = replace(cache, repos=frozenset({own})).delete_revisions(*present)
+    deletable = replace(repository, revisions=frozenset(_without_foreign_files(repository)))
+    present = [revision.commit_hash for revision in deletable.revisions if revision.commit_hash in commits]
+    strategy = replace(cache, repos=frozenset({deletable})).delete_revisions(*present)
     for folder in {path.parent for path in (*strategy.snapshots, *strategy.refs, *strategy.blobs)}:
         if folder.resolve() != folder:
             raise ModelKept(repository.repo_id, f"{folder} is a link; only all revisions together can be deleted")
@@ -139,10 +139,10 @@ def _without_foreign_files(repository: Any) -> Iterator[Any]:
     places = {blobs} if blobs.resolve() == blobs else set[Path]()
     for revision in repository.revisions:
         folder = revision.snapshot_path
-        own = (
+        files = (
             file for file in revision.files if file.blob_path.parent in places or file.blob_path.is_relative_to(folder)
         )
-        yield replace(revision, files=frozenset(own))
+        yield replace(revision, files=frozenset(files))
 
 
 def _deletes(strategy: Any, places: Iterable[Path]) -> bool:

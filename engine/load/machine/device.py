@@ -74,9 +74,7 @@ def describe_gpus() -> tuple[str, ...]:
     if not torch.cuda.is_available():
         return ()
     properties = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
-    return tuple(
-        f"cuda:{number}: {each.name}, {format_size(each.total_memory)}" for number, each in enumerate(properties)
-    )
+    return tuple(f"cuda:{number}: {gpu.name}, {format_size(gpu.total_memory)}" for number, gpu in enumerate(properties))
 
 
 def no_gpu_reason() -> str:

@@ -66,8 +66,8 @@ def compiler_command(machine: Machine) -> str:
     """The command that installs a C++ compiler."""
     if machine.system == "Darwin":
         return _MACOS_COMMAND
-    found = (_COMPILER_COMMANDS[name] for name in machine.distribution if name in _COMPILER_COMMANDS)
-    return next(found, "install g++ or clang++ with the package manager of the system")
+    commands = (_COMPILER_COMMANDS[name] for name in machine.distribution if name in _COMPILER_COMMANDS)
+    return next(commands, "install g++ or clang++ with the package manager of the system")
 
 
 def _system(machine: Machine) -> Finding:

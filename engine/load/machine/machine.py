@@ -142,8 +142,12 @@ def find_conflicts() -> tuple[str, ...]:
         required = [Requirement(line) for line in importlib.metadata.requires(_DISTRIBUTION) or ()]
     except importlib.metadata.PackageNotFoundError:
         return ()
-    needed = [each for each in required if each.marker is None or each.marker.evaluate({"extra": ""})]
-    return tuple(conflict for each in needed if (conflict := _conflict(each)) is not None)
+    needed = [
+        requirement
+        for requirement in required
+        if requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+    ]
+    return tuple(conflict for requirement in needed if (conflict := _conflict(requirement)) is not None)
 
 
 def _conflict(requirement: Requirement) -> str | None:

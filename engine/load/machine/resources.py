@@ -63,9 +63,9 @@ def _groups(controller: str, root: Path) -> Iterator[Path]:
             continue
         # A hierarchy of version 2 names no controllers; beside one of version 1 it is mounted elsewhere.
         for mount in (controller,) if controllers else ("", "unified"):
-            own = root / "sys/fs/cgroup" / mount
+            mounted = root / "sys/fs/cgroup" / mount
             inside = Path(path.lstrip("/"))
-            yield from (own / group for group in (inside, *inside.parents) if ".." not in group.parts)
+            yield from (mounted / group for group in (inside, *inside.parents) if ".." not in group.parts)
 
 
 def _processor_quota(group: Path) -> float | None:

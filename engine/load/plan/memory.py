@@ -218,8 +218,8 @@ def recorded_tokens(config: EngineConfig, slots: int) -> int:
     """
     if config.is_draft:
         return min(2 * slots, BATCH_SIZES[-1])
-    most = MAX_DRAFT_TOKENS if config.draft_tokens == "auto" else config.draft_tokens
-    return min(slots * (1 if config.drafter == "none" else 1 + most), BATCH_SIZES[-1])
+    draft_tokens = MAX_DRAFT_TOKENS if config.draft_tokens == "auto" else config.draft_tokens
+    return min(slots * (1 if config.drafter == "none" else 1 + draft_tokens), BATCH_SIZES[-1])
 
 
 def _default_cells(config: EngineConfig, context: int, slots: int) -> int:

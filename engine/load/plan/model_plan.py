@@ -114,8 +114,8 @@ class ModelPlan:
         if self.memory is None:
             return None
         planned = self.memory
-        own = planned.weights_bytes + planned.cache_bytes + planned.workspace_bytes
-        return self.process_bytes + own + self.states_bytes + self.encoder_bytes
+        model_bytes = planned.weights_bytes + planned.cache_bytes + planned.workspace_bytes
+        return self.process_bytes + model_bytes + self.states_bytes + self.encoder_bytes
 
 
 def plan_with_draft(config: EngineConfig, folder: Path, draft_folder: Path | None) -> ModelPlan:
@@ -222,7 +222,7 @@ def _weights(
     if bits is None:
         return label, bytes_of(model)
     if bits == 8:
-        formats: dict[str, WeightFormat] = {each.name: "int8" for each in planned_matrices(plan)}
+        formats: dict[str, WeightFormat] = {matrix.name: "int8" for matrix in planned_matrices(plan)}
         return "int8", _quantised_bytes(model, plan, _packed_bytes(plan, formats))
     # The formats of the matrices are chosen by their values.
     return "int4", _quantised_bytes(model, plan, int(plan.weights * MAX_AVERAGE_BITS / 8))

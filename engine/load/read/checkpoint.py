@@ -80,10 +80,10 @@ def resolve(model: str | None, download_files: Callable[[str], Path] = download)
     name = plain_name(model)
     if name not in NAMED_MODELS and (name.partition(":")[0].count("/") != 1 or name.startswith((".", "/", "~"))):
         raise ModelMissing(model, f"there is no such folder, and {NAME_FORMAT}")
-    found = download_files(name)
-    if found.is_file():
-        return _model_file(model, found)
-    return _in_folder(model, found, f"its repository has no config.json; {_MODEL_HINT}")
+    path = download_files(name)
+    if path.is_file():
+        return _model_file(model, path)
+    return _in_folder(model, path, f"its repository has no config.json; {_MODEL_HINT}")
 
 
 def _in_folder(model: str, folder: Path, reason: str) -> Path:
@@ -94,14 +94,14 @@ def _in_folder(model: str, folder: Path, reason: str) -> Path:
         return folder
     # A repository without a file of a model has no folder in the cache, which glob permits.
     files = sorted(file for file in folder.glob("*") if file.suffix.lower() == ".gguf" and file.is_file())
-    found = sorted({_first_shard(model, file) for file in files})
-    models = [file for file in found if _is_language_model(file)] if len(found) > 1 else found
+    candidates = sorted({_first_shard(model, file) for file in files})
+    models = [file for file in candidates if _is_language_model(file)] if len(candidates) > 1 else candidates
     if len(models) > 1:
         names = ", ".join(file.name for file in models)
         raise ModelMissing(model, f"the folder has {len(models)} GGUF models; pass one of the files: {names}")
-    if not found:
+    if not candidates:
         raise ModelMissing(model, reason)
-    return (models or found)[0]
+    return (models or candidates)[0]
 
 
 def _adapter_reason(configuration: Path) -> str:
@@ -197,9 +197,9 @@ def weight_files(folder: Path) -> list[Path]:
 def missing_weights_reason(folder: Path) -> str:
     """Why a folder without `weight_files` cannot be served."""
     suffixes = {".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".safetensors"}
-    found = sorted(file.name for file in folder.iterdir() if file.suffix.lower() in suffixes)
-    others = f"; {found[0]} has another format" if found else ""
-    pickled = next((name for name in found if Path(name).suffix.lower() in PICKLE_SUFFIXES), None)
+    names = sorted(file.name for file in folder.iterdir() if file.suffix.lower() in suffixes)
+    others = f"; {names[0]} has another format" if names else ""
+    pickled = next((name for name in names if Path(name).suffix.lower() in PICKLE_SUFFIXES), None)
     if pickled is not None:
         others = f"; {pickled} {PICKLE_REMEDY}"
     return f"it has no safetensors weights in the layout of transformers{others}"
@@ -229,8 +229,8 @@ def fingerprint(folder: Path) -> str:
         size = file.stat().st_size
         digest.update(f"{file.name} {size} ".encode())
         with file.open("rb") as content:
-            for at in range(0, size, max(size // _DIGEST_SAMPLES, 1)):
-                content.seek(at)
+            for offset in range(0, size, max(size // _DIGEST_SAMPLES, 1)):
+                content.seek(offset)
                 digest.update(content.read(_DIGEST_SAMPLE_BYTES))
     return digest.hexdigest()[:16]
 

@@ -115,8 +115,8 @@ def _source(
     tensor = tensors.get(name, torch.empty(0) if not tensors else None)
     if tensor is None or tensor.dtype not in _PLAIN or (tensors and tuple(tensor.shape) != shape):
         return None
-    own = GgufTensor(name, _PLAIN[tensor.dtype], shape, tensor.view(torch.uint8).numpy())
-    return Matrices((FileMatrix((whole_rows(own),)),), shape)
+    plain = GgufTensor(name, _PLAIN[tensor.dtype], shape, tensor.view(torch.uint8).numpy())
+    return Matrices((FileMatrix((whole_rows(plain),)),), shape)
 
 
 def _experts(
@@ -138,5 +138,5 @@ def _experts(
     if not fits or {codes.dtype, exponents.dtype} != {torch.uint8}:
         return None
     pairs = zip(codes.numpy(), exponents.numpy(), strict=True)
-    owns = [_ExpertTensor(f"{name}.{at}", _TYPE, (outputs, columns), *pair) for at, pair in enumerate(pairs)]
-    return Matrices(tuple(FileMatrix((whole_rows(own),)) for own in owns), shape, transposed)
+    owns = [_ExpertTensor(f"{name}.{expert}", _TYPE, (outputs, columns), *pair) for expert, pair in enumerate(pairs)]
+    return Matrices(tuple(FileMatrix((whole_rows(expert),)) for expert in owns), shape, transposed)

@@ -97,8 +97,8 @@ def _unused_modules(model: Any, run: Callable[[Any], object]) -> tuple[str, ...]
         except RUN_ERRORS:
             # It needs values to run.
             kept = [model.get_decoder()]
-    kept += [each for each in (model.get_input_embeddings(), model.get_output_embeddings()) if each is not None]
-    used |= {part for each in kept for part in each.modules()}
+    kept += [module for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module is not None]
+    used |= {part for module in kept for part in module.modules()}
     unused: list[str] = []
     for name, module in model.named_modules():
         inside = name.startswith(tuple(f"{outer}." for outer in unused))
