@@ -188,7 +188,7 @@ class Forward:
         return segments
 
     def _attended_cells(self, group: AttentionGroup, span_index: int) -> CellIndex:
-        """The cells that the tokens of the span with index `at` attend to."""
+        """The cells that the tokens of the span with index `span_index` attend to."""
         span = self.spans[span_index]
         oldest = group.spec.attention_range.oldest_visible(span.start)
         return group.cells_from(span.slot, oldest, by_device_table=self._by_device_table)

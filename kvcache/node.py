@@ -131,7 +131,7 @@ class Node:
 
 
 def split_slices(slices: Sequence[EntrySlice], length: int) -> tuple[list[EntrySlice], list[EntrySlice]]:
-    """The slices of an edge's first `at` tokens, and of the rest."""
+    """The slices of an edge's first `length` tokens, and of the rest."""
     upper, lower, begin = [], [], 0
     for part in slices:
         middle = min(max(length - begin, 0), part.stop - part.start)

@@ -33,7 +33,7 @@ from server.hosting import Hosting
 from server.http.descriptors import ListeningSocket, connection_limit, log_exhaustion
 from server.http.protocol import strict_protocol, strict_websocket
 from server.http.version import version
-from server.models.demonstration import TEXT, is_demonstration, offer_lines
+from server.models.demonstration import TEXT, is_demonstration, other_model_lines
 from server.store.store import describe_location
 from server.terminal.sizes import format_count
 
@@ -201,7 +201,7 @@ class Lifecycle:
         return task
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
-        """End the process after an exception in one of these tasks: a server that cannot drain could not be stopped."""
+        """End the process after an exception in one of the tasks: a server that cannot drain could not be stopped."""
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.critical("the server ends after an unexpected exception", exc_info=error)
@@ -286,7 +286,7 @@ def banner(
         [
             f"Cellar {version()} serves {', '.join(settings.model_names)}",
             *(f"  {name:<10} {text}" for name, text in rows),
-            *(_offer_lines(memory) if is_demonstration(settings) else ()),
+            *(_other_model_lines(memory) if is_demonstration(settings) else ()),
             *_url_lines(settings, url, chats=chats),
         ]
     )
@@ -380,13 +380,13 @@ def _embedding_line(embedding: EmbeddingModelInfo) -> tuple[str, str]:
     )
 
 
-def _offer_lines(memory: MemoryPlan) -> Iterator[str]:
+def _other_model_lines(memory: MemoryPlan) -> Iterator[str]:
     """What the bundled model is, and commands for other models."""
     # By the path of this start where the PATH has no cellar, as after `make serve`.
     command = "cellar" if shutil.which("cellar") else sys.argv[0]
-    heading, *offers = offer_lines(memory.available_bytes, f"{command} serve")
+    heading, *commands = other_model_lines(memory.available_bytes, f"{command} serve")
     yield f"  this is    {TEXT}; {heading}"
-    yield from (f"             {offer}" for offer in offers)
+    yield from (f"             {command_line}" for command_line in commands)
 
 
 def _url_lines(settings: Settings, url: str, *, chats: bool) -> Iterator[str]:

@@ -1,1 +1,1 @@
-"""LoRA adapters: low-rank products beside the shared matrices of a model, never merged into them."""
+"""LoRA adapters: low-rank products next to the shared matrices of a model, never merged into them."""

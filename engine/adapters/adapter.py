@@ -12,7 +12,7 @@ from engine.types.status import AdapterInfo
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """The factors of one layer: it computes `up (down x)` beside its own product.
+    """The factors of one layer: it computes `up (down x)` next to its product.
 
     down  [rank, columns]
     up    [outputs, rank], with the scaling multiplied in

@@ -54,7 +54,7 @@ NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
 }
 # Values of a setting that is not in PEFT's version of the tests.
 _NEUTRAL_UNKNOWN: tuple[object, ...] = (None, False, "", [], {})
-# Initialisations that leave the weights of the model as they are. The others move a part of them into the adapter, so
+# Initialisations that leave the weights of the model unchanged. The others move a part of them into the adapter, so
 # its saved matrices alone are not the difference to the model.
 _PLAIN_INITIALISATIONS: tuple[object, ...] = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
 _TASKS: tuple[object, ...] = (None, "CAUSAL_LM")

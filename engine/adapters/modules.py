@@ -44,7 +44,7 @@ class AdapterRows:
 
 
 class AdapterLinear(nn.Module):
-    """A linear layer with the adapters of its rows beside it, see `use_adapters`.
+    """A linear layer with the adapters of its rows, see `use_adapters`.
 
     layer    an nn.Linear or QuantizedLinear; other attributes of this module are those of the layer
     factors  by slot

@@ -68,7 +68,7 @@ class CallNotation(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ObjectCall:
-    """A JSON object with the name and the arguments under these keys."""
+    """A JSON object with keys for the name and the arguments."""
 
     name: str = "name"
     arguments: str = "arguments"

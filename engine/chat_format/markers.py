@@ -154,6 +154,6 @@ class ToolCallMarkers:
 
 
 def _skip(source: TextSource, literals: tuple[str, ...]) -> Parser[None]:
-    """Consume `literals` in order, as far as they are there."""
+    """Consume the prefix of `literals` that follows, in order."""
     for literal in literals:
         yield from source.attempt(source.expect("", literal))

@@ -51,7 +51,7 @@ class Conversion:
 
 
 def convert(conversion: Conversion) -> tuple[str, ...]:
-    """Convert a model; returns its inputs beside text ("image", "audio"), whose weights are left out.
+    """Convert a model; returns its inputs other than text ("image", "audio"), whose weights are left out.
 
     Raises ModelMissing and ModelInconvertible; the target is then unchanged.
     """

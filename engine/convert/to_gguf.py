@@ -39,7 +39,7 @@ class PlannedFile:
 
     config             of the text
     parameters         of the text, by the names of transformers
-    unread_modalities  inputs of the model beside text, whose weights are not written
+    unread_modalities  inputs of the model other than text, whose weights are not written
     """
 
     config: Any

@@ -38,7 +38,7 @@ def load_draft(
 ) -> LoadedModel | MtpHead | None:
     """The draft model or the MTP layer for `target`; None: neither. Raises ModelError kinds.
 
-    The bundled model has a draft model of its own. Draft model and model must share the tokenizer.
+    The bundled model includes a draft model. Draft model and model must share the tokenizer.
     """
     if config.drafter in ("none", "lookup"):
         return None
@@ -101,7 +101,7 @@ def _bundled_draft(config: EngineConfig, folder: Path) -> str | None:
 
 
 def _check_tokenizer(name: str, draft: LoadedModel, target: LoadedModel) -> None:
-    """Raises ModelUnsupported at the first token whose text differs between draft model and model."""
+    """Raises ModelUnsupported at the first token with another text in draft model and model."""
     draft_pieces, target_pieces = draft.tokenizer.pieces(), target.tokenizer.pieces()
     for number in sorted(draft_pieces.keys() & target_pieces.keys()):
         if draft_pieces[number] != target_pieces[number]:

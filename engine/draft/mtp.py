@@ -110,7 +110,7 @@ class _PendingStates:
 
     def __init__(self, start: int, dropped: int) -> None:
         self.start, self.dropped, self.base = start, dropped, 0
-        # The states are [_first, _first + count) of the rows; a step copies its own behind them.
+        # The states are [_first, _first + count) of the rows; a step appends its states to them.
         self._rows, self._first, self.count = torch.empty(0), 0, 0
 
     @property

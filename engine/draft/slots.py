@@ -140,7 +140,7 @@ class SlotsBySequence:
 def missing_tokens(
     requests: Sequence[DraftRequest], slots: Sequence[DraftSlot], *, capacity: int, max_tokens: int
 ) -> dict[int, list[int]]:
-    """The context tokens that are not cached yet, `most` of all requests together; none beyond the capacity."""
+    """The context tokens that are not cached yet, `max_tokens` of all requests at most; none beyond the capacity."""
     missing, left = {}, max_tokens
     for index, (request, slot) in enumerate(zip(requests, slots, strict=True)):
         tokens = list(request.tokens[len(slot.tokens) : len(slot.tokens) + left])

@@ -31,7 +31,7 @@ _LIBRARY = "sentence_transformers"
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """A linear layer behind the pooled vector: the folder of its weights, its activation by the name in torch.nn."""
+    """A linear layer after the pooled vector: the folder of its weights, its activation by the name in torch.nn."""
 
     folder: Path
     activation: str = "Tanh"

@@ -182,7 +182,7 @@ def _max_length(model: Any, tokenizer: Any, layout: Layout) -> int:
 
 
 def _position_count(model: Any) -> int:
-    """Positions of a model; RoBERTa's start behind the padding index."""
+    """Positions of a model; RoBERTa's start after the padding index."""
     embedding = next((part for name, part in model.named_modules() if name.endswith("position_embeddings")), None)
     if isinstance(embedding, nn.Embedding):
         return embedding.num_embeddings - (0 if embedding.padding_idx is None else embedding.padding_idx + 1)

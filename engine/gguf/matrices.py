@@ -39,7 +39,7 @@ class FileMatrices:
     def __init__(
         self, sources: Mapping[str, ParameterSource], skeleton: nn.Module, label: str, reader: BlockReader
     ) -> None:
-        """`sources` are those of the parameters of `skeleton`, the model of transformers."""
+        """`sources` by parameter of `skeleton`, the model of transformers."""
         self.label, self.sources, self.reader = label, sources, reader
         self._tied: Mapping[str, str] = getattr(skeleton, "all_tied_weights_keys", {})
         self.formats: dict[str, WeightFormat] = {}

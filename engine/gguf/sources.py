@@ -20,7 +20,7 @@ from engine.kernels.packing import PackedMatrix
 
 # Weights that one call of the gguf package dequantises: its temporaries take about 20 bytes each.
 _CHUNK_WEIGHTS = 2**22
-# Types that torch reads as they are, with torch's dtype.
+# Types that torch reads directly, with torch's dtype.
 PLAIN_TYPES = {
     GGMLQuantizationType.F32: torch.float32,
     GGMLQuantizationType.F16: torch.float16,

@@ -35,7 +35,7 @@ _KEYS = Keys.Tokenizer
 _SPACE = "\u2581"
 _BYTES = tuple(f"<0x{byte:02X}>" for byte in range(256))
 _ADDED = (TokenType.CONTROL, TokenType.UNKNOWN, TokenType.USER_DEFINED)
-# Kinds of byte pairs with a pre-tokenizer of their own.
+# Kinds of byte pairs that name a pre-tokenizer.
 _OWN_PRE_TOKENIZERS = {"gemma4": "gemma4"}
 _SPECIAL_NAMES = ("bos", "eos", "unk", "sep", "pad", "mask")
 # Longest word of BERT in characters; longer ones become the unknown token.
@@ -168,7 +168,7 @@ def _unigram(vocabulary: Vocabulary, metadata: Mapping[str, Any]) -> Tokenizer:
     backend.normalizer = normalizers.Sequence(_unigram_normalizers(metadata))
     scheme: Literal["always", "never"] = "always" if flag(metadata, _KEYS.ADD_PREFIX, True) else "never"
     controls = [vocabulary.tokens[token] for token in vocabulary.with_types(TokenType.CONTROL, TokenType.UNKNOWN)]
-    # The model would take a control token's text for the token itself: its last character becomes a part of its own.
+    # The model would take a control token's text for the token itself: its last character becomes a separate part.
     apart = [pre_tokenizers.Split(Regex(_last_characters(controls)), "isolated")] if controls else []
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Metaspace(_SPACE, prepend_scheme=scheme, split=True), *apart]

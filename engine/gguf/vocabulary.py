@@ -134,7 +134,7 @@ class Vocabulary:
         return None if (token := self.special.get(name)) is None else self.tokens[token]
 
     def with_types(self, *types: TokenType) -> list[int]:
-        """The ids of all tokens of these types."""
+        """The ids of all tokens with one of the types."""
         return [token for token, kind in enumerate(self.types) if kind in types]
 
 

@@ -185,7 +185,7 @@ class GrammarMatcher:
         return len(self._lookahead) == len(target)
 
     def _restart(self) -> None:
-        """Replace the state, whose error is permanent, and consume the text again."""
+        """Replace the state (its error is permanent) and consume the text again."""
         self._restarted_at = len(self._tokens)
         self._state = self._compiled.new_isolated_state()
         self._state.try_consume_tokens(self._tokens)

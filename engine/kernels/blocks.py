@@ -1,6 +1,6 @@
 """Quantised weights of GGUF files, repacked exactly: the raw blocks of a tensor as RowMajorWeights.
 
-Unpacked in float32, weights equal those of gguf.dequantize bit for bit. The blocks of a row follow one another.
+Unpacked in float32, weights equal gguf.dequantize's bit for bit. The blocks of a row follow one another.
 """
 
 from __future__ import annotations

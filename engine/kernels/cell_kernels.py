@@ -48,7 +48,7 @@ class CellKernels(ABC):
     def batch_arrays(self, groups: Iterable[tuple[GroupSpec, Sequence[Segment]]], rows: int) -> list[NDArray[np.int32]]:
         """Tables of the segments of a batch with `rows` rows, for the device; see `set_batch_arrays`.
 
-        They are those of layers that an earlier batch had. Tables of other layers are copied when a layer needs them.
+        An earlier batch had the same layers. Tables of other layers are copied when a layer needs them.
         """
 
     @abstractmethod

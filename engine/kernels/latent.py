@@ -64,7 +64,7 @@ class AbsorptionRule:
 
     @classmethod
     def of(cls, projection: LatentProjection, mode: MlaMode) -> AbsorptionRule:
-        """The rule of the layers with projections of these shapes."""
+        """The rule of layers with the shapes of a projection."""
         return cls(projection.latent_width, projection.keys.shape[1] + projection.values.shape[1], mode)
 
     def applies(self, segment: Segment) -> bool:

@@ -23,7 +23,7 @@ ALIGNED_COLUMNS = 16
 class RowInvariantProduct(Protocol):
     """Computes row-invariant products.
 
-    sums_rows  whether it has `sums`; if not, those of torch are row-invariant for contiguous rows
+    sums_rows  whether it has `sums`; if not, torch's products are row-invariant for contiguous rows
     """
 
     sums_rows: bool
@@ -42,7 +42,7 @@ class RowInvariantProduct(Protocol):
     def grouped(self, rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
         """The products [rows, columns] of each row [inner] and the weight of its group, of [groups, inner, columns].
 
-        ends  [groups]: the row behind each group; rows behind the last group have products of zeros
+        ends  [groups]: the row after each group; rows after the last group have products of zeros
         """
         ...
 

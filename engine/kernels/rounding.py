@@ -60,7 +60,7 @@ def _scales8(grouped: Tensor) -> Tensor:
 
 
 def _scales4(grouped: Tensor) -> Tensor:
-    """Of the scales for _LARGEST_CODES those with the smallest squared error; negative for a negative code."""
+    """The scales for one of _LARGEST_CODES with the smallest squared error; negative for a negative code."""
     largest = grouped.gather(-1, grouped.abs().argmax(-1, keepdim=True))[..., 0]
     best = torch.zeros_like(largest)
     smallest_error = grouped.square().sum(-1)

@@ -35,7 +35,7 @@ def _visible_cells(cells: RowCells) -> tuple[Tensor, Tensor]:
     """The cells [rows, most] of the last positions of each row, and whether it attends to them."""
     positions = cells.latest[:, None] - torch.arange(cells.max_attended, device=cells.latest.device)
     index = cells.table[cells.begins[:, None] + positions.clamp_min(0)]
-    # So rows of padding attend to what they have written.
+    # So rows of padding attend to cells that they have written.
     index[:, 0] = cells.new
     return index, positions >= cells.oldest[:, None]
 

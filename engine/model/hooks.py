@@ -223,7 +223,7 @@ def capture_hidden_states(
 
 
 def decoder_layers(model: Any) -> Sequence[nn.Module]:
-    """The layers of the decoder, whose outputs are hidden states; empty if they are not in one list."""
+    """The layers of the decoder; their outputs are hidden states; empty if they are not in one list."""
     count = model.config.get_text_config(decoder=True).num_hidden_layers
     for module in model.get_decoder().modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
@@ -368,7 +368,7 @@ def _attention(
         arguments = {"scaling": scaling, "position_bias": position_bias, **others}
         output: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **arguments)
         return output
-    # Layers that share weights (Zamba) have no index of their own: the preceding cache update has it.
+    # Layers that share weights (Zamba) have no index: the preceding cache update has it.
     layer = state.layer if state.layer is not None else int(module.layer_idx)  # type: ignore[arg-type]
     is_cross, state.layer, state.is_cross = state.is_cross, None, False
     selections = {"attention_mask": attention_mask, **{name: others.get(name) for name in _SPARSE_ARGUMENTS}}

@@ -1,4 +1,4 @@
-"""Makes a forward of transformers' modules batch invariant: the bits of a row do not depend on the rows beside it.
+"""Makes a forward of transformers' modules batch invariant: the bits of a row do not depend on the other rows.
 
 Quantised layers round rows to 8 bits, which amplifies float32 rounding: a row that differs in its last bit may get
 another code, and the sequence another token. Inside `RowInvariant` the functions of torch that compute a row
@@ -26,7 +26,7 @@ from engine.kernels.products import RowInvariantProduct
 
 # Argument beyond which softplus is the identity (torch's default).
 _SOFTPLUS_THRESHOLD = 20.0
-# Exponents below it are treated as zero weight: e^-60 is lost beside 1, and denormal products are slow.
+# Exponents below it are treated as zero weight: e^-60 is lost next to 1, and denormal products are slow.
 _MIN_EXPONENT = -60.0
 # Fixed-point units of the largest weight in which a softmax is summed: float64 holds sums of 2 million such weights.
 _SUM_SCALE = 2.0**32
@@ -115,7 +115,7 @@ class RowInvariant(TorchFunctionMode):
 
 
 class UnreplacedOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Inside the block, records operations that may round a row by the rows beside it and ran outside of replacements.
+    """Inside the block, records operations that may round a row by the other rows and ran outside of replacements.
 
     Recurrences run token by token inside `DisableTorchFunction`: their calls have one shape and need no replacement.
 

@@ -48,7 +48,7 @@ class CalibrationBackend:
     """An AttentionBackend for a forward in which each token attends only to itself.
 
     calls        of each layer
-    state_bytes  of each recurrent state behind one token, by name
+    state_bytes  of each recurrent state after one token, by name
     """
 
     def __init__(self, tokens: int = _CALIBRATION_TOKENS) -> None:

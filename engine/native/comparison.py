@@ -48,7 +48,7 @@ def least_squares_ratio(rows: Tensor, others: Tensor) -> float:
 def residual_ratio(states: Tensor, output: Tensor, summed: Tensor) -> float:
     """The factor of `output` in the sum states + factor * output; exactly 1 within rounding.
 
-    The sum rounds an output that is small beside the states to few digits.
+    The sum rounds an output that is small next to the states to few digits.
     """
     ratio = least_squares_ratio(output, summed - states)
     rounding = _ROUNDINGS * torch.finfo(torch.float32).eps * float(states.norm() / output.norm().clamp_min(1e-30))

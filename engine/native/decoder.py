@@ -338,7 +338,7 @@ class ExpertsSpec:
     inner        one matrix with 2 * width outputs, gates and ups; or the one of the gates and the one of the ups; or,
                  without ups, the one of the gates
     down         with width columns
-    shared_gate  with one output; the dense MLP beside the experts is multiplied by its sigmoid. None: by 1
+    shared_gate  with one output; the dense MLP next to the experts is multiplied by its sigmoid; None: by 1
     """
 
     router: Router

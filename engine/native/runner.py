@@ -177,7 +177,7 @@ class NativeRunner(LocalRunner):
         return sampled_output(step, self.sampler, self._scale_and_cap(output.logits), output.states(logit_count))
 
     def _run_and_sample(self, step: StepInput, sampling: Sampling) -> StepOutput:
-        """A step whose logits stay in memory that is kept.
+        """A step with logits in memory that is kept.
 
         No torch operation follows the step: caches are cold after it, and the first operation takes 60 microseconds.
         """
@@ -328,7 +328,7 @@ class NativeRunner(LocalRunner):
         return address(self._rotary_rows)
 
     def _bind_layer(self, forward: Forward, layer: int, fields: LayerFields) -> None:
-        """Set the KV buffers of a layer, those of layer `at` of the cache."""
+        """Set the KV buffers of a layer to layer `layer` of the cache."""
         keys, values = map(_kernel_buffer, forward.layer_kv(layer))
         attention_range = forward.attention_range(layer)
         if fields.latents:

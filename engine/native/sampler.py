@@ -81,7 +81,7 @@ def is_native(context: SamplingContext) -> bool:
 
 
 def write_context(table: array[int], index: int, context: SamplingContext, *, length: int = 0, count: int = 0) -> None:
-    """Pack entry `at` of a table of SamplingContext (step.h); `length` and `count` are those of a draft loop."""
+    """Pack entry `index` of a table of SamplingContext (step.h); `length` and `count` are those of a draft loop."""
     params, temperature = context.params, 0.0 if context.greedy else context.params.temperature
     seed, position = context.seed & 2**64 - 1, context.position
     filters = (temperature, params.top_k, params.top_p, params.min_p)

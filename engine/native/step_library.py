@@ -14,7 +14,7 @@ from engine.kernels.cpu.products.linear import load_library
 
 MAX_PROJECTIONS = 6
 MAX_VALUES_FROM_KEYS = 1024
-# The variants of the linear kernel for those of the step, fastest first: with the same number of lanes.
+# The variants of the linear kernel for each variant of the step, fastest first: with the same number of lanes.
 _PRODUCTS = {
     "bfloat16": ("vnni",),
     "vnni": ("vnni",),
@@ -343,7 +343,7 @@ MIRRORS: Mirrors = {
 
 
 class StepLibrary:
-    """The functions of one library file; products of quantised weights are those of the linear kernel."""
+    """The functions of one library file; products of quantised weights use the linear kernel."""
 
     def __init__(self, file: Path, products: Path) -> None:
         """Raises OSError if a file cannot be loaded, LayoutMismatch (an OSError) if it has other structures.

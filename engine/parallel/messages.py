@@ -72,7 +72,7 @@ Message: TypeAlias = Geometry | RepeatForward | MoveKeys | StopWorker
 
 
 def forward_message(step: StepInput) -> RepeatForward:
-    """The message of a step, whose sampling is rank 0's."""
+    """The message of a step; rank 0 samples."""
     forward = step.forward
     cells = tuple(forward.group_cells(group) for group in forward.groups)
     return RepeatForward(forward.spans, tuple(step.tokens), tuple(step.logit_rows), step.hidden, cells)

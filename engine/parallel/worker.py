@@ -111,7 +111,7 @@ def _repeat(channel: Channel, config: EngineConfig, loaded: LoadedModel) -> None
 
 
 def _run(loaded: LoadedModel, cache: Cache, message: RepeatForward) -> None:
-    """One forward; its logits are those of rank 0 and are not used."""
+    """One forward; its logits equal rank 0's and are not used."""
     forward = RepeatedForward(cache, message.spans, message.cells)
     loaded.runner.run(StepInput(forward, message.tokens, message.logit_rows, message.hidden))
 

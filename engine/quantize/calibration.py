@@ -89,7 +89,7 @@ def calibrate(
             for tokens in text.sequences():
                 logits = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0].float()
                 probabilities = logits.detach().softmax(-1)
-                # Sampled tokens make it the Fisher information; those of the text would add the model's own error.
+                # Sampled tokens make it the Fisher information; tokens of the text would add the model's error.
                 sampled = torch.multinomial(probabilities, 1, generator=generator)[:, 0]
                 recorder.predictions += len(sampled)
                 nn.functional.cross_entropy(logits, sampled, reduction="sum").backward()  # type: ignore[no-untyped-call]

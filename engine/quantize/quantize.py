@@ -196,7 +196,7 @@ def _local(parameter: Tensor) -> Tensor:
 
 
 def weights_of(model: nn.Module) -> int:
-    """Number of a model's weights, quantised or not; those of a quantised embedding that a layer shares count twice."""
+    """Number of a model's weights, quantised or not; a quantised embedding that a layer shares counts twice."""
     quantised = (QuantizedLinear, QuantizedEmbedding, QuantizedExperts)
     layers = sum(module.weights for module in model.modules() if isinstance(module, quantised))
     return layers + sum(parameter.numel() for parameter in model.parameters())

@@ -25,7 +25,7 @@ class PlannedMatrix:
     """A matrix of a plan.
 
     weight      [outputs, columns]
-    statistics  name of those of its inputs; None: the inputs are not observed
+    statistics  name of the inputs' statistics; None if the inputs are not observed
     """
 
     name: str

@@ -276,7 +276,7 @@ class GraphRunner(DeviceRunner):
         return self._draft_steps[size, max_positions]
 
     def _compute(self, step: RecordedStep) -> Tensor:
-        """The logits [size, vocabulary] of the batch whose numbers are written; of a DraftStep the tokens [size]."""
+        """The logits [size, vocabulary] of the batch with the written numbers; of a DraftStep the tokens [size]."""
         inputs = (step.inputs.tokens, step.inputs.positions, step.inputs.output_rows)
         backend = _RowBackend(step.cells.copy(), self._cache_layers, self._sharing_layers, self._attend)
         with torch.inference_mode(), hooks.use_backend(backend), self._invariant or nullcontext():

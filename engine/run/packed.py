@@ -1,4 +1,4 @@
-"""Runs the model over the spans of a forward; every layer attends to the cells of its own sequence."""
+"""Runs the model over the spans of a forward; every layer attends to the cells of the token's sequence."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ NO_HIDDEN_STATES = "the hidden states of this model are not accessible"
 
 
 def hidden_states_reason(model: Any, layers: Sequence[int], *, has_hidden_states: bool) -> str | None:
-    """Why hidden states after these layers of a model (HiddenRows) are not returned; None: they are."""
+    """Why hidden states after some layers of a model (HiddenRows) are not returned; None if they are."""
     if layers and not has_hidden_states:
         return NO_HIDDEN_STATES
     named = decoder_layers_of(layers)

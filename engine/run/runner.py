@@ -1,4 +1,4 @@
-"""The interface of the runners, and the list of those of a model.
+"""The interface of the runners, and the list of runners of a model.
 
 Local ones are PackedRunner, SequentialRunner, and NativeRunner (engine/native/runner.py); TensorParallelRunner
 (engine/parallel/runner.py) runs a local one on every rank.
@@ -36,7 +36,7 @@ class ModelRunner(Protocol):
 
     @abstractmethod
     def supports(self, features: StepFeatures) -> str | None:
-        """The reason why the runner cannot compute a step with these features; None if it can."""
+        """The reason why the runner cannot compute a step with the features; None if it can."""
         ...
 
     @abstractmethod

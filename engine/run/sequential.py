@@ -45,7 +45,7 @@ class UnsupportedCache(Exception):
 
 
 class _CellLayer(DynamicIndexedLayer):  # type: ignore[misc]
-    """A layer of transformers' cache over cells: all its keys and values are as they are read back from cells.
+    """A layer of transformers' cache over cells: all its keys and values are read back from cells.
 
     Masks exclude keys beyond a window, so it keeps those that a layer with a window would drop.
     """

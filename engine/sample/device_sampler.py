@@ -19,7 +19,7 @@ from kvcache.staging import StagingBuffer
 
 
 def sampler_for(device: torch.device) -> Sampler:
-    """The sampler of a runner whose logits are on a device."""
+    """The sampler of a runner with logits on a device."""
     return TorchSampler() if device.type == "cpu" else DeviceSampler(StagingBuffer(device))
 
 

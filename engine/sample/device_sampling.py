@@ -1,7 +1,7 @@
 """Sampling on a device, with the tokens of `sample_tokens`: one copy to the device, and one wait for the tokens.
 
 No shape depends on numbers of the device, so nothing but the tokens is waited for. Rows with other filters than top-k,
-top-p and min-p are sampled on the host: one more wait. Sums of a device may round otherwise than those of the CPU: that
+top-p and min-p are sampled on the host: one more wait. Sums of a device may round otherwise than sums of the CPU: that
 matters to ties at the border of top-p only.
 """
 

@@ -21,7 +21,7 @@ LogitRow: TypeAlias = NDArray[np.floating[Any]]
 
 # In a query, the token that will be sampled from its row.
 SAMPLED = -1
-# Tokens of a block in `top_tokens`: only blocks whose maximum is among the largest maxima are searched.
+# Tokens of a block in `top_tokens`: only blocks with the largest maxima are searched.
 _BLOCK_TOKENS = 256
 
 

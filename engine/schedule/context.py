@@ -111,7 +111,7 @@ class ContextHistory:
 
     @property
     def recomputable_length(self) -> int:
-        """Leading tokens whose keys and values depend on no dropped token."""
+        """Leading tokens with keys and values that depend on no dropped token."""
         return self._stage.recomputable_length
 
     @property

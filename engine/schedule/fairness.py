@@ -52,7 +52,7 @@ class DeficitRoundRobin(Generic[Flow]):
             self._served.discard(flow)
 
     def charge(self, flow: Flow, tokens: int) -> None:
-        """Subtract computed tokens from the credit; no effect on a flow whose last sequence failed in this step."""
+        """Subtract computed tokens from the credit; no effect on a flow after its last sequence failed in the step."""
         if flow in self._credit:
             self._credit[flow] = max(self._credit[flow] - tokens, -MAX_DEBT)
 
@@ -155,7 +155,7 @@ class Fairness:
     def _find_preemption(
         self, ready: Rows[Sequence], running: Rows[Sequence], shares: _Shares, free_tokens: int
     ) -> Preemption | None:
-        """For the first of these ready sequences that gets a slot."""
+        """For the first ready sequence that gets a slot."""
         owners = {sequence.owner for sequence in ready}
         while owners:
             owner = self._owners.choose(_with_fewest_slots(owners, shares.owners))

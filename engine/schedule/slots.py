@@ -16,7 +16,7 @@ class CachedContext(Protocol):
 
     @property
     def salt(self) -> bytes:
-        """Separates its entries in the prefix cache from those of other salts."""
+        """Separates its entries in the prefix cache from entries of other salts."""
 
     def prefix_keys(self, length: int) -> Sequence[int]:
         """The keys of the first `length` tokens, or of fewer where others may not reuse more."""

@@ -254,7 +254,7 @@ class StepCost:
         return self._between(self._lines(work), work)
 
     def grown(self, work: Work, start: int, max_tokens: int) -> Floats:
-        """Estimates for work with 1 to `most` prefill tokens more, from position `start` of a sequence on."""
+        """Estimates for work with 1 to `max_tokens` prefill tokens more, from position `start` of a sequence on."""
         self._learn()
         more = np.arange(1, max_tokens + 1)
         pairs = work.pairs + more * start + more * (more + 1) // 2

@@ -114,7 +114,7 @@ class TokenBytes:
         return self.token_text(token).encode() if raw is None else raw
 
     def all_token_bytes(self, pieces: Mapping[int, str], start: int, stop: int) -> list[bytes]:
-        """The bytes of the tokens [start, stop), by id, with these pieces; empty for ids without a token."""
+        """The bytes of the tokens [start, stop), by id; empty for ids without a token."""
         all_bytes = [b""] * (stop - start)
         text_tokens = []
         for token, piece in pieces.items():

@@ -48,7 +48,7 @@ class FillInMiddle:
     def prompt(
         self, opening: Sequence[int], before: Sequence[int], after: Sequence[int], files: Sequence[int] = ()
     ) -> list[int]:
-        """The prompt whose continuation fills the gap between `before` and `after`.
+        """The prompt for a continuation that fills the gap between `before` and `after`.
 
         opening  BOS, if any
         files    other files, as `file_tokens` writes them

@@ -14,7 +14,7 @@ from typing import Any
 from engine.errors import InvalidRequest
 
 REASON = "the tokenizer of this model cannot split this text: a regular expression of it backtracks too often"
-# Each is repeated, with another character behind it: the usual text on which an expression backtracks.
+# Each is repeated, followed by another character: the usual text on which an expression backtracks.
 _PROBE_CHARACTERS = string.printable + "é中"
 _PROBE_LENGTH = 32
 # Processor time of all probes, which take 2 ms with the expressions of published models.

@@ -204,7 +204,7 @@ class Tokenizer:
             return self._encode(truncated, special=True)
 
     def encode_gap(self, before: str, after: str, files: Sequence[tuple[str, str]] = ()) -> list[int]:
-        """The tokens of a prompt whose continuation fills the gap between two texts.
+        """The tokens of a prompt for a continuation that fills the gap between two texts.
 
         files  names and texts of other files: the last ones, in at most half of the context that the texts leave
 

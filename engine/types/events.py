@@ -59,7 +59,7 @@ class Usage:
     accepted_tokens  emitted draft tokens
     rejected_tokens  draft tokens that were not emitted
     matched_tokens   prompt tokens found in the prefix tree, whether or not the sequence could resume at their end
-    diverged         the prefix tree continued behind the match, with other tokens
+    diverged         the prefix tree continued after the match, with other tokens
     """
 
     prompt_tokens: int

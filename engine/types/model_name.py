@@ -15,7 +15,7 @@ _address = re.compile(
 def plain_name(model: str) -> str:
     """`organisation/model`, or with `:tag` if it names a GGUF file, of an address such as hf.co/organisation/model.
 
-    Any other text is returned as it is.
+    Any other text is returned unchanged.
     """
     match = _address.fullmatch(model)
     if match is None:

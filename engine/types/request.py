@@ -75,7 +75,7 @@ class ReasoningLimit:
 class SamplingParams:
     """Sampling parameters (engine/sample/sampler.py), applied in this order: logit_bias; repetition, frequency and
     presence penalty; dry; constraints (engine/sample/constraints.py); temperature; top_n_sigma; top_k; typical_p;
-    top_p; min_p; xtc. Each filter applies to the tokens that passed the one before. Definitions are those of llama.cpp,
+    top_p; min_p; xtc. Each filter applies to the tokens that passed the one before. Definitions as in llama.cpp,
     but after the temperature, as in transformers; at temperature 0 no filter applies.
 
     temperature         0 is greedy; else logits are divided by it
@@ -154,7 +154,7 @@ class Request:
     """One prompt to continue.
 
     max_tokens       new tokens, at most; None: up to the context length (with overflow "shift": one context full)
-    stop_regex       regular expressions: the text ends behind the first match, which is part of it
+    stop_regex       regular expressions: the text ends after the first match, which is part of it
     logprobs         None: no log-probabilities; n: of the sampled token and of the n top tokens
     overflow         at a full context: end with "length", or shift the context; None: the engine's setting
     keep             prompt tokens that a context shift never drops, half of the context at most; None: the leading
@@ -184,7 +184,7 @@ class Request:
     progress         send `PrefillProgress` events
     adapter          name of a loaded LoRA adapter; "": none
     owner            slots are shared evenly between owners
-    group            and within an owner between groups, such as the choices of one answer; "": a group of its own
+    group            and within an owner between groups, such as the choices of one answer; "" is a separate group
     """
 
     id: str
@@ -255,7 +255,7 @@ class RenderedPrompt:
     """A chat as prompt tokens, with values for `Request`.
 
     keep               tokens of the leading system messages; None: there are none
-    generation_prompt  text of the template behind the last message, where the answer begins
+    generation_prompt  text of the template after the last message, where the answer begins
     contents           images and sounds, ascending
     """
 

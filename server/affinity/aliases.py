@@ -9,7 +9,7 @@ LIMIT = 1 << 16
 
 
 class ConversationAliases:
-    """Further keys of conversations, such as those of their responses; the least recent ones are dropped."""
+    """Further keys of conversations, such as keys of their responses; the least recent ones are dropped."""
 
     def __init__(self, limit: int = LIMIT) -> None:
         self._limit = limit

@@ -54,7 +54,7 @@ logger = logging.getLogger("cellar.batches")
 
 
 class BatchService:
-    """Files and batches of all owners. Batches run from `start` to `close`, also those of an earlier process.
+    """Files and batches of all owners. Batches run from `start` to `close`, also batches of an earlier process.
 
     location     of the database; None: files and batches are refused
     files        in the same database; the service closes them

@@ -18,7 +18,7 @@ from server.replicas.options import RayOptions
 from server.terminal.options import ChatOptions, RunOptions
 
 EXIT_USAGE = 2
-# Commands with own options, besides those of `cellar serve`.
+# Commands with options besides the options of `cellar serve`.
 SECTIONS: dict[str, type] = {"bench": BenchOptions, "chat": ChatOptions, "run": RunOptions, "ray": RayOptions}
 # The argument of the commands, and variables of compose.yaml and the scripts in docker/.
 OTHER_VARIABLES = frozenset({"CELLAR_MODEL", "CELLAR_IMAGES"})

@@ -23,7 +23,7 @@ EXIT_IMPOSSIBLE = 1
 def run_plan(settings: Settings, *, as_json: bool) -> int:
     """Print the plan; returns the exit code."""
     console = Console(highlight=False, soft_wrap=True)
-    # These imports take seconds, and their memory is part of the plan.
+    # The imports take seconds, and their memory is part of the plan.
     with console.status("import of torch and transformers"):
         import server.app  # noqa: F401
         from engine.errors import ModelError

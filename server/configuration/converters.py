@@ -1,4 +1,4 @@
-"""Options whose text is more than a plain value: counts and sizes with a unit, lists of keys."""
+"""Options with text that is more than a plain value: counts and sizes with a unit, lists of keys."""
 
 from __future__ import annotations
 

@@ -185,7 +185,7 @@ class ChoiceParser:
         self._shown_stops = frozenset(turn.body.stop or ()) if turn.body.include_stop_str_in_output else frozenset()
         self._called = False
         self._reasoning_tokens = 0.0
-        # Tokens without a delta yet, such as those of a marker: they count with the next delta.
+        # Tokens without a delta yet, such as tokens of a marker: they count with the next delta.
         self._pending = 0
 
     def parse(self, event: Event) -> Sequence[ChoiceEvent]:

@@ -39,7 +39,7 @@ class LogprobFormat:
         return f"token_id:{alternative.token}" if self.by_id else alternative.text
 
     def alternatives(self, token: TokenLogprob) -> list[Logprob]:
-        """The top tokens; of a request for certain tokens, the sampled token and those."""
+        """The top tokens; of a request for certain tokens, the sampled token and the requested ones."""
         if not token.labels:
             return list(token.top[: self.top])
         return list({other.token: other for other in (token.chosen, *token.labels)}.values())

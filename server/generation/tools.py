@@ -59,7 +59,7 @@ def tool_set(body: ChatRequest) -> ToolSet:
 
 
 def tool_path(index: int, tool: Tool, *, legacy: bool) -> str:
-    """Path of tool number `at` in a body."""
+    """Path of tool number `index` in a body."""
     return f"functions[{index}]" if legacy else f"tools[{index}].{tool.kind}"
 
 

@@ -45,7 +45,7 @@ class DirectWriter:
 
     @classmethod
     def of(cls, scope: Scope, encoder: StreamEncoder) -> DirectWriter | None:
-        """The writer of a request whose response has begun; None where its server has no direct writes."""
+        """The writer of a request after its response has begun; None where its server has no direct writes."""
         connection: Connection | None = scope.get("state", {}).get(CONNECTION)
         return None if connection is None or not connection.sending_chunks else cls(encoder, connection)
 

@@ -306,7 +306,7 @@ def _has_no_body(headers: Headers) -> bool:
 
 
 def origin_error(origin: str) -> ApiError:
-    """The error for a page whose origin is not allowed; it names the option that allows it."""
+    """The error for a page of a refused origin; it names the option that allows it."""
     if "://" not in origin:
         return ApiError(
             ORIGIN_NOT_ALLOWED, "Pages without an origin, such as sandboxed frames, may not call this server."
@@ -363,7 +363,7 @@ def _limited(receive: Receive, limit: int) -> Receive:
 
 
 def replay(pieces: Iterable[Message], receive: Receive) -> Receive:
-    """Messages that were read already, then those of `receive`."""
+    """Messages that were read already, then messages of `receive`."""
     remaining = iter(pieces)
 
     async def replayed() -> Message:

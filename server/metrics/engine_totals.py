@@ -99,8 +99,8 @@ def _drafts(counts: Sequence[DraftCounts]) -> Iterator[Metric]:
     drafted = CounterMetricFamily("cellar_draft_tokens", "Draft tokens.", labels=labels)
     accepted = CounterMetricFamily("cellar_draft_accepted_tokens", "Accepted draft tokens.", labels=labels)
     for drafter in counts:
-        for position, (offered, right) in enumerate(zip(drafter.drafted, drafter.accepted, strict=True), start=1):
-            drafted.add_metric((drafter.kind, str(position)), offered)
+        for position, (drafts, right) in enumerate(zip(drafter.drafted, drafter.accepted, strict=True), start=1):
+            drafted.add_metric((drafter.kind, str(position)), drafts)
             accepted.add_metric((drafter.kind, str(position)), right)
     yield from (drafted, accepted)
 

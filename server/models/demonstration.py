@@ -1,4 +1,4 @@
-"""How the bundled model is presented: as a demonstration, beside models that fit this machine."""
+"""How the bundled model is presented: as a demonstration, next to models that fit this machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SMALL_MODEL = "smollm2"
 
 
 @dataclass(frozen=True, slots=True)
-class OfferedModel:
+class OtherModel:
     """Another model for this machine.
 
     text  what it is, or its size
@@ -29,16 +29,16 @@ def is_demonstration(settings: Settings) -> bool:
     return settings.model is None
 
 
-def offered_models(available_bytes: int) -> Iterator[OfferedModel]:
+def other_models(available_bytes: int) -> Iterator[OtherModel]:
     """A small model, and up to three of the hub that fit the memory."""
-    yield OfferedModel(SMALL_MODEL, "98 MB, a small real model")
+    yield OtherModel(SMALL_MODEL, "98 MB, a small real model")
     for model in suggested_models(available_bytes):
-        yield OfferedModel(model.name, f"{model.size_bytes / 1e9:.1f} GB")
+        yield OtherModel(model.name, f"{model.size_bytes / 1e9:.1f} GB")
 
 
-def offer_lines(available_bytes: int, command: str) -> Iterator[str]:
-    """The commands of the offered models, after a heading."""
-    models = list(offered_models(available_bytes))
+def other_model_lines(available_bytes: int, command: str) -> Iterator[str]:
+    """The commands of the other models, after a heading."""
+    models = list(other_models(available_bytes))
     yield f"models that fit {format_size(available_bytes)} of memory, downloaded once:"
     width = max(len(model.name) for model in models)
     for model in models:

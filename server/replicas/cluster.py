@@ -143,7 +143,7 @@ def _serves() -> bool:
 
 
 def owner() -> str | None:
-    """The name of the last deployment whose replicas served, by whichever command; None without an application."""
+    """The name of the last deployment with replicas that served, by whichever command; None without an application."""
     if not ray.is_initialized():
         return None
     with suppress(RayError, RuntimeError):

@@ -188,7 +188,7 @@ def previous_not_found(id: str) -> ApiError:
 
 
 def record_input(record: Record) -> list[Item]:
-    """The input items of a record, without those of its previous response."""
+    """The input items of a record, without items of its previous response."""
     return cast(list[Item], json.loads(record.input))
 
 

@@ -195,7 +195,7 @@ class ResponseService:
             raise ApiError(UNSUPPORTED_VALUE, message, param=name)
 
     async def _input_items(self, body: PromptFields | CompactRequest) -> list[Item]:
-        """The request's input items as they are stored."""
+        """The stored input items of a request."""
         items = as_items(body.input)
         if any(isinstance(item, ReferenceInput) for item in items):
             return await self._required_archive.resolve_references(items)

@@ -71,7 +71,7 @@ class ResponseWriter:
         """The events of further pieces; log-probabilities belong to their text."""
         self._pending_logprobs.extend(logprobs)
         for piece in pieces:
-            # Log-probabilities of held-back text precede the new ones; those of reasoning and tool calls are dropped.
+            # Log-probabilities of held-back text precede the new ones; of reasoning and tool calls they are dropped.
             entries, self._pending_logprobs = self._pending_logprobs, []
             match piece:
                 case TextDelta(text=text):

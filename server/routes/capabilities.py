@@ -11,7 +11,7 @@ from starlette.responses import Response
 from engine.types.status import EmbeddingModelInfo
 from server.generation.support import ignored_parameters, unsupported_parameters
 from server.http.encoding import JsonResponse
-from server.models.demonstration import TEXT, is_demonstration, offered_models
+from server.models.demonstration import TEXT, is_demonstration, other_models
 from server.models.registry import ModelRegistry
 from server.openai import embeddings
 from server.routes.openapi import ERROR_RESPONSES
@@ -68,12 +68,11 @@ def _model(service: Service) -> ModelCapabilities:
         default_max_tokens=info.default_max_tokens,
     )
     if is_demonstration(service.settings):
-        offered = offered_models(service.engine.memory.available_bytes)
+        others = other_models(service.engine.memory.available_bytes)
         listed["demonstration"] = Demonstration(
             text=TEXT,
             models=[
-                OfferedModel(name=model.name, text=model.text, command=f"cellar serve {model.name}")
-                for model in offered
+                OfferedModel(name=model.name, text=model.text, command=f"cellar serve {model.name}") for model in others
             ],
         )
     return listed

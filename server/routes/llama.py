@@ -54,7 +54,7 @@ def add(app: FastAPI, models: ModelRegistry) -> None:
 
     @app.get("/slots", responses={**ERROR_RESPONSES, 200: {"model": list[LlamaSlot]}})
     async def slots() -> Response:
-        """The slots, without texts; token counts are those of the API key's own sequences."""
+        """The slots, without texts; token counts are limited to the API key's sequences."""
         service = models.use()
         service.check_ready()
         snapshot = await service.snapshot()

@@ -27,7 +27,7 @@ class Endpoint(TypedDict):
 
 
 class OfferedModel(TypedDict):
-    """Another model for this machine, with the command that serves it; `text` is what it is, or its size."""
+    """Another model for this machine, with the command that serves it; `text` describes it, or is its size."""
 
     name: str
     text: str

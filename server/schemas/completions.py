@@ -29,7 +29,7 @@ MAX_TOKEN_ID = 2**31 - 1
 
 
 def read_prompts(value: Any, *, max_prompts: int) -> list[str | list[int]]:
-    """One or several prompts as a list of at most `most` prompts; a flat list of integers is one prompt."""
+    """One or several prompts as a list of at most `max_prompts` prompts; a flat list of integers is one prompt."""
     match value:
         case str():
             return [value]

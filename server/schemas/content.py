@@ -111,7 +111,7 @@ def _only_text(kind: object) -> object:
 
 
 def as_text(part: object) -> object:
-    """Text parts under the names of other APIs, whose clients send back what they received."""
+    """Text parts under the names of other APIs: their clients send received parts back."""
     kind = part.get("type") if isinstance(part, dict) else None
     if isinstance(part, dict) and kind in ("input_text", "output_text"):
         return {**part, "type": "text"}

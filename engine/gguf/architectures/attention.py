@@ -28,7 +28,7 @@ from engine.gguf.architectures.settings import (
 from engine.gguf.container import GgufError
 from engine.gguf.vocabulary import read_special_tokens
 
-# Layers of the 27B models of Gemma 2 and 3, whose queries have another scale.
+# Layers of the 27B models of Gemma 2 and 3: their queries have another scale.
 _LARGE_GEMMA2, _LARGE_GEMMA3 = 46, 62
 
 

@@ -83,7 +83,7 @@ def _tiled(config: Any, rows: int) -> NDArray[np.intp]:
 
 
 def _tiled_values(config: Any, rows: int) -> NDArray[np.intp]:
-    """Only the value rows, which follow those of queries and keys."""
+    """Only the value rows, which follow the query and key rows."""
     before = 2 * config.linear_num_key_heads * config.linear_key_head_dim
     return np.concatenate((np.arange(before), before + _tiled_heads(config, config.linear_value_head_dim)))
 

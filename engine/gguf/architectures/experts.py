@@ -36,7 +36,7 @@ from engine.gguf.container import GgufError
 
 EXPERT_WIDTH = Entry("expert_feed_forward_length", "moe_intermediate_size", "size")
 EXPERTS_PER_TOKEN = Entry("expert_used_count", "num_experts_per_tok", "size")
-# Routed experts beside shared ones, after layers without experts.
+# Routed experts next to shared ones, after layers without experts.
 ROUTED = (
     Entry("leading_dense_block_count", "first_k_dense_replace", "integer", 0),
     EXPERT_WIDTH,

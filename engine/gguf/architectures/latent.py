@@ -28,7 +28,7 @@ def _read_heads(file: Hyperparameters) -> Fields:
 
 
 def _write_heads(config: Any) -> Mapping[str, Value]:
-    """Latent attention is one head of the latent's width, beside the rotated columns."""
+    """Latent attention is one head of the latent's width, next to the rotated columns."""
     return {
         "attention.head_count_kv": 1,
         "attention.key_length": config.kv_lora_rank + config.qk_rope_head_dim,

@@ -64,7 +64,7 @@ class FileTensors(TensorNames):
 
 
 class Layout(Protocol):
-    """How files hold the parameters whose names have a pattern."""
+    """How files hold the parameters with names of a pattern."""
 
     @property
     def pattern(self) -> str:
@@ -238,7 +238,7 @@ def rotated_pairs(config: Any, rows: int) -> NDArray[np.intp]:
 
 
 def alternating(config: Any, rows: int) -> NDArray[np.intp]:
-    """Order of two tensors whose rows alternate in the parameter."""
+    """Order of two tensors with rows that alternate in the parameter."""
     return np.arange(rows).reshape(2, -1).T.ravel()
 
 

@@ -1,4 +1,4 @@
-"""Decoders with embeddings of their own for each layer, and keys and values that layers share."""
+"""Decoders with an embedding for each layer, and keys and values that layers share."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _read_heads(file: Hyperparameters) -> Fields:
         "global_head_dim": file.head_width,
         "num_key_value_heads": heads,
         "num_global_key_value_heads": max(full or local),
-        # Layers without values have those of their keys.
+        # Values of layers without value matrices are the keys.
         "attention_k_eq_v": f"blk.{first}.attn_v.weight" not in file.tensors,
     }
 

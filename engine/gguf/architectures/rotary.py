@@ -72,7 +72,7 @@ def _long_rotation(file: Hyperparameters) -> Fields:
 
 
 def _frequency_factors(file: Hyperparameters, base: float) -> Fields:
-    """The scaling of Llama 3 if the factors are its own; otherwise they are used as they are, in LongRoPE's form."""
+    """The scaling of Llama 3 if the factors are its own; otherwise they are used unchanged, in LongRoPE's form."""
     factors = file.factors("rope_freqs.weight")
     llama3 = {"rope_type": "llama3", "factor": max(factors), **_LLAMA3}
     if np.allclose(factors, _llama3_factors(llama3, base, len(factors)), rtol=1e-4, atol=0):
@@ -228,7 +228,7 @@ def _write_tempered(config: Any) -> Mapping[str, Value]:
 
 
 def rotation_by_layer(local: float | None) -> Derived:
-    """The rotation of layers with full attention and of those with a window; `local` is the base of the latter that
+    """The rotations of layers with full attention and of layers with a window; `local` is the base of the latter that
     files omit, None: the one of the former.
     """
     return Derived(partial(_read_by_layer, local), write_rotation)
@@ -237,7 +237,7 @@ def rotation_by_layer(local: float | None) -> Derived:
 ROTATION = Derived(lambda file: {"rope_parameters": read_rotation(file)}, write_rotation)
 # Some columns of each head.
 PARTIAL_ROTATION = Derived(_read_partial, write_rotation)
-# Separate columns of the keys, beside the latent ones.
+# Separate columns of the keys, next to the latent ones.
 LATENT_ROTATION = Derived(_read_latent, _write_latent)
 # With a fixed alpha, which files hold as a larger base.
 FIXED_ALPHA_ROTATION = Derived(lambda file: {"rope_parameters": read_rotation(file)}, _write_fixed_alpha)

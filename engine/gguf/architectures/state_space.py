@@ -1,4 +1,4 @@
-"""Decoders with state space layers (Mamba 2), before, beside or in place of attention."""
+"""Decoders with state space layers (Mamba 2), before, next to or in place of attention."""
 
 from __future__ import annotations
 

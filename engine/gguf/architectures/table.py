@@ -25,7 +25,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     *STATE_SPACES,
     *PER_LAYER,
 )
-# Architectures of models that are served from other files, and what is not read from these.
+# Architectures that are served from other files only, with the unsupported part.
 _REFUSED = {
     "gemma3n": "its alternating updates of several hidden states are not read; the safetensors of the model are",
     "kimi-linear": "its delta attention is not read; the safetensors of the model are",

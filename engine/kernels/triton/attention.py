@@ -326,7 +326,7 @@ def join_kernel(
     TILE: tl.constexpr,
     SPLIT: tl.constexpr,
 ) -> None:
-    """One tile and some query heads: its splits in the order of positions, behind the sink. Grid: as attend_kernel."""
+    """One tile and some query heads: its splits in the order of positions, after the sink. Grid: as attend_kernel."""
     first_row, count, partial_row, _, _, start, stop = load_tile(tiles)
     used, tile_row, head = lane_heads(count, GROUP, HEADS, TILE)
     columns = tl.arange(0, VALUE_COLUMNS)

@@ -71,7 +71,7 @@ class SegmentArrays:
     """Segments as arrays, one entry each; `rows` entries are rows of the whole batch."""
 
     def __init__(self, segments: Sequence[Segment], attention_range: AttentionRange, rows: int) -> None:
-        """Raises ValueError for a segment whose rows are not in the batch, or whose cells do not end with its rows."""
+        """Raises ValueError for a segment with rows outside the batch, or with cells that do not end with its rows."""
         self.first_rows = np.array([segment.batch_slice.start for segment in segments], dtype=np.int64)
         self.counts = np.array([segment.batch_slice.stop for segment in segments], dtype=np.int64) - self.first_rows
         self.starts = np.array([segment.start for segment in segments], dtype=np.int64)
@@ -167,7 +167,7 @@ def make_tables(
     tiling: Tiling,
     device: torch.device,
 ) -> BatchTables:
-    """HostTables with a copy of their own to the device."""
+    """HostTables with a separate copy to the device."""
     tables = HostTables(segments, attention_range, rows, group=group, tiling=tiling)
     return tables.on_device(to_device(tables.numbers, device))
 

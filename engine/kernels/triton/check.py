@@ -17,7 +17,7 @@ from kvcache.forward import Segment
 from kvcache.kv_buffer import LayerKV, allocate_kv_buffers
 from kvcache.spec import AttentionRange, GroupSpec
 
-# Rows and start of each sequence: decoding behind two splits, a prompt, draft tokens.
+# Rows and start of each sequence: decoding after two splits, a prompt, draft tokens.
 _BATCH = ((1, 700), (70, 0), (4, 90))
 _HEADS, _KEY_HEADS, _WIDTH = 4, 2, 64
 # Errors of the output for normal values: sums of float32, and weights rounded to bfloat16.

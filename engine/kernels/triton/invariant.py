@@ -43,7 +43,7 @@ class TritonProduct:
     def _multiply(self, rows: Tensor, weights: Tensor, numbers: Tensor) -> Tensor:
         """Each row times the weight [outputs, columns] of its number, ascending; zeros for a number beyond all."""
         tile = one_tile(rows.dtype)
-        # The columns may be positions, whose number must not matter.
+        # The columns may be positions: their number must not matter.
         return multiply(
             rows, _weights(weights), tile, tiles=expert_tiles(numbers, len(weights), tile.rows), is_split=False
         )

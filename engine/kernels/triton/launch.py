@@ -90,7 +90,7 @@ def warp_threads(device: torch.device) -> int:
 
 
 def key_columns(keys: StoredRows, query_width: int, part_widths: Sequence[int]) -> tuple[int, int]:
-    """Columns of a key that are multiplied first, and those behind them, padded to powers of two; 0: there are none.
+    """Columns of a key that are multiplied first, and those after them, padded to powers of two; 0: there are none.
 
     part_widths  of the parts with separate scales
     """
@@ -98,7 +98,7 @@ def key_columns(keys: StoredRows, query_width: int, part_widths: Sequence[int]) 
         first = part_widths[0]
     else:
         first = power_of_two(query_width)
-        # Two products need fewer columns where few are behind a power of two.
+        # Two products need fewer columns where few exceed a power of two.
         first = first if query_width > 3 * first // 4 or first == MIN_COLUMNS else first // 2
     return first, power_of_two(query_width - first) if query_width > first else 0
 
@@ -196,7 +196,7 @@ def _attend_tiles(
 
 
 def transform(query: Tensor, parts: Sequence[int]) -> Tensor:
-    """Queries [heads, rows, width] behind the Hadamard transform of each part of int8 keys."""
+    """Queries [heads, rows, width] after the Hadamard transform of each part of int8 keys."""
     heads, rows, width = query.shape
     output = query.new_empty(rows, heads, width)
     if rows:

@@ -193,7 +193,7 @@ def expert_tiles(experts: Tensor, count: int, rows: int) -> Tensor:
 class TritonProducts(DeviceProducts):
     """The kernels of this package, for activations of one dtype. Formats with a failing check are multiplied by torch.
 
-    A row has the same bits beside any others in float32, and with `one_tile`; else few and many rows are summed in
+    A row has the same bits with any other rows in float32, and with `one_tile`; else few and many rows are summed in
     different orders in bfloat16 and float16.
     """
 

@@ -1,4 +1,4 @@
-"""Products of rows and matrices, whose quantised weights are dequantised in registers; rows are not quantised.
+"""Products of rows and matrices; quantised weights are dequantised in registers; rows are not quantised.
 
 A program multiplies ROWS rows by OUTPUTS outputs, STEP groups of 32 columns at a time, in their order. With splits,
 each program sums a fixed range of columns, and `join_kernel` adds the ranges in order. So the bits of a row depend on
@@ -50,7 +50,7 @@ def step_codes(
     shift = 8 * tl.arange(0, _CODES)
     unpacked = (low[:, :, None] >> shift[None, None, :]) & (0xFF if BITS == 8 else 0x0F)
     if BITS == 5 or BITS == 6:
-        # A stored word holds the upper bits of several words, one behind the other.
+        # A stored word holds the upper bits of several words, one after the other.
         together: tl.constexpr = 8 // (BITS - 4)
         upper = _LOW_WORDS + word // together
         high = tl.load(first + upper[None, :] * _BLOCK, mask=mask, other=0)

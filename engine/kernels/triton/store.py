@@ -117,7 +117,7 @@ def store_int8_kernel(
     VALUE: tl.constexpr,
     VALUE_COLUMNS: tl.constexpr,
 ) -> None:
-    """A key behind the Hadamard transform, in parts of FIRST and SECOND columns, and a value. Grid: rows, key heads."""
+    """A key after the Hadamard transform, in parts of FIRST and SECOND columns, and a value. Grid: rows, key heads."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     cell = head * pool_cells + target_cell(targets, first_cell, RUN)
     key = key_rows + row * key_row_stride + head * key_head_stride
@@ -140,7 +140,7 @@ def transform_part(
     COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
 ) -> None:
-    """Columns [START, START + PART) of a row, behind the Hadamard transform."""
+    """Columns [START, START + PART) of a row, after the Hadamard transform."""
     columns = tl.arange(0, COLUMNS)
     values = tl.load(source + START + columns, mask=columns < PART, other=0.0).to(tl.float32)
     values = hadamard(values, COLUMNS, STAGES)
@@ -160,7 +160,7 @@ def transform_kernel(
     SECOND_COLUMNS: tl.constexpr,
     SECOND_STAGES: tl.constexpr,
 ) -> None:
-    """Rows [heads, rows, FIRST + SECOND], each part behind the Hadamard transform. Grid: rows, heads.
+    """Rows [heads, rows, FIRST + SECOND], each part after the Hadamard transform. Grid: rows, heads.
 
     target  [rows, heads, FIRST + SECOND], contiguous
     """

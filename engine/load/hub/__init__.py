@@ -1,1 +1,1 @@
-"""Models of the hub, and those in its local cache."""
+"""Models of the hub and of its local cache."""

@@ -55,7 +55,7 @@ SUGGESTED_MODELS = (
     SuggestedModel("Qwen/Qwen3-32B-GGUF:Q4_K_M", 19_800_000_000),
 )
 _SUGGESTIONS = 3
-# Of the memory beside the weights: a context of some thousand tokens, a step, the process.
+# Of the memory without the weights: a context of some thousand tokens, a step, the process.
 _FREE_BYTES = 1_000_000_000
 
 

@@ -51,7 +51,7 @@ PICKLE_REMEDY = (
 )
 # Ends the error of a name that cannot be one.
 NAME_FORMAT = "a name on the hub looks like organisation/model, as in Qwen/Qwen3-0.6B"
-# The file that is served if none is named: the first of these quantisations, else the first file by name.
+# The file that is served if none is named: the first preferred quantisation, else the first file by name.
 _PREFERRED = ("Q4_K_M", "Q5_K_M", "Q6_K", "Q8_0", "Q4_K_S", "Q5_K_S", "MXFP4", "Q4_0", "BF16", "F16", "F32")
 _shard = re.compile(r"-(\d{5})-of-(\d{5})$")
 # GGUF files without a language model: vision projectors, importance matrices.
@@ -94,7 +94,7 @@ def download(model: str, revision: str | None = None) -> Path:
 
 def download_headers(model: str) -> Path:
     """The folder of a model of the hub with its files except the weights. Raises ModelMissing, also for GGUF files:
-    their headers come with the weights, so those of the local cache alone are found.
+    their headers come with the weights, so only headers in the local cache are found.
     """
     named = NAMED_MODELS.get(model)
     name, quantisation = split_name(model) if named is None else (named.repository, named.file)

@@ -35,5 +35,5 @@ def _available_device_bytes(config: EngineConfig) -> int:
 def _limit_bytes(memory: str) -> int:
     """The memory limit of the settings; a share is one of the container's limit or of the machine."""
     total, limit = int(psutil.virtual_memory().total), memory_limit_bytes()
-    # A group without a limit of its own may report one beyond the machine.
+    # A group without a limit may report one beyond the machine.
     return parse_memory(memory)(total if limit is None else min(total, limit))

@@ -61,7 +61,7 @@ def _groups(controller: str, root: Path) -> Iterator[Path]:
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
-        # A hierarchy of version 2 names no controllers; beside one of version 1 it is mounted elsewhere.
+        # A hierarchy of version 2 names no controllers; next to one of version 1 it is mounted elsewhere.
         for mount in (controller,) if controllers else ("", "unified"):
             mounted = root / "sys/fs/cgroup" / mount
             inside = Path(path.lstrip("/"))

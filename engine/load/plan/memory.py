@@ -30,8 +30,8 @@ _CONTEXT_MULTIPLE = 1024
 _CACHE_SHARE, _GPU_CACHE_SHARE = 0.6, 0.9
 # Recurrent states in the prefix tree may take this part of the free memory.
 STATE_SHARE = 1 / 8
-# Memory of a recorded step beside its activations, which all of them share: estimated from the published figures of
-# other servers.
+# Memory of a recorded step without the activations, which all recorded steps share: estimated from the published
+# figures of other servers.
 _GRAPH_BYTES = 16 * 2**20
 # The entry of a token in the cell table of a group, on a device.
 _TABLE_ENTRY_BYTES = 8
@@ -153,7 +153,7 @@ def max_fitting_context(config: EngineConfig, sizes: ModelSizes, available: int)
 
 
 def _default_context(config: EngineConfig, sizes: ModelSizes, share: int, slots: int) -> int:
-    """The longest context that fits a share of the memory; a draft model needs as many cells of its own."""
+    """The longest context that fits a share of the memory; a draft model needs as many cells again."""
     if config.cells:
         return min(sizes.max_context, config.cells)
     if config.draft_model is not None:
@@ -205,7 +205,7 @@ def _device_bytes(config: EngineConfig, sizes: ModelSizes, slots: int) -> int:
     if not config.records_steps:
         return fixed
     steps = [*all_sizes(recorded_tokens(config, slots), context)]
-    # Draft loops have steps of their own.
+    # Draft loops have separate steps.
     has_loops = config.is_draft and not sizes.state_bytes
     count = len(steps) + (len([*all_sizes(slots, context)]) if has_loops else 0)
     return fixed + count * _GRAPH_BYTES + max(steps)[0] * (sizes.activation_bytes + sizes.sampling_bytes)
@@ -214,7 +214,7 @@ def _device_bytes(config: EngineConfig, sizes: ModelSizes, slots: int) -> int:
 def recorded_tokens(config: EngineConfig, slots: int) -> int:
     """The tokens of the largest recorded step: with drafts a sequence has several.
 
-    A draft model computes the last draft token and the token behind it where all tokens of a draft were accepted.
+    A draft model computes the last draft token and the token after it where all tokens of a draft were accepted.
     """
     if config.is_draft:
         return min(2 * slots, BATCH_SIZES[-1])

@@ -78,7 +78,7 @@ class ModelPlan:
     """The planned memory of a server.
 
     weights          format of the weights
-    state_bytes      of the recurrent layers' state behind one token
+    state_bytes      of the recurrent layers' state after one token
     states_bytes     of all full slots, with the checkpoints in the prefix tree
     process_bytes    of Python, its libraries and the tokenizer: measured in this process; 0 on a GPU
     memory           of the settings; None: they do not fit, for the `reason`
@@ -229,7 +229,7 @@ def _weights(
 
 
 def _file_matrices(checkpoint: Checkpoint, config: Any, model: nn.Module) -> FileMatrices | None:
-    """The matrices of a file with formats of its own; None: weights are floats, or dequantised."""
+    """The matrices of a file with quantised formats; None if weights are floats, or dequantised."""
     if (content := checkpoint.gguf) is not None:
         sources = parameter_sources(content, model, config)
         return FileMatrices(sources, model, file_type(content.metadata) or "GGUF", TorchBlocks())
@@ -278,7 +278,7 @@ def _states_bytes(config: EngineConfig, state_bytes: int, plan: MemoryPlan, cont
 
 
 def _settings(config: EngineConfig, sizes: ModelSizes, left: int) -> tuple[MemoryPlan | None, str | None, int, int]:
-    """The plan of `cellar serve` in `left` bytes beside the weights, or the reason for its refusal; context, slots."""
+    """The plan of `cellar serve` in `left` bytes without the weights, or the reason for its refusal; context, slots."""
     try:
         memory, context, slots = plan_memory(config, sizes, left)
     except PlanTooLarge as error:

@@ -148,7 +148,7 @@ def _first_shard(model: str, path: Path) -> Path:
 
 def _bundled() -> Path:
     package = Path(__file__).resolve().parents[2]
-    # In a wheel the model lies inside the package, in a checkout beside it.
+    # In a wheel the model lies inside the package, in a checkout next to it.
     for folder in (package / "bundled" / "target", package.parent / "models" / "target"):
         if (folder / "config.json").is_file():
             return folder

@@ -31,7 +31,7 @@ _html = re.compile(rb"\s*<(!doctype html|html)", re.IGNORECASE)
 # A protobuf whose first fields are a small number (the version) and a text (the producer).
 _onnx = re.compile(rb"\x08[\x01-\x20]\x12[\x01-\x7f][\x20-\x7e]")
 _pickle = re.compile(rb"\x80[\x02-\x05]")
-# A JSON header behind its length in 8 bytes.
+# A JSON header after its length in 8 bytes.
 _safetensors = re.compile(rb".{8}\{", re.DOTALL)
 
 

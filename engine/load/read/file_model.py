@@ -1,4 +1,4 @@
-"""Constructs models whose layers keep the formats of their files."""
+"""Constructs models with layers in the formats of their files."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def model_class(config: Any, *, contents: bool = False) -> Any:
 
 
 def unread_modalities(config: Any) -> tuple[str, ...]:
-    """The inputs beside text of a model of this configuration whose weights `model_class` leaves out, by name.
+    """The inputs other than text of a model of this configuration whose weights `model_class` leaves out, by name.
 
     It leaves out none if prompts may have contents.
     """
@@ -106,7 +106,7 @@ def tower_modules(model: Any) -> frozenset[nn.Module]:
 
 
 def _multimodal_class(config: Any) -> Any | None:
-    """The Auto class of a configuration with inputs beside text; None: it has none."""
+    """The Auto class of a configuration with inputs other than text; None if it has none."""
     wholes = (AutoModelForImageTextToText, AutoModelForMultimodalLM)
     return next((kind for kind in wholes if type(config) in kind._model_mapping), None)
 

@@ -14,7 +14,7 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 from packaging.tags import platform_tags
 
-# Builds have an environment of their own, without torch and without this project.
+# Builds have a separate environment, without torch and without this project.
 sys.path.append(str(Path(__file__).resolve().parents[4]))
 from engine.kernels.cpu.build.wheel_platform import linux_platform, require_current
 
