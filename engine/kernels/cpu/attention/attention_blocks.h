@@ -71,7 +71,7 @@ class Kernel {
     void run_shared(const Block *const *members, int64_t count, Scratch<Tiles> &scratch) const {
         const int64_t shared = members[0]->shared;
         begin_lines(*members[0], scratch);
-        for (int64_t at = 0; at < count; ++at) add_lines(*members[at], scratch);
+        for (int64_t i = 0; i < count; ++i) add_lines(*members[i], scratch);
         const int64_t lines = scratch.lines.count;
         scratch.whole.clear(lines, value_width);
         int64_t part = 0;
@@ -82,9 +82,9 @@ class Kernel {
             scratch.whole.add(scratch.part, lines, value_width);
         }
         int64_t line = 0;
-        for (int64_t at = 0; at < count; line += members[at++]->lines) {
-            state_whole(*members[at]).copy(scratch.whole, line, members[at]->lines, value_width);
-            state_part(*members[at]).copy(scratch.part, line, members[at]->lines, value_width);
+        for (int64_t i = 0; i < count; line += members[i++]->lines) {
+            state_whole(*members[i]).copy(scratch.whole, line, members[i]->lines, value_width);
+            state_part(*members[i]).copy(scratch.part, line, members[i]->lines, value_width);
         }
     }
 
@@ -94,9 +94,9 @@ class Kernel {
         add_lines(block, scratch);
         const SoftmaxState whole = begin(block, scratch);
         for (int64_t part = first_part(block); part < block.parts; ++part) {
-            const SoftmaxState own = begin_part(block, part, scratch.part);
-            accumulate_part(block, part, scratch, own);
-            whole.add(own, block.lines, value_width);
+            const SoftmaxState part_state = begin_part(block, part, scratch.part);
+            accumulate_part(block, part, scratch, part_state);
+            whole.add(part_state, block.lines, value_width);
         }
         finish(block, whole);
     }
@@ -109,9 +109,9 @@ class Kernel {
         if (part < first_part(block)) return;
         begin_lines(block, scratch);
         add_lines(block, scratch);
-        const SoftmaxState result = SoftmaxState::at(memory, block.lines), own = begin_part(block, part, result);
-        accumulate_part(block, part, scratch, own);
-        if (own.values != result.values) result.copy(own, 0, block.lines, value_width);
+        const SoftmaxState result = SoftmaxState::at(memory, block.lines), state = begin_part(block, part, result);
+        accumulate_part(block, part, scratch, state);
+        if (state.values != result.values) result.copy(state, 0, block.lines, value_width);
     }
 
     // Combine the parts of such a block from `memory`, and write its output.
@@ -185,13 +185,13 @@ class Kernel {
             float by = 1.0f / total;
             if (call.sinks) {
                 const float sink = call.sinks[head(block, line)], top = fmaxf(sink, sums.greatest[line]);
-                const float own = expf(sums.greatest[line] - top);
-                by = own / (total * own + expf(sink - top));
+                const float share = expf(sums.greatest[line] - top);
+                by = share / (total * share + expf(sink - top));
             }
             const int64_t place = (block.segment->row + row(block, line)) * call.heads + head(block, line);
             float *to = call.output + place * call.values.width;
             const float *from = sums.values + line * value_width;
-            for (int64_t at = 0; at < call.values.width; ++at) to[at] = from[at] * by;
+            for (int64_t i = 0; i < call.values.width; ++i) to[i] = from[i] * by;
         }
     }
 
@@ -206,22 +206,22 @@ constexpr int64_t BLOCKS_PER_THREAD = 4;
 // The lower bound of a block's line limit; with more lines, the limit leaves BLOCKS_PER_THREAD blocks for each thread.
 constexpr int64_t MIN_BLOCK_LINES = 64;
 
-// The line limit of the blocks of a call; `most` is the limit of the kernel. A lone segment with fewer key heads than threads
-// (latents have one) is cut further, into a block for each thread.
-inline int64_t lines_per_block(const AttentionCall &call, int64_t most) {
+// The line limit of the blocks of a call; `max_lines` is the limit of the kernel. A lone segment with fewer key heads than
+// threads (latents have one) is cut further, into a block for each thread.
+inline int64_t lines_per_block(const AttentionCall &call, int64_t max_lines) {
     int64_t lines = 0;
-    for (int64_t at = 0; at < call.segment_count; ++at) lines += call.segments[at].rows * call.heads;
+    for (int64_t i = 0; i < call.segment_count; ++i) lines += call.segments[i].rows * call.heads;
     if (call.segment_count == 1 && call.key_heads < call.threads && lines < MIN_BLOCK_LINES * call.threads)
         return ceil_div(lines, call.threads);
-    return larger(lesser(lines / (BLOCKS_PER_THREAD * call.threads) / LANES * LANES, most), MIN_BLOCK_LINES);
+    return larger(lesser(lines / (BLOCKS_PER_THREAD * call.threads) / LANES * LANES, max_lines), MIN_BLOCK_LINES);
 }
 
 // Cut all lines into blocks of about the same size. Returns their number, and writes them unless `blocks` is null.
-int64_t cut(const AttentionCall &call, int64_t most, Block *blocks) {
-    const int64_t group = call.heads / call.key_heads, limit = lines_per_block(call, most);
+int64_t cut(const AttentionCall &call, int64_t max_lines, Block *blocks) {
+    const int64_t group = call.heads / call.key_heads, limit = lines_per_block(call, max_lines);
     int64_t count = 0;
-    for (int64_t at = 0; at < call.segment_count; ++at) {
-        const Segment &segment = call.segments[at];
+    for (int64_t i = 0; i < call.segment_count; ++i) {
+        const Segment &segment = call.segments[i];
         const int64_t all = segment.rows * group, pieces = (all + limit - 1) / limit;
         if (pieces == 0) continue;
         const int64_t equal = (all + pieces - 1) / pieces, size = limit < LANES ? equal : padded(equal);
@@ -238,8 +238,8 @@ int64_t cut(const AttentionCall &call, int64_t most, Block *blocks) {
 }
 
 bool in_pool(const AttentionCall &call) {
-    for (int64_t at = 0; at < call.segment_count; ++at) {
-        const Segment &segment = call.segments[at];
+    for (int64_t index = 0; index < call.segment_count; ++index) {
+        const Segment &segment = call.segments[index];
         const int64_t length = segment.start + segment.rows - segment.first;
         if (!segment.cells && (segment.first_cell < 0 || segment.first_cell + length > call.cells)) return false;
         for (int64_t i = 0; segment.cells && i < length; ++i)

@@ -14,14 +14,14 @@ class AttentionWork {
     static int64_t size(const AttentionCall &call) {
         const Kernel<Tiles> kernel(call);
         const int64_t blocks = cut(call, Tiles::BLOCK, nullptr);
-        int64_t numbers = call.threads * padded(kernel.scratch_size()), most = 0;
-        for (int64_t at = 0; at < call.segment_count; ++at) {
-            const Segment &segment = call.segments[at];
-            most = larger(most, (segment.start + segment.rows - 1) / PART + 1);
+        int64_t numbers = call.threads * padded(kernel.scratch_size()), most_parts = 0;
+        for (int64_t i = 0; i < call.segment_count; ++i) {
+            const Segment &segment = call.segments[i];
+            most_parts = larger(most_parts, (segment.start + segment.rows - 1) / PART + 1);
             if (SharedPrefixes::can_share(call, segment))
                 numbers += call.key_heads * kernel.state_size(SharedPrefixes::lines(call, segment));
         }
-        if (is_cut(call, blocks, most)) numbers += blocks * most * kernel.part_size(MIN_BLOCK_LINES);
+        if (is_cut(call, blocks, most_parts)) numbers += blocks * most_parts * kernel.part_size(MIN_BLOCK_LINES);
         const int64_t segments = call.segment_count * (sizeof(PrefixMember) + 2 * sizeof(int64_t));
         return numbers * sizeof(float) + blocks * sizeof(Block) + segments + 512;
     }
@@ -56,9 +56,9 @@ class AttentionWork {
         if (stack_count) run_stacks(scratch);
         if (is_cut(call, count, most_parts)) return run_parts(scratch);
 #pragma omp for schedule(dynamic, 1)
-        for (int64_t at = 0; at < count; ++at) {
-            prepare(blocks[at].head);
-            kernel.run(blocks[at], scratch);
+        for (int64_t i = 0; i < count; ++i) {
+            prepare(blocks[i].head);
+            kernel.run(blocks[i], scratch);
         }
     }
 
@@ -69,18 +69,18 @@ class AttentionWork {
 
     // Find shared prefixes and place the states of their blocks in `memory`; the memory after them is for parts.
     void find_shared(float *memory) {
-        for (int64_t at = 0, segment = -1; at < count; ++at) {
-            most_parts = larger(most_parts, blocks[at].parts);
-            for (const int64_t own = blocks[at].segment - call.segments; segment < own;) first_block[++segment] = at;
+        for (int64_t i = 0, segment = -1; i < count; ++i) {
+            most_parts = larger(most_parts, blocks[i].parts);
+            for (const int64_t last = blocks[i].segment - call.segments; segment < last;) first_block[++segment] = i;
         }
         SharedPrefixes(call, members).find();
-        for (int64_t at = 0; at < call.segment_count; ++at) {
-            if (members[at].shared == 0) continue;
-            leaders[stack_count++] = at;
-            for (int64_t own = at; own >= 0; own = members[own].next)
+        for (int64_t i = 0; i < call.segment_count; ++i) {
+            if (members[i].shared == 0) continue;
+            leaders[stack_count++] = i;
+            for (int64_t member = i; member >= 0; member = members[member].next)
                 for (int64_t head = 0; head < call.key_heads; ++head) {
-                    Block &block = blocks[first_block[own] + head];
-                    block.shared = members[at].shared, block.state = memory;
+                    Block &block = blocks[first_block[member] + head];
+                    block.shared = members[i].shared, block.state = memory;
                     memory += kernel.state_size(block.lines);
                 }
         }
@@ -89,15 +89,15 @@ class AttentionWork {
 
     void run_stacks(Scratch<Tiles> &scratch) const {
 #pragma omp for collapse(2) schedule(dynamic, 1)
-        for (int64_t at = 0; at < stack_count; ++at)
-            for (int64_t head = 0; head < call.key_heads; ++head) run_stack(leaders[at], head, scratch);
+        for (int64_t i = 0; i < stack_count; ++i)
+            for (int64_t head = 0; head < call.key_heads; ++head) run_stack(leaders[i], head, scratch);
     }
 
     void run_stack(int64_t leader, int64_t head, Scratch<Tiles> &scratch) const {
-        const Block *own[MAX_SHARED_LINES];
-        int64_t some = 0;
-        for (int64_t at = leader; at >= 0; at = members[at].next) own[some++] = &blocks[first_block[at] + head];
-        kernel.run_shared(own, some, scratch);
+        const Block *members_blocks[MAX_SHARED_LINES];
+        int64_t count = 0;
+        for (int64_t i = leader; i >= 0; i = members[i].next) members_blocks[count++] = &blocks[first_block[i] + head];
+        kernel.run_shared(members_blocks, count, scratch);
     }
 
     void run_parts(Scratch<Tiles> &scratch) const {
@@ -106,11 +106,11 @@ class AttentionWork {
                    part * kernel.part_size(blocks[block].lines);
         };
 #pragma omp for collapse(2) schedule(dynamic, 1)
-        for (int64_t at = 0; at < count; ++at)
+        for (int64_t i = 0; i < count; ++i)
             for (int64_t part = 0; part < most_parts; ++part)
-                if (part < blocks[at].parts) kernel.run_part(blocks[at], part, scratch, part_at(at, part));
+                if (part < blocks[i].parts) kernel.run_part(blocks[i], part, scratch, part_at(i, part));
 #pragma omp for schedule(static)
-        for (int64_t at = 0; at < count; ++at) kernel.join(blocks[at], part_at(at, 0), scratch);
+        for (int64_t i = 0; i < count; ++i) kernel.join(blocks[i], part_at(i, 0), scratch);
     }
 
     const AttentionCall call;

@@ -18,13 +18,13 @@ inline void score(const float *queries, const Number *const *keys, int64_t width
     for (int line = 0; line < COUNT; ++line)
 #pragma GCC unroll 8
         for (int key = 0; key < KEYS; ++key) products[line][key] = Vector{};
-    for (int64_t at = 0; at < width; at += LANES) {
+    for (int64_t i = 0; i < width; i += LANES) {
         Vector query[COUNT];
 #pragma GCC unroll 4
-        for (int line = 0; line < COUNT; ++line) query[line] = load(queries + line * width + at);
+        for (int line = 0; line < COUNT; ++line) query[line] = load(queries + line * width + i);
 #pragma GCC unroll 8
         for (int key = 0; key < KEYS; ++key) {
-            const Vector column = in_register(wide(keys[key] + at));
+            const Vector column = in_register(wide(keys[key] + i));
 #pragma GCC unroll 4
             for (int line = 0; line < COUNT; ++line) products[line][key] += query[line] * column;
         }
@@ -38,11 +38,11 @@ inline void score(const float *queries, const Number *const *keys, int64_t width
 
 // Transpose LANES keys: transposed[column][key].
 inline void transpose(const float *const *keys, int64_t width, float *transposed) {
-    for (int64_t at = 0; at < width; at += LANES) {
+    for (int64_t i = 0; i < width; i += LANES) {
         Vector block[LANES];
-        for (int key = 0; key < LANES; ++key) block[key] = load(keys[key] + at);
+        for (int key = 0; key < LANES; ++key) block[key] = load(keys[key] + i);
         transpose(block);
-        memcpy(transposed + at * LANES, block, sizeof block);
+        memcpy(transposed + i * LANES, block, sizeof block);
     }
 }
 
@@ -56,12 +56,12 @@ inline void score_lanes(const float *queries, const float *transposed, int64_t w
         for (int line = 0; line < COUNT; ++line) result[line] += other[line];
     } else {
         Vector products[COUNT][4] = {};
-        for (int64_t at = LANE; at < width; at += LANES)
+        for (int64_t i = LANE; i < width; i += LANES)
 #pragma GCC unroll 4
             for (int lane = 0; lane < 4; ++lane) {
-                const Vector column = in_register(load(transposed + (at + lane) * LANES));
+                const Vector column = in_register(load(transposed + (i + lane) * LANES));
                 for (int line = 0; line < COUNT; ++line)
-                    products[line][lane] += spread(queries[line * width + at + lane]) * column;
+                    products[line][lane] += spread(queries[line * width + i + lane]) * column;
             }
         for (int line = 0; line < COUNT; ++line)
             result[line] = (products[line][0] + products[line][1]) + (products[line][2] + products[line][3]);
@@ -78,34 +78,34 @@ inline void score_transposed(const float *queries, const float *transposed, int6
 
 // Add the weighted values [from, to) of a tile to the sums of COUNT lines; WIDE vectors of columns.
 template <int COUNT, int WIDE, class Number>
-inline void add_values(const float *weights, const Number *const *values, int64_t from, int64_t to, int64_t at, float *sums,
+inline void add_values(const float *weights, const Number *const *values, int64_t from, int64_t to, int64_t begin, float *sums,
                        int64_t width) {
-    Vector own[COUNT][WIDE];
+    Vector total[COUNT][WIDE];
     for (int line = 0; line < COUNT; ++line)
-        for (int column = 0; column < WIDE; ++column) own[line][column] = load(sums + line * width + at + column * LANES);
+        for (int column = 0; column < WIDE; ++column) total[line][column] = load(sums + line * width + begin + column * LANES);
     for (int64_t key = from; key < to; ++key) {
-        const Number *value = values[key] + at;
+        const Number *value = values[key] + begin;
         Vector weight[COUNT];
         for (int line = 0; line < COUNT; ++line) weight[line] = spread(weights[line * TILE + key]);
 #pragma GCC unroll 8
         for (int column = 0; column < WIDE; ++column) {
             const Vector part = in_register(wide(value + column * LANES));
-            for (int line = 0; line < COUNT; ++line) own[line][column] += weight[line] * part;
+            for (int line = 0; line < COUNT; ++line) total[line][column] += weight[line] * part;
         }
     }
     for (int line = 0; line < COUNT; ++line)
-        for (int column = 0; column < WIDE; ++column) store(sums + line * width + at + column * LANES, own[line][column]);
+        for (int column = 0; column < WIDE; ++column) store(sums + line * width + begin + column * LANES, total[line][column]);
 }
 
 template <int COUNT, class Number>
 inline void add_value_columns(const float *weights, const Number *const *values, int64_t from, int64_t to, float *sums,
                               int64_t width) {
-    int64_t at = 0;
-    for (; at + COLUMNS * LANES <= width; at += COLUMNS * LANES)
-        add_values<COUNT, COLUMNS>(weights, values, from, to, at, sums, width);
-    for (; at + COLUMNS / 2 * LANES <= width; at += COLUMNS / 2 * LANES)
-        add_values<COUNT, COLUMNS / 2>(weights, values, from, to, at, sums, width);
-    for (; at < width; at += LANES) add_values<COUNT, 1>(weights, values, from, to, at, sums, width);
+    int64_t begin = 0;
+    for (; begin + COLUMNS * LANES <= width; begin += COLUMNS * LANES)
+        add_values<COUNT, COLUMNS>(weights, values, from, to, begin, sums, width);
+    for (; begin + COLUMNS / 2 * LANES <= width; begin += COLUMNS / 2 * LANES)
+        add_values<COUNT, COLUMNS / 2>(weights, values, from, to, begin, sums, width);
+    for (; begin < width; begin += LANES) add_values<COUNT, 1>(weights, values, from, to, begin, sums, width);
 }
 
 // function(line, count) for all lines, up to 3 at a time; count is a compile-time constant.

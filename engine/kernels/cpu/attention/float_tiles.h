@@ -48,8 +48,8 @@ class FloatTiles {
 
     void load_query(const float *query, int64_t line, Scratch &scratch) const {
         float *to = scratch.queries + line * key_width;
-        for (int64_t at = 0; at < call.keys.width; ++at) to[at] = query[at] * call.scale;
-        for (int64_t at = call.keys.width; at < key_width; ++at) to[at] = 0;
+        for (int64_t i = 0; i < call.keys.width; ++i) to[i] = query[i] * call.scale;
+        for (int64_t i = call.keys.width; i < key_width; ++i) to[i] = 0;
     }
 
     // Add the positions [from, to) of a tile to the softmax state of the lines.
@@ -76,26 +76,26 @@ class FloatTiles {
     // Pointers to float32 keys and values of positions [from, to) of a tile.
     void fetch(const Lines &lines, int64_t tile, int64_t from, int64_t to, Scratch &scratch) const {
         const bool narrow = reads_narrow(lines.count);
-        for (int64_t at = from; at < to; ++at) {
+        for (int64_t i = from; i < to; ++i) {
             // The hardware prefetches contiguous cells better.
             if (lines.segment->cells) {
-                pool.prefetch_key(lines, tile + at + PREFETCHED_POSITIONS);
-                pool.prefetch_value(lines, tile + at + PREFETCHED_POSITIONS);
+                pool.prefetch_key(lines, tile + i + PREFETCHED_POSITIONS);
+                pool.prefetch_value(lines, tile + i + PREFETCHED_POSITIONS);
             }
-            const int64_t cell = pool.cell(lines, tile + at);
+            const int64_t cell = pool.cell(lines, tile + i);
             const Element *key = pool.key(lines, cell), *value = pool.value(lines, cell);
             if (narrow) {
-                scratch.narrow_key[at] = touched((const bfloat16 *)key, key_width);
-                scratch.narrow_value[at] = touched((const bfloat16 *)value, value_width);
+                scratch.narrow_key[i] = touched((const bfloat16 *)key, key_width);
+                scratch.narrow_value[i] = touched((const bfloat16 *)value, value_width);
                 continue;
             }
-            scratch.key[at] = widened(call.keys, lines.head, cell, key, key_width, scratch.keys + at * key_width);
-            scratch.value[at] = widened(call.values, lines.head, cell, value, value_width, scratch.values + at * value_width);
+            scratch.key[i] = widened(call.keys, lines.head, cell, key, key_width, scratch.keys + i * key_width);
+            scratch.value[i] = widened(call.values, lines.head, cell, value, value_width, scratch.values + i * value_width);
         }
         // Keys are scored KEYS or LANES at a time: outside the range they are any readable row.
         const auto fill = [&](auto *keys) {
-            for (int64_t at = from / LANES * LANES; at < from; ++at) keys[at] = keys[from];
-            for (int64_t at = to; at % LANES; ++at) keys[at] = keys[from];
+            for (int64_t i = from / LANES * LANES; i < from; ++i) keys[i] = keys[from];
+            for (int64_t i = to; i % LANES; ++i) keys[i] = keys[from];
         };
         narrow ? fill(scratch.narrow_key) : fill(scratch.key);
     }
@@ -106,10 +106,10 @@ class FloatTiles {
             if (width == buffer.width) return touched(row, width);
         if constexpr (std::is_same_v<Element, int8_t>) {
             const float *scales = buffer.scales + head * buffer.scale_head_stride + cell * buffer.scale_cell_stride;
-            for (int64_t at = 0; at < buffer.part_width; ++at) copy[at] = number(row[at]) * scales[0];
-            for (int64_t at = buffer.part_width; at < buffer.width; ++at) copy[at] = number(row[at]) * scales[1];
+            for (int64_t i = 0; i < buffer.part_width; ++i) copy[i] = number(row[i]) * scales[0];
+            for (int64_t i = buffer.part_width; i < buffer.width; ++i) copy[i] = number(row[i]) * scales[1];
         } else {
-            for (int64_t at = 0; at < buffer.width; ++at) copy[at] = number(row[at]);
+            for (int64_t i = 0; i < buffer.width; ++i) copy[i] = number(row[i]);
         }
         return copy;
     }
@@ -150,14 +150,14 @@ class FloatTiles {
         if (call.softcap > 0) apply_softcap(scores, call.softcap);
         if (is_partial(low, high)) mask(scores, low, high, NO_SCORE);
         Vector top = spread(NO_SCORE);
-        for (int32_t at = 0; at < TILE; at += LANES) top = greater(load(scores + at), top);
+        for (int32_t i = 0; i < TILE; i += LANES) top = greater(load(scores + i), top);
         const float now = fmaxf(sums.greatest[line], greatest(top));
         sums.raise(line, now, value_width);
-        for (int32_t at = 0; at < TILE; at += LANES) store(scores + at, exponential(load(scores + at) - now));
+        for (int32_t i = 0; i < TILE; i += LANES) store(scores + i, exponential(load(scores + i) - now));
         // A line may see no position of this tile nor of earlier ones: its weights are zero, not e^0.
         if (is_partial(low, high)) mask(scores, low, high, 0);
         Vector total = {};
-        for (int32_t at = 0; at < TILE; at += LANES) total += load(scores + at);
+        for (int32_t i = 0; i < TILE; i += LANES) total += load(scores + i);
         sums.add_total(line, total);
     }
 

@@ -115,11 +115,11 @@ class PairTiles {
         const std::conditional_t<SPLIT, SplitRowValues, RowValues> values{scratch.value, scratch.value_ahead,
                                                                           call.values.width};
         for_lines<LINES_AT_ONCE>(0, lines.count, [&](int64_t line, auto count) {
-            for (int64_t own = line; own < line + count(); ++own) to_weights<SPLIT>(lines, tile, own, own, scratch, sums);
+            for (int64_t i = line; i < line + count(); ++i) to_weights<SPLIT>(lines, tile, i, i, scratch, sums);
             // Fewer lines leave registers for more columns.
             constexpr int MOST = count() <= 2 ? 2 * VECTORS_AT_ONCE : VECTORS_AT_ONCE;
-            for_columns<MOST>(0, [&](int64_t at, auto vectors) {
-                add_values<SPLIT, count(), vectors()>(line, line, values, from, to, at, scratch, sums);
+            for_columns<MOST>(0, [&](int64_t column, auto vectors) {
+                add_values<SPLIT, count(), vectors()>(line, line, values, from, to, column, scratch, sums);
             });
         });
     }
@@ -138,15 +138,15 @@ class PairTiles {
         const RowValues values{scratch.value, scratch.key, call.values.width};
         for (int64_t pair = from / PAIR; pair < (to + 1) / PAIR; ++pair) {
             if (!SPLIT) pack_values(values, pair, value_width, scratch.values + pair * value_width);
-            for (int64_t at = PAIR * pair; SPLIT && at < PAIR * (pair + 1); ++at)
-                pack_split_row(scratch.value[at], call.values.width, scratch.split_values + at * value_width);
+            for (int64_t i = PAIR * pair; SPLIT && i < PAIR * (pair + 1); ++i)
+                pack_split_row(scratch.value[i], call.values.width, scratch.split_values + i * value_width);
         }
         for (int64_t line = 0; line < lines.count; line += STRIP) {
             const int64_t end = lesser(line + STRIP, lines.count);
             // Prefetch the next tile in portions.
-            for (int64_t at = TILE * line / lines.count; at < TILE * end / lines.count; ++at) {
-                pool.prefetch_key(lines, tile + TILE + at);
-                pool.prefetch_value(lines, tile + TILE + at);
+            for (int64_t i = TILE * line / lines.count; i < TILE * end / lines.count; ++i) {
+                pool.prefetch_key(lines, tile + TILE + i);
+                pool.prefetch_value(lines, tile + TILE + i);
             }
             accumulate_strip<SPLIT>(lines, tile, line, end, from, to, scratch, sums);
         }
@@ -166,11 +166,11 @@ class PairTiles {
             for (; group + 3 * LANES < stop; group += 4 * LANES) score<SPLIT, 4>(line, end, group, scratch);
         for (; group + LANES < stop; group += 2 * LANES) score<SPLIT, 2>(line, end, group, scratch);
         if (group < stop) score<SPLIT, 1>(line, end, group, scratch);
-        for (int64_t own = line; own < end; ++own) to_weights<SPLIT>(lines, tile, own, own - line, scratch, sums);
+        for (int64_t i = line; i < end; ++i) to_weights<SPLIT>(lines, tile, i, i - line, scratch, sums);
         const auto values = packed<SPLIT>(scratch);
-        for_columns<VECTORS_AT_ONCE>(0, [&](int64_t at, auto vectors) {
-            for_lines<LINES_AT_ONCE>(line, end, [&](int64_t own, auto count) {
-                add_values<SPLIT, count(), vectors()>(own, own - line, values, start, stop, at, scratch, sums);
+        for_columns<VECTORS_AT_ONCE>(0, [&](int64_t column, auto vectors) {
+            for_lines<LINES_AT_ONCE>(line, end, [&](int64_t first_line, auto count) {
+                add_values<SPLIT, count(), vectors()>(first_line, first_line - line, values, start, stop, column, scratch, sums);
             });
         });
     }
@@ -178,14 +178,14 @@ class PairTiles {
     // Scores of lines [line, end) for GROUPS times LANES keys from `group` on.
     template <bool SPLIT, int GROUPS>
     void score(int64_t line, int64_t end, int64_t group, const Scratch &scratch) const {
-        for_lines<LINES_AT_ONCE>(line, end, [&](int64_t own, auto count) {
-            float *const scores = scratch.scores + (own - line) * TILE + group;
+        for_lines<LINES_AT_ONCE>(line, end, [&](int64_t first_line, auto count) {
+            float *const scores = scratch.scores + (first_line - line) * TILE + group;
             if constexpr (SPLIT)
-                score_split<count(), GROUPS>(scratch.split_queries + own * PAIR * query_words, PAIR * query_words,
+                score_split<count(), GROUPS>(scratch.split_queries + first_line * PAIR * query_words, PAIR * query_words,
                                              scratch.split_keys + group * PAIR * query_words, LANES * PAIR * query_words,
                                              key_width, call.scale, scores, TILE);
             else
-                score_packed<count(), GROUPS>(query(own, scratch), query_words, scratch.keys + group * query_words,
+                score_packed<count(), GROUPS>(query(first_line, scratch), query_words, scratch.keys + group * query_words,
                                               LANES * query_words, key_width, call.scale, scores, TILE);
         });
     }
@@ -193,15 +193,15 @@ class PairTiles {
     // Add the weighted values of positions [from, to) to VECTORS vectors of the sums of LINES lines; their weights begin with
     // line `place` of the strip.
     template <bool SPLIT, int LINES, int VECTORS, class Values>
-    void add_values(int64_t line, int64_t place, const Values &values, int64_t from, int64_t to, int64_t at,
+    void add_values(int64_t line, int64_t place, const Values &values, int64_t from, int64_t to, int64_t column,
                     const Scratch &scratch, const SoftmaxState &sums) const {
-        float *const own = sums.values + line * value_width;
+        float *const values_of_line = sums.values + line * value_width;
         if constexpr (SPLIT)
             add_split_values<LINES, VECTORS>(scratch.split_weights + place * TILE, TILE / PAIR, values, from / PAIR,
-                                             (to + 1) / PAIR, at, own, value_width);
+                                             (to + 1) / PAIR, column, values_of_line, value_width);
         else
             add_value_pairs<LINES, VECTORS>(scratch.weights + place * TILE / PAIR, TILE / PAIR, values, from / PAIR,
-                                            (to + 1) / PAIR, at, own, value_width);
+                                            (to + 1) / PAIR, column, values_of_line, value_width);
     }
 
     // The packed values of a tile.
@@ -215,11 +215,12 @@ class PairTiles {
 
     const Word *query(int64_t line, const Scratch &scratch) const { return scratch.queries + line * query_words; }
 
-    // function(at, vectors) for columns from `at` on: VECTORS vectors at once, then fewer.
+    // function(column, vectors) for columns from `column` on: VECTORS vectors at once, then fewer.
     template <int VECTORS, class Function>
-    __attribute__((always_inline)) void for_columns(int64_t at, Function work) const {
-        for (; at + VECTORS * LANES <= value_width; at += VECTORS * LANES) work(at, std::integral_constant<int, VECTORS>());
-        if constexpr (VECTORS > 1) for_columns<VECTORS / 2>(at, work);
+    __attribute__((always_inline)) void for_columns(int64_t column, Function work) const {
+        for (; column + VECTORS * LANES <= value_width; column += VECTORS * LANES)
+            work(column, std::integral_constant<int, VECTORS>());
+        if constexpr (VECTORS > 1) for_columns<VECTORS / 2>(column, work);
     }
 
     // function(line, count) for lines [line, end), MOST at once; count is a compile-time constant.
@@ -241,23 +242,24 @@ class PairTiles {
     // Pointers to the rows of positions [start, stop) of a tile, in a group of LANES from `group` on.
     __attribute__((always_inline)) void find(const Lines &lines, int64_t tile, int64_t group, int64_t start, int64_t stop,
                                              Scratch &scratch) const {
-        for (int64_t at = start; at < stop; ++at) {
-            const int64_t cell = pool.cell(lines, tile + at);
-            scratch.key[at] = touched(pool.key(lines, cell), key_width);
-            scratch.value[at] = pool.value(lines, cell);
+        for (int64_t i = start; i < stop; ++i) {
+            const int64_t cell = pool.cell(lines, tile + i);
+            scratch.key[i] = touched(pool.key(lines, cell), key_width);
+            scratch.value[i] = pool.value(lines, cell);
         }
         // Outside the range keys are any readable row, and values are zeros.
-        for (int64_t at = group; at < start; ++at) scratch.key[at] = scratch.key[start], scratch.value[at] = nullptr;
-        for (int64_t at = stop; at < group + LANES; ++at) scratch.key[at] = scratch.key[start], scratch.value[at] = nullptr;
+        for (int64_t i = group; i < start; ++i) scratch.key[i] = scratch.key[start], scratch.value[i] = nullptr;
+        for (int64_t i = stop; i < group + LANES; ++i) scratch.key[i] = scratch.key[start], scratch.value[i] = nullptr;
     }
 
     // Pointers to the rows to prefetch with them: `ahead` positions further, at most the last one.
     __attribute__((always_inline)) void find_prefetched(const Lines &lines, int64_t tile, int64_t group, int64_t start,
                                                         int64_t stop, Scratch &scratch) const {
         const int64_t last = lines.segment->start + lines.segment->rows - 1;
-        for (int64_t at = group; at < group + LANES; ++at) {
-            const int64_t own = larger(lesser(at, stop - 1), start), cell = pool.cell(lines, lesser(tile + own + ahead, last));
-            scratch.key_ahead[at] = pool.key(lines, cell), scratch.value_ahead[at] = pool.value(lines, cell);
+        for (int64_t i = group; i < group + LANES; ++i) {
+            const int64_t position = larger(lesser(i, stop - 1), start);
+            const int64_t cell = pool.cell(lines, lesser(tile + position + ahead, last));
+            scratch.key_ahead[i] = pool.key(lines, cell), scratch.value_ahead[i] = pool.value(lines, cell);
         }
     }
 
@@ -269,12 +271,12 @@ class PairTiles {
         if (call.softcap > 0) apply_softcap(scores, call.softcap);
         const int32_t low = lines.low(line, tile), high = lines.high(line, tile);
         if (is_partial(low, high)) mask(scores, low, high, -INFINITY);
-        Vector own[VECTORS_PER_TILE];
+        Vector vectors[VECTORS_PER_TILE];
 #pragma GCC unroll 8
-        for (int i = 0; i < VECTORS_PER_TILE; ++i) own[i] = load(scores + i * LANES);
-        Vector top = own[0];
+        for (int i = 0; i < VECTORS_PER_TILE; ++i) vectors[i] = load(scores + i * LANES);
+        Vector top = vectors[0];
 #pragma GCC unroll 8
-        for (int i = 1; i < VECTORS_PER_TILE; ++i) top = greater(top, own[i]);
+        for (int i = 1; i < VECTORS_PER_TILE; ++i) top = greater(top, vectors[i]);
         // Rare after the first tiles, so the maximum of each line is only computed if the tile exceeds it.
         if (is_above(top, sums.greatest[line])) sums.raise(line, greatest(top), value_width);
         const Vector less = spread(sums.greatest[line] * LOG2_E);
@@ -282,7 +284,7 @@ class PairTiles {
         const Word ones = 0x3f803f80;  // two ones in bfloat16
 #pragma GCC unroll 4
         for (int i = 0; i < VECTORS_PER_TILE; i += PAIR) {
-            const Vector first = power_of_two(own[i] * LOG2_E - less), second = power_of_two(own[i + 1] * LOG2_E - less);
+            const Vector first = power_of_two(vectors[i] * LOG2_E - less), second = power_of_two(vectors[i + 1] * LOG2_E - less);
             const Vector rounded = round_pairs(first, second);
             if (SPLIT) {
                 float *const to = scratch.split_weights + place * TILE + i * LANES / PAIR;

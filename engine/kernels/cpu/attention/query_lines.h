@@ -26,14 +26,14 @@ inline bool is_partial(int32_t low, int32_t high) { return low > 0 || high < TIL
 
 // Set all numbers of a tile outside [low, high] to a value.
 inline void mask(float *scores, int32_t low, int32_t high, float value) {
-    for (int32_t at = 0; at < TILE; at += LANES) {
-        const Integers number = lane_numbers() + at;
-        store(scores + at, (number >= low) & (number <= high) ? load(scores + at) : spread(value));
+    for (int32_t i = 0; i < TILE; i += LANES) {
+        const Integers number = lane_numbers() + i;
+        store(scores + i, (number >= low) & (number <= high) ? load(scores + i) : spread(value));
     }
 }
 
 inline void apply_softcap(float *scores, float softcap) {
-    for (int32_t at = 0; at < TILE; at += LANES) store(scores + at, softcap * hyperbolic_tangent(load(scores + at) / softcap));
+    for (int32_t i = 0; i < TILE; i += LANES) store(scores + i, softcap * hyperbolic_tangent(load(scores + i) / softcap));
 }
 
 // The KV buffers of a call.
@@ -65,7 +65,7 @@ class Pool {
     }
 
     static __attribute__((always_inline)) void prefetch(const KVBuffer &buffer, const Element *row) {
-        for (int64_t at = 0; at < buffer.width; at += 64 / sizeof(Element)) __builtin_prefetch(row + at, 0, 2);
+        for (int64_t i = 0; i < buffer.width; i += 64 / sizeof(Element)) __builtin_prefetch(row + i, 0, 2);
     }
 
     const KVBuffer keys, values;

@@ -27,16 +27,16 @@ struct PrefixMember {
 
 inline bool have_same_cells(const Segment &a, const Segment &b, int64_t start) {
     if (a.cells && b.cells) return !memcmp(a.cells + start, b.cells + start, TILE * sizeof(int64_t));
-    for (int64_t at = start; at < start + TILE; ++at)
-        if ((a.cells ? a.cells[at] : a.first_cell + at) != (b.cells ? b.cells[at] : b.first_cell + at)) return false;
+    for (int64_t i = start; i < start + TILE; ++i)
+        if ((a.cells ? a.cells[i] : a.first_cell + i) != (b.cells ? b.cells[i] : b.first_cell + i)) return false;
     return true;
 }
 
 // The length of the shared prefix before the rows of both, a multiple of TILE.
 inline int64_t common(const Segment &a, const Segment &b) {
-    const int64_t most = lesser(a.start, b.start) / TILE * TILE;
+    const int64_t max_length = lesser(a.start, b.start) / TILE * TILE;
     int64_t length = 0;
-    while (length < most && have_same_cells(a, b, length)) length += TILE;
+    while (length < max_length && have_same_cells(a, b, length)) length += TILE;
     return length;
 }
 
@@ -46,17 +46,17 @@ class SharedPrefixes {
     SharedPrefixes(const AttentionCall &call, PrefixMember *members) : call(call), members(members) {}
 
     void find() {
-        for (int64_t at = 0; at < call.segment_count; ++at) sharing += can_share(call, call.segments[at]);
-        for (int64_t at = 0; at < call.segment_count; ++at) {
-            members[at] = {-1, 0, at, 1, lines(call, call.segments[at])};
-            if (can_share(call, call.segments[at])) place(at);
+        for (int64_t i = 0; i < call.segment_count; ++i) sharing += can_share(call, call.segments[i]);
+        for (int64_t i = 0; i < call.segment_count; ++i) {
+            members[i] = {-1, 0, i, 1, lines(call, call.segments[i])};
+            if (can_share(call, call.segments[i])) place(i);
         }
     }
 
     // Whether a segment can share: full attention from position 0, and at most half of the lines of a stack.
     static bool can_share(const AttentionCall &call, const Segment &segment) {
-        const int64_t own = lines(call, segment);
-        return call.attention_range == FULL && segment.first == 0 && own > 0 && 2 * own <= MAX_SHARED_LINES;
+        const int64_t segment_lines = lines(call, segment);
+        return call.attention_range == FULL && segment.first == 0 && segment_lines > 0 && 2 * segment_lines <= MAX_SHARED_LINES;
     }
     static int64_t lines(const AttentionCall &call, const Segment &segment) {
         return segment.rows * (call.heads / call.key_heads);
@@ -64,35 +64,36 @@ class SharedPrefixes {
 
   private:
     // Add a segment to the stack with the longest shared prefix, if that is worthwhile.
-    void place(int64_t at) {
-        int64_t best = -1, most = MIN_SHARED_POSITIONS - 1;
-        for (int64_t leader = 0; leader < at; ++leader) {
-            if (!has_capacity_for(leader, at)) continue;
-            const int64_t length = common(call.segments[leader], call.segments[at]);
-            if (length > most && is_worthwhile(leader, at, length)) best = leader, most = length;
+    void place(int64_t index) {
+        int64_t best = -1, longest = MIN_SHARED_POSITIONS - 1;
+        for (int64_t leader = 0; leader < index; ++leader) {
+            if (!has_capacity_for(leader, index)) continue;
+            const int64_t length = common(call.segments[leader], call.segments[index]);
+            if (length > longest && is_worthwhile(leader, index, length)) best = leader, longest = length;
         }
-        if (best >= 0) append(best, at, most);
+        if (best >= 0) append(best, index, longest);
     }
 
     // The stacks are small enough to leave every thread one.
-    bool has_capacity_for(int64_t leader, int64_t at) const {
-        const PrefixMember &own = members[leader];
-        return own.last >= 0 && can_share(call, call.segments[leader]) && own.lines + members[at].lines <= MAX_SHARED_LINES &&
-               (own.count + 1) * call.threads <= larger(sharing * call.key_heads, call.threads);
+    bool has_capacity_for(int64_t leader, int64_t index) const {
+        const PrefixMember &stack = members[leader];
+        return stack.last >= 0 && can_share(call, call.segments[leader]) &&
+               stack.lines + members[index].lines <= MAX_SHARED_LINES &&
+               (stack.count + 1) * call.threads <= larger(sharing * call.key_heads, call.threads);
     }
 
     // Not for a segment that halves the prefix of a stack, nor for a new stack with less than a quarter shared.
-    bool is_worthwhile(int64_t leader, int64_t at, int64_t length) const {
+    bool is_worthwhile(int64_t leader, int64_t index, int64_t length) const {
         if (members[leader].count > 1) return 2 * length >= members[leader].shared;
-        return 4 * length >= lesser(call.segments[leader].start, call.segments[at].start);
+        return 4 * length >= lesser(call.segments[leader].start, call.segments[index].start);
     }
 
-    void append(int64_t leader, int64_t at, int64_t length) {
+    void append(int64_t leader, int64_t index, int64_t length) {
         PrefixMember &first = members[leader];
         first.shared = first.count > 1 ? lesser(first.shared, length) : length;
-        members[first.last].next = at;
-        first.last = at, first.lines += members[at].lines, ++first.count;
-        members[at].last = -1;
+        members[first.last].next = index;
+        first.last = index, first.lines += members[index].lines, ++first.count;
+        members[index].last = -1;
     }
 
     const AttentionCall &call;

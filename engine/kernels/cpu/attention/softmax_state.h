@@ -41,8 +41,8 @@ struct SoftmaxState {
         greatest[line] = now;
         if (before == NO_SCORE) return;
         const float by = expf(before - now);
-        float *own = values + line * width;
-        for (int64_t at = 0; at < width; at += LANES) store(own + at, load(own + at) * by);
+        float *line_values = values + line * width;
+        for (int64_t i = 0; i < width; i += LANES) store(line_values + i, load(line_values + i) * by);
         store(totals + line * LANES, load(totals + line * LANES) * by);
     }
     // Add the state of the same lines over later positions.
@@ -56,7 +56,7 @@ struct SoftmaxState {
             const float top = fmaxf(greatest[line], other.greatest[line]);
             const float ours = expf(greatest[line] - top), theirs = expf(other.greatest[line] - top);
             const auto join = [=](float *to, const float *from) { store(to, load(to) * ours + load(from) * theirs); };
-            for (int64_t at = line * width; at < (line + 1) * width; at += LANES) join(values + at, other.values + at);
+            for (int64_t i = line * width; i < (line + 1) * width; i += LANES) join(values + i, other.values + i);
             join(totals + line * LANES, other.totals + line * LANES);
             greatest[line] = top;
         }

@@ -51,8 +51,8 @@ constexpr BlockLayout layout_of(BlockType type) {
 // Calls a function with the type as a compile-time constant.
 template <class Function>
 inline void with_type(BlockType type, Function &&function) {
-#define WITH(own) \
-    case own: return function(std::integral_constant<BlockType, own>());
+#define WITH(TYPE) \
+    case TYPE: return function(std::integral_constant<BlockType, TYPE>());
     switch (type) {
         WITH(BLOCK_Q4_0)
         WITH(BLOCK_Q4_1)
@@ -86,18 +86,18 @@ inline void store_codes(const GroupCodes &codes, uint8_t *packed) {
     constexpr uint32_t LOW = 0x0F0F0F0F;
     uint32_t words[bits][OUTPUTS];
     for (int64_t output = 0; output < OUTPUTS; ++output) {
-        const auto &own = codes.words;
+        const auto &source = codes.words;
         if constexpr (bits == 8) {
-            for (int word = 0; word < 8; ++word) words[word][output] = own[word][output];
+            for (int word = 0; word < 8; ++word) words[word][output] = source[word][output];
             continue;
         }
         for (int word = 0; word < 4; ++word)
-            words[word][output] = (own[2 * word][output] & LOW) | (own[2 * word + 1][output] & LOW) << 4;
+            words[word][output] = (source[2 * word][output] & LOW) | (source[2 * word + 1][output] & LOW) << 4;
         for (int word = 4; word < bits; ++word) words[word][output] = 0;
         // A last word has the high bits of 4 or 8 words.
         constexpr int high = bits - 4, sharing = high ? 8 / high : 8;
         for (int word = 0; word < 8 && high; ++word)
-            words[4 + word / sharing][output] |= (own[word][output] >> 4 & LOW) << word % sharing * high;
+            words[4 + word / sharing][output] |= (source[word][output] >> 4 & LOW) << word % sharing * high;
     }
     std::memcpy(packed, words, sizeof(words));
 }
@@ -106,9 +106,9 @@ inline uint16_t half_at(const uint8_t *bytes) { return (uint16_t)(bytes[0] | byt
 
 // The low halves of 16 bytes, then their high halves.
 inline void split_halves(const uint8_t *bytes, uint8_t *codes) {
-    for (int at = 0; at < 16; ++at) {
-        codes[at] = bytes[at] & 15;
-        codes[16 + at] = bytes[at] >> 4;
+    for (int i = 0; i < 16; ++i) {
+        codes[i] = bytes[i] & 15;
+        codes[16 + i] = bytes[i] >> 4;
     }
 }
 
@@ -118,21 +118,21 @@ inline void unpack_codes(const uint8_t *block, int64_t group, uint8_t *codes) {
     constexpr BlockLayout layout = layout_of(type);
     const int shift = (int)(group % 2) * 4;
     if constexpr (type == BLOCK_Q8_0) {
-        for (int at = 0; at < 32; ++at) codes[at] = block[2 + at] ^ 128;
+        for (int i = 0; i < 32; ++i) codes[i] = block[2 + i] ^ 128;
     } else if constexpr (type == BLOCK_Q4_K || type == BLOCK_Q5_K) {
         const uint8_t *low = block + layout.bytes - 128 + group / 2 * 32;
-        for (int at = 0; at < 32; ++at) codes[at] = low[at] >> shift & 15;
+        for (int i = 0; i < 32; ++i) codes[i] = low[i] >> shift & 15;
         if constexpr (type == BLOCK_Q5_K)
-            for (int at = 0; at < 32; ++at) codes[at] |= (block[16 + at] >> group & 1) << 4;
+            for (int i = 0; i < 32; ++i) codes[i] |= (block[16 + i] >> group & 1) << 4;
     } else if constexpr (type == BLOCK_Q6_K) {
         // Halves of 128 columns: low halves of columns [0, 64), high halves of [64, 128), two bits of 32 columns each.
         const uint8_t *low = block + group / 4 * 64 + group % 2 * 32, *high = block + 128 + group / 4 * 32;
         const int low_shift = (int)(group % 4 / 2) * 4, high_shift = (int)(group % 4) * 2;
-        for (int at = 0; at < 32; ++at) codes[at] = (low[at] >> low_shift & 15) | (high[at] >> high_shift & 3) << 4;
+        for (int i = 0; i < 32; ++i) codes[i] = (low[i] >> low_shift & 15) | (high[i] >> high_shift & 3) << 4;
     } else if constexpr (type == BLOCK_Q3_K) {
         const uint8_t *low = block + 32 + group / 4 * 32;
         const int low_shift = (int)(group % 4) * 2;
-        for (int at = 0; at < 32; ++at) codes[at] = (low[at] >> low_shift & 3) + 4 * (block[at] >> group & 1) + 28;
+        for (int i = 0; i < 32; ++i) codes[i] = (low[i] >> low_shift & 3) + 4 * (block[i] >> group & 1) + 28;
     } else if constexpr (type == BLOCK_IQ4_XS) {
         split_halves(block + 8 + group * 16, codes);
     } else {
@@ -140,7 +140,7 @@ inline void unpack_codes(const uint8_t *block, int64_t group, uint8_t *codes) {
         if constexpr (type == BLOCK_Q5_0 || type == BLOCK_Q5_1) {
             uint32_t high;
             std::memcpy(&high, block + (type == BLOCK_Q5_1 ? 4 : 2), 4);
-            for (int at = 0; at < 32; ++at) codes[at] |= (high >> at & 1) << 4;
+            for (int i = 0; i < 32; ++i) codes[i] |= (high >> i & 1) << 4;
         }
     }
 }
@@ -189,12 +189,12 @@ inline bool store_scales(const uint8_t *block, int64_t output, uint8_t *record) 
         finite = finite && is_finite(halves[OUTPUTS]);
     }
     uint8_t *scales = record + (has_super_minimums ? 4 : 2) * OUTPUTS + output;
-    for (int64_t at = 0; at < 2 * SUPERBLOCK && layout_of(type).groups > 1; ++at) {
-        uint8_t &scale = scales[at * OUTPUTS];
-        if constexpr (has_super_minimums) scale = at % 2 ? k_minimum(block + 4, at / 2) : k_scale(block + 4, at / 2);
-        if constexpr (type == BLOCK_Q6_K) scale = block[192 + at];
-        if constexpr (type == BLOCK_Q3_K) scale = (uint8_t)q3_scale(block + 96, at);
-        if constexpr (type == BLOCK_IQ4_XS) scale = (uint8_t)iq4_scale(block, at / 2);
+    for (int64_t i = 0; i < 2 * SUPERBLOCK && layout_of(type).groups > 1; ++i) {
+        uint8_t &scale = scales[i * OUTPUTS];
+        if constexpr (has_super_minimums) scale = i % 2 ? k_minimum(block + 4, i / 2) : k_scale(block + 4, i / 2);
+        if constexpr (type == BLOCK_Q6_K) scale = block[192 + i];
+        if constexpr (type == BLOCK_Q3_K) scale = (uint8_t)q3_scale(block + 96, i);
+        if constexpr (type == BLOCK_IQ4_XS) scale = (uint8_t)iq4_scale(block, i / 2);
     }
     return finite;
 }
@@ -204,21 +204,21 @@ template <BlockType type>
 bool pack_outputs(const BlockCall &call, int64_t first) {
     constexpr BlockLayout blocks = layout_of(type);
     constexpr WeightLayout layout = layout_of(blocks.format);
-    const int64_t groups = call.columns / GROUP, own = lesser(call.outputs - first, OUTPUTS);
+    const int64_t groups = call.columns / GROUP, present = lesser(call.outputs - first, OUTPUTS);
     const int64_t row_bytes = groups / blocks.groups * blocks.bytes, records = groups / layout.record_groups();
     uint8_t *codes = call.codes + first / OUTPUTS * groups * layout.group_bytes();
     uint8_t *scales = call.scales + first / OUTPUTS * records * layout.record_bytes();
-    if (own < OUTPUTS) std::memset(scales, 0, records * layout.record_bytes());
+    if (present < OUTPUTS) std::memset(scales, 0, records * layout.record_bytes());
     GroupCodes unpacked;
-    uint8_t one[GROUP];
+    uint8_t unpacked_codes[GROUP];
     std::memset(&unpacked, layout.zero, sizeof(unpacked));
     bool finite = true;
     for (int64_t group = 0; group < groups; ++group) {
         const int64_t block = group / blocks.groups, inside = group % blocks.groups;
-        for (int64_t output = 0; output < own; ++output) {
+        for (int64_t output = 0; output < present; ++output) {
             const uint8_t *from = call.blocks + (first + output) * row_bytes + block * blocks.bytes;
-            unpack_codes<type>(from, inside, one);
-            unpacked.set(output, one);
+            unpack_codes<type>(from, inside, unpacked_codes);
+            unpacked.set(output, unpacked_codes);
             if (!inside) finite &= store_scales<type>(from, output, scales + block * layout.record_bytes());
         }
         store_codes<layout.bits>(unpacked, codes + group * layout.group_bytes());
@@ -247,8 +247,8 @@ inline void read_scale(const uint8_t *record, int64_t half, float &scale, float 
     scale = kind == BFLOAT16_SCALES ? float_of((uint32_t)halves[0] << 16) : float_of_half(halves[0]);
     minimum = layout_of(format).has_minimums() ? float_of_half(halves[OUTPUTS]) : 0;
     if constexpr (kind == SUPERBLOCK_MINIMUMS) {
-        const uint8_t *own = record + 4 * OUTPUTS + half / 2 * 2 * OUTPUTS;
-        scale *= own[0], minimum *= own[OUTPUTS];
+        const uint8_t *half_scales = record + 4 * OUTPUTS + half / 2 * 2 * OUTPUTS;
+        scale *= half_scales[0], minimum *= half_scales[OUTPUTS];
     }
     if constexpr (kind == SUPERBLOCK_HALVES) scale *= (int8_t)record[2 * OUTPUTS + half * OUTPUTS];
 }
@@ -265,11 +265,11 @@ void unpack_row(const uint8_t *blocks, float *numbers, int64_t columns) {
             if (half % 2 == 0) unpack_codes<type>(blocks, half / 2, codes);
             float scale, minimum, *to = numbers + first + half * (GROUP / 2);
             read_scale<layout.format>(record, half, scale, minimum);
-            for (int at = 0; at < GROUP / 2; ++at) {
-                const uint8_t code = codes[half % 2 * (GROUP / 2) + at];
+            for (int i = 0; i < GROUP / 2; ++i) {
+                const uint8_t code = codes[half % 2 * (GROUP / 2) + i];
                 const int value = weights.lookup ? LOOKUP_VALUES[weights.lookup][code & 15] - 128 : code - weights.zero;
-                to[at] = scale * (float)value;
-                if constexpr (weights.has_minimums()) to[at] += minimum;
+                to[i] = scale * (float)value;
+                if constexpr (weights.has_minimums()) to[i] += minimum;
             }
         }
     }

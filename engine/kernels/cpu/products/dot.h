@@ -72,8 +72,8 @@ inline Words join(Words words, Words from) {
 
 // Inline assembly, because GCC 12 copies registers around the intrinsic (measured: half the speed).
 template <int BITS, int PART>
-inline __attribute__((always_inline)) Sums dot(Sums sums, Words words, const int8_t *numbers, int at) {
-    asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sums) : "v"(words), "m"(*(const int32_t(*)[1])(numbers + 4 * at)));
+inline __attribute__((always_inline)) Sums dot(Sums sums, Words words, const int8_t *numbers, int offset) {
+    asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sums) : "v"(words), "m"(*(const int32_t(*)[1])(numbers + 4 * offset)));
     return sums;
 }
 
@@ -83,7 +83,7 @@ inline Totals bfloat16_scales(const uint16_t *scales) {
 inline Totals add(Totals totals, Sums sums, Totals scales, float scale) {
     return _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums), _mm512_mul_ps(scales, _mm512_set1_ps(scale)), totals);
 }
-inline Totals add(Totals totals, Totals own, float scale) { return _mm512_fmadd_ps(own, _mm512_set1_ps(scale), totals); }
+inline Totals add(Totals totals, Totals sums, float scale) { return _mm512_fmadd_ps(sums, _mm512_set1_ps(scale), totals); }
 inline Totals add(Totals totals, Sums sums, Totals scales) {
     return _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums), scales, totals);
 }
@@ -157,8 +157,8 @@ inline Words join(const Words &words, const Words &from) {
 template <int BITS>
 inline __m256i products(__m256i codes, __m256i numbers) {
     if constexpr (BITS < 8) return _mm256_maddubs_epi16(codes, numbers);
-    const __m256i own = _mm256_xor_si256(codes, _mm256_set1_epi8((char)128));
-    return _mm256_maddubs_epi16(_mm256_abs_epi8(own), _mm256_sign_epi8(numbers, own));
+    const __m256i signed_codes = _mm256_xor_si256(codes, _mm256_set1_epi8((char)128));
+    return _mm256_maddubs_epi16(_mm256_abs_epi8(signed_codes), _mm256_sign_epi8(numbers, signed_codes));
 }
 
 // With 8 bits there are registers for one half of the words at a time.
@@ -166,8 +166,8 @@ template <int BITS>
 constexpr int PARTS = BITS == 8 ? 2 : 1;
 
 template <int BITS, int PART>
-inline __attribute__((always_inline)) Sums dot(const Sums &sums, const Words &words, const int8_t *numbers, int at) {
-    const __m256i spread = _mm256_set1_epi32(word(numbers + 4 * at));
+inline __attribute__((always_inline)) Sums dot(const Sums &sums, const Words &words, const int8_t *numbers, int offset) {
+    const __m256i spread = _mm256_set1_epi32(word(numbers + 4 * offset));
     Sums next = sums;
     for (int i = PART; i < 2; i += PARTS<BITS>) {
         next.pairs[i] = _mm256_add_epi16(sums.pairs[i], products<BITS>(words.half[i], spread));
@@ -203,8 +203,8 @@ inline Totals add(const Totals &totals, const Sums &sums, const Totals &scales, 
         return _mm256_fmadd_ps(_mm256_cvtepi32_ps(sums.half[i]), weight, totals.half[i]);
     });
 }
-inline Totals add(const Totals &totals, const Totals &own, float scale) {
-    return both<Totals>([&](int i) { return _mm256_fmadd_ps(own.half[i], _mm256_set1_ps(scale), totals.half[i]); });
+inline Totals add(const Totals &totals, const Totals &sums, float scale) {
+    return both<Totals>([&](int i) { return _mm256_fmadd_ps(sums.half[i], _mm256_set1_ps(scale), totals.half[i]); });
 }
 inline Totals add(const Totals &totals, const Sums &sums, const Totals &scales) {
     return both<Totals>([&](int i) {
@@ -260,9 +260,9 @@ constexpr bool HAS_UNSIGNED = false;
 #endif
 template <int BITS, int ZERO>
 inline Sums begin(int32_t start) {
-    int32x4_t own = vdupq_n_s32(0);
-    if constexpr ((BITS < 8 || HAS_UNSIGNED) && ZERO > 0) own = vdupq_n_s32(start >> shift_to(ZERO));
-    return {{own, own, own, own}};
+    int32x4_t first = vdupq_n_s32(0);
+    if constexpr ((BITS < 8 || HAS_UNSIGNED) && ZERO > 0) first = vdupq_n_s32(start >> shift_to(ZERO));
+    return {{first, first, first, first}};
 }
 
 inline Words fetch(const uint8_t *codes) {
@@ -301,13 +301,13 @@ inline int32x4_t dot(int32x4_t sums, uint8x16_t codes, int8x16_t numbers) {
 #if defined(__ARM_FEATURE_MATMUL_INT8)
     if constexpr (BITS == 8) return vusdotq_laneq_s32(sums, codes, numbers, LANE);
 #endif
-    const int8x16_t own = vreinterpretq_s8_u8(BITS == 8 ? veorq_u8(codes, vdupq_n_u8(128)) : codes);
+    const int8x16_t signed_codes = vreinterpretq_s8_u8(BITS == 8 ? veorq_u8(codes, vdupq_n_u8(128)) : codes);
 #if defined(__ARM_FEATURE_DOTPROD)
-    return vdotq_laneq_s32(sums, own, numbers, LANE);
+    return vdotq_laneq_s32(sums, signed_codes, numbers, LANE);
 #else
     // Sums of two products fit 16 bits: -128 * -127 * 2.
     const int8x16_t spread = vreinterpretq_s8_s32(vdupq_laneq_s32(vreinterpretq_s32_s8(numbers), LANE));
-    const int16x8_t first = vmull_s8(vget_low_s8(own), vget_low_s8(spread)), last = vmull_high_s8(own, spread);
+    const int16x8_t first = vmull_s8(vget_low_s8(signed_codes), vget_low_s8(spread)), last = vmull_high_s8(signed_codes, spread);
     return vpadalq_s16(sums, vpaddq_s16(first, last));
 #endif
 }
@@ -316,13 +316,13 @@ inline Sums dot(const Sums &sums, const Words &words, int8x16_t numbers) {
     return all<Sums>([&](int i) { return dot<BITS, LANE>(sums.quarter[i], words.quarter[i], numbers); });
 }
 template <int BITS, int PART>
-inline __attribute__((always_inline)) Sums dot(const Sums &sums, const Words &words, const int8_t *numbers, int at) {
-    const int8x16_t own = vld1q_s8(numbers + at / 4 * 16);
-    switch (at % 4) {
-        case 0: return dot<BITS, 0>(sums, words, own);
-        case 1: return dot<BITS, 1>(sums, words, own);
-        case 2: return dot<BITS, 2>(sums, words, own);
-        default: return dot<BITS, 3>(sums, words, own);
+inline __attribute__((always_inline)) Sums dot(const Sums &sums, const Words &words, const int8_t *numbers, int offset) {
+    const int8x16_t numbers_of_words = vld1q_s8(numbers + offset / 4 * 16);
+    switch (offset % 4) {
+        case 0: return dot<BITS, 0>(sums, words, numbers_of_words);
+        case 1: return dot<BITS, 1>(sums, words, numbers_of_words);
+        case 2: return dot<BITS, 2>(sums, words, numbers_of_words);
+        default: return dot<BITS, 3>(sums, words, numbers_of_words);
     }
 }
 
@@ -334,8 +334,8 @@ inline Totals add(const Totals &totals, const Sums &sums, const Totals &scales, 
         return vfmaq_f32(totals.quarter[i], vcvtq_f32_s32(sums.quarter[i]), vmulq_n_f32(scales.quarter[i], scale));
     });
 }
-inline Totals add(const Totals &totals, const Totals &own, float scale) {
-    return all<Totals>([&](int i) { return vfmaq_n_f32(totals.quarter[i], own.quarter[i], scale); });
+inline Totals add(const Totals &totals, const Totals &sums, float scale) {
+    return all<Totals>([&](int i) { return vfmaq_n_f32(totals.quarter[i], sums.quarter[i], scale); });
 }
 inline Totals add(const Totals &totals, const Sums &sums, const Totals &scales) {
     return all<Totals>(
@@ -358,16 +358,16 @@ inline Totals half_scales(const uint8_t *scales) {
         [&](int i) { return vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(scales + 8 * i))); });
 }
 inline Totals byte_scales(const uint8_t *scales) {
-    const uint8x16_t own = vld1q_u8(scales);
-    const uint16x8_t halves[] = {vmovl_u8(vget_low_u8(own)), vmovl_high_u8(own)};
+    const uint8x16_t bytes = vld1q_u8(scales);
+    const uint16x8_t halves[] = {vmovl_u8(vget_low_u8(bytes)), vmovl_high_u8(bytes)};
     return all<Totals>([&](int i) {
         const uint16x8_t half = halves[i / 2];
         return vcvtq_f32_u32(i % 2 == 0 ? vmovl_u16(vget_low_u16(half)) : vmovl_high_u16(half));
     });
 }
 inline Totals byte_scales(const int8_t *scales) {
-    const int8x16_t own = vld1q_s8(scales);
-    const int16x8_t halves[] = {vmovl_s8(vget_low_s8(own)), vmovl_high_s8(own)};
+    const int8x16_t bytes = vld1q_s8(scales);
+    const int16x8_t halves[] = {vmovl_s8(vget_low_s8(bytes)), vmovl_high_s8(bytes)};
     return all<Totals>([&](int i) {
         const int16x8_t half = halves[i / 2];
         return vcvtq_f32_s32(i % 2 == 0 ? vmovl_s16(vget_low_s16(half)) : vmovl_high_s16(half));
@@ -416,15 +416,15 @@ inline Words look_up(const uint8_t *values, Words words) {
 // Bits [SHIFT, SHIFT + BITS) of each byte of `from` as the bits of `words` from 4 on.
 template <int BITS, int SHIFT>
 inline Words join(Words words, const Words &from) {
-    for (int at = 0; at < 64; ++at) words.code[at] |= (from.code[at] >> SHIFT & ((1 << BITS) - 1)) << 4;
+    for (int i = 0; i < 64; ++i) words.code[i] |= (from.code[i] >> SHIFT & ((1 << BITS) - 1)) << 4;
     return words;
 }
 
 template <int BITS, int PART>
-inline Sums dot(Sums sums, const Words &words, const int8_t *numbers, int at) {
+inline Sums dot(Sums sums, const Words &words, const int8_t *numbers, int offset) {
     for (int output = 0; output < 16; ++output)
         for (int byte = 0; byte < 4; ++byte)
-            sums.output[output] += (int32_t)words.code[4 * output + byte] * numbers[4 * at + byte];
+            sums.output[output] += (int32_t)words.code[4 * output + byte] * numbers[4 * offset + byte];
     return sums;
 }
 
@@ -441,8 +441,8 @@ inline Totals add(Totals totals, const Sums &sums, const Totals &scales, float s
         totals.output[output] += (float)sums.output[output] * (scales.output[output] * scale);
     return totals;
 }
-inline Totals add(Totals totals, const Totals &own, float scale) {
-    for (int output = 0; output < 16; ++output) totals.output[output] += own.output[output] * scale;
+inline Totals add(Totals totals, const Totals &sums, float scale) {
+    for (int output = 0; output < 16; ++output) totals.output[output] += sums.output[output] * scale;
     return totals;
 }
 inline Totals add(Totals totals, const Sums &sums, const Totals &scales) {

@@ -25,11 +25,11 @@ int64_t multiply(const LinearCall &product) {
     const Memory memory(QuantisedRows::size(product.rows, groups));
     if (!memory.start) return NO_MEMORY;
     RowSums sums;
-    for (int64_t at = 0; at < product.count; ++at) sums.include(product.matrices[at].format);
+    for (int64_t i = 0; i < product.count; ++i) sums.include(product.matrices[i].format);
     const QuantisedRows rows(product.rows, groups, product.format, sums, memory.start);
     const FloatRows<Number> numbers = {(const Number *)product.input, product.stride, product.columns};
     int64_t count = 0;
-    for (int64_t at = 0; at < product.count; ++at) count += shares(product.matrices[at]);
+    for (int64_t i = 0; i < product.count; ++i) count += shares(product.matrices[i]);
 #pragma omp parallel num_threads((int)product.threads)
     {
         quantise(numbers, rows);
@@ -82,15 +82,15 @@ namespace {
 constexpr int64_t PLAIN_SHARE = 32;
 
 template <class Number>
-void multiply_plain(const PlainLinearCall &own) {
-    const int64_t shares = ceil_div(own.outputs, PLAIN_SHARE);
-#pragma omp parallel for collapse(2) schedule(static) num_threads((int)own.threads)
-    for (int64_t at = 0; at < own.batch; ++at)
+void multiply_plain(const PlainLinearCall &call) {
+    const int64_t shares = ceil_div(call.outputs, PLAIN_SHARE);
+#pragma omp parallel for collapse(2) schedule(static) num_threads((int)call.threads)
+    for (int64_t i = 0; i < call.batch; ++i)
         for (int64_t share = 0; share < shares; ++share) {
-            const int64_t first = share * PLAIN_SHARE, last = lesser(first + PLAIN_SHARE, own.outputs);
-            multiply_plain(own.rows + at * own.row_batch_stride, own.count, own.row_stride,
-                           (const Number *)own.weights + at * own.weight_batch_stride, own.weight_stride, own.columns, first,
-                           last, own.output + at * own.count * own.outputs, own.outputs);
+            const int64_t first = share * PLAIN_SHARE, last = lesser(first + PLAIN_SHARE, call.outputs);
+            multiply_plain(call.rows + i * call.row_batch_stride, call.count, call.row_stride,
+                           (const Number *)call.weights + i * call.weight_batch_stride, call.weight_stride, call.columns, first,
+                           last, call.output + i * call.count * call.outputs, call.outputs);
         }
 }
 

@@ -36,11 +36,11 @@ class PackedRow {
     template <class Function>
     void for_each(int64_t columns, Function function) const {
         for (int64_t group = 0; group < groups; ++group) {
-            const Scales own = scales_of(group);
-            for (int64_t at = 0; at < lesser(GROUP, columns - group * GROUP); ++at) {
-                const float scale = OWN.has_halves() && at >= GROUP / 2 ? own.second : own.first;
-                const float weight = scale * (float)value(codes + group * OWN.group_bytes(), at);
-                function(group * GROUP + at, OWN.has_minimums() ? weight + own.second : weight);
+            const Scales scales = scales_of(group);
+            for (int64_t i = 0; i < lesser(GROUP, columns - group * GROUP); ++i) {
+                const float scale = OWN.has_halves() && i >= GROUP / 2 ? scales.second : scales.first;
+                const float weight = scale * (float)value(codes + group * OWN.group_bytes(), i);
+                function(group * GROUP + i, OWN.has_minimums() ? weight + scales.second : weight);
             }
         }
     }
@@ -68,9 +68,9 @@ class PackedRow {
         const float first = half_number(record + 2 * output);
         if constexpr (OWN.scales == FLOAT16_SCALES) return {first, 0};
         if constexpr (OWN.scales == FLOAT16_MINIMUMS) return {first, half_number(record + 2 * (OUTPUTS + output))};
-        const uint8_t *const own = record + (OWN.has_halves() ? 2 : 4) * OUTPUTS + group % SUPERBLOCK * 2 * OUTPUTS + output;
-        if constexpr (OWN.has_halves()) return {first * (int8_t)own[0], first * (int8_t)own[OUTPUTS]};
-        return {first * own[0], half_number(record + 2 * (OUTPUTS + output)) * own[OUTPUTS]};
+        const uint8_t *const codes = record + (OWN.has_halves() ? 2 : 4) * OUTPUTS + group % SUPERBLOCK * 2 * OUTPUTS + output;
+        if constexpr (OWN.has_halves()) return {first * (int8_t)codes[0], first * (int8_t)codes[OUTPUTS]};
+        return {first * codes[0], half_number(record + 2 * (OUTPUTS + output)) * codes[OUTPUTS]};
     }
 
     int64_t groups;

@@ -135,21 +135,21 @@ inline __attribute__((always_inline)) void add_columns(const PlainTile<Row, Numb
                 weight[output] = in_register(load(weights + output * tile.stride, step));
 #pragma GCC unroll 8
             for (int row = 0; row < ROWS; ++row) {
-                const Vector own = load(tile.rows + row * tile.row_stride, step);
+                const Vector values = load(tile.rows + row * tile.row_stride, step);
 #pragma GCC unroll 4
                 for (int output = 0; output < SIDE; ++output)
-                    sums[row][output] = Ops::add(sums[row][output], own, weight[output]);
+                    sums[row][output] = Ops::add(sums[row][output], values, weight[output]);
             }
         }
     };
-    int64_t at = 0;
-    for (; at + Ops::COLUMNS <= tile.columns; at += Ops::COLUMNS) {
+    int64_t i = 0;
+    for (; i + Ops::COLUMNS <= tile.columns; i += Ops::COLUMNS) {
         for (int64_t part = 0; part < parts; ++part, ahead += Ops::COLUMNS * sizeof(Number)) __builtin_prefetch(ahead, 0, 2);
-        add([&](const auto *from, int step) __attribute__((always_inline)) { return Ops::load(from + at, step); });
+        add([&](const auto *from, int step) __attribute__((always_inline)) { return Ops::load(from + i, step); });
     }
-    const int64_t left = tile.columns - at;
+    const int64_t left = tile.columns - i;
     if (left > 0)
-        add([&](const auto *from, int step) __attribute__((always_inline)) { return Ops::load(from + at, step, left); });
+        add([&](const auto *from, int step) __attribute__((always_inline)) { return Ops::load(from + i, step, left); });
 }
 
 // Write the sums of a tile. Two rows are added up together with fewer operations, in the same order.
@@ -160,7 +160,7 @@ inline __attribute__((always_inline)) void write_sums(const PlainTile<Row, Numbe
 #pragma GCC unroll 8
         for (int row = 0; row < ROWS; ++row) {
             Vector same[OUTPUTS_AT_ONCE];
-            for (Vector &one : same) one = products[row][0];
+            for (Vector &vector : same) vector = products[row][0];
             const Vector sum = sums<OUTPUTS_AT_ONCE>(same);
             memcpy(tile.to + row * tile.to_stride, &sum, sizeof(float));
         }
@@ -175,8 +175,8 @@ inline __attribute__((always_inline)) void write_sums(const PlainTile<Row, Numbe
         }
 #pragma GCC unroll 8
         for (int row = PAIRED; row < ROWS; ++row) {
-            const Vector own = sums<OUTPUTS>(products[row]);
-            memcpy(tile.to + row * tile.to_stride, &own, SIZE);
+            const Vector totals = sums<OUTPUTS>(products[row]);
+            memcpy(tile.to + row * tile.to_stride, &totals, SIZE);
         }
     }
 }
@@ -249,7 +249,7 @@ void multiply_plain(const Row *rows, int64_t count, int64_t row_stride, const Nu
     const int64_t fit = ROW_BYTES / (columns * (int64_t)sizeof(Row)) / ROWS_AT_ONCE * ROWS_AT_ONCE;
     const int64_t step = fit > ROWS_AT_ONCE ? fit : ROWS_AT_ONCE;
     for (int64_t row = 0; row < count; row += step) {
-        const int64_t some = count - row < step ? count - row : step;
+        const int64_t row_count = count - row < step ? count - row : step;
         const auto tile = [&](int64_t output) {
             return PlainTile<Row, Number>{rows + row * row_stride,
                                           row_stride,
@@ -261,8 +261,8 @@ void multiply_plain(const Row *rows, int64_t count, int64_t row_stride, const Nu
                                           nullptr};
         };
         int64_t output = first;
-        for (; output + OUTPUTS_AT_ONCE <= last; output += OUTPUTS_AT_ONCE) dot_rows<OUTPUTS_AT_ONCE>(tile(output), some);
-        for (; output < last; ++output) dot_rows<1>(tile(output), some);
+        for (; output + OUTPUTS_AT_ONCE <= last; output += OUTPUTS_AT_ONCE) dot_rows<OUTPUTS_AT_ONCE>(tile(output), row_count);
+        for (; output < last; ++output) dot_rows<1>(tile(output), row_count);
     }
 }
 

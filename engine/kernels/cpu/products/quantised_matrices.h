@@ -80,8 +80,8 @@ inline __attribute__((always_inline)) void multiply_words(const uint8_t *codes, 
 template <int ROWS, int BLOCKS>
 inline void prefetch_output(const QuantisedMatrix &matrix, Format format, int64_t row, int64_t block) {
     const float *const to = (const float *)matrix.output + row * matrix.outputs + block * OUTPUTS;
-    for (int at = 0; at < ROWS * BLOCKS && format == FLOAT32; ++at)
-        __builtin_prefetch(to + at / BLOCKS * matrix.outputs + at % BLOCKS * OUTPUTS, 1, 3);
+    for (int i = 0; i < ROWS * BLOCKS && format == FLOAT32; ++i)
+        __builtin_prefetch(to + i / BLOCKS * matrix.outputs + i % BLOCKS * OUTPUTS, 1, 3);
 }
 
 // Write the first `width` of `stride` values of some rows. Not inlined: it would be a quarter of the code of each tile.
@@ -106,8 +106,8 @@ inline void write_totals(const QuantisedMatrix &matrix, Format format, int64_t r
     float *const to = whole ? (float *)matrix.output + start : values;
     const int64_t stride = whole ? matrix.outputs : WIDTH;
 #pragma GCC unroll 16
-    for (int at = 0; at < ROWS * BLOCKS; ++at)
-        write(to + at / BLOCKS * stride + at % BLOCKS * OUTPUTS, totals[at / BLOCKS][at % BLOCKS]);
+    for (int i = 0; i < ROWS * BLOCKS; ++i)
+        write(to + i / BLOCKS * stride + i % BLOCKS * OUTPUTS, totals[i / BLOCKS][i % BLOCKS]);
     if (!whole) write_part(matrix, format, start, values, ROWS, width, WIDTH);
 }
 
@@ -119,33 +119,33 @@ struct Blocks {
 // The sums of a group or, for HALF 0 and 1, of half a group.
 template <WeightFormat FORMAT, int ROWS, int BLOCKS, int HALF = -1>
 inline __attribute__((always_inline)) void sum_group(const uint8_t *codes, int64_t stride, const QuantisedRows &rows,
-                                                     int64_t at, Sums (&sums)[ROWS][BLOCKS]) {
+                                                     int64_t i, Sums (&sums)[ROWS][BLOCKS]) {
     constexpr WeightLayout OWN = layout_of(FORMAT);
-    const int32_t *const starts = HALF < 0 ? rows.starts + at : rows.halves + 2 * at + HALF * ROWS;
+    const int32_t *const starts = HALF < 0 ? rows.starts + i : rows.halves + 2 * i + HALF * ROWS;
 #pragma GCC unroll 16
-    for (int own = 0; own < ROWS * BLOCKS; ++own)
-        sums[own / BLOCKS][own % BLOCKS] = begin<OWN.value_bits, OWN.zero>(starts[own / BLOCKS]);
+    for (int index = 0; index < ROWS * BLOCKS; ++index)
+        sums[index / BLOCKS][index % BLOCKS] = begin<OWN.value_bits, OWN.zero>(starts[index / BLOCKS]);
     multiply_words<FORMAT, ROWS, BLOCKS, HALF == 1 ? GROUP_WORDS / 2 : 0>(
-        codes, stride, rows.codes + at * GROUP, sums, std::make_index_sequence<HALF < 0 ? GROUP_WORDS : GROUP_WORDS / 2>());
+        codes, stride, rows.codes + i * GROUP, sums, std::make_index_sequence<HALF < 0 ? GROUP_WORDS : GROUP_WORDS / 2>());
 }
 
 // A group of formats with a scale for each half.
 template <WeightFormat FORMAT, int ROWS, int BLOCKS>
 inline __attribute__((always_inline)) void add_halves(const uint8_t *codes, int64_t stride, const QuantisedRows &rows,
-                                                      int64_t at, const GroupScales (&scales)[BLOCKS],
+                                                      int64_t i, const GroupScales (&scales)[BLOCKS],
                                                       Totals (&totals)[ROWS][BLOCKS]) {
     Sums sums[ROWS][BLOCKS];
     Totals both[ROWS][BLOCKS];
-    sum_group<FORMAT, ROWS, BLOCKS, 0>(codes, stride, rows, at, sums);
+    sum_group<FORMAT, ROWS, BLOCKS, 0>(codes, stride, rows, i, sums);
 #pragma GCC unroll 16
-    for (int own = 0; own < ROWS * BLOCKS; ++own)
-        both[own / BLOCKS][own % BLOCKS] = multiply(sums[own / BLOCKS][own % BLOCKS], scales[own % BLOCKS].first);
-    sum_group<FORMAT, ROWS, BLOCKS, 1>(codes, stride, rows, at, sums);
+    for (int index = 0; index < ROWS * BLOCKS; ++index)
+        both[index / BLOCKS][index % BLOCKS] = multiply(sums[index / BLOCKS][index % BLOCKS], scales[index % BLOCKS].first);
+    sum_group<FORMAT, ROWS, BLOCKS, 1>(codes, stride, rows, i, sums);
 #pragma GCC unroll 16
-    for (int own = 0; own < ROWS * BLOCKS; ++own) {
-        const int row = own / BLOCKS, block = own % BLOCKS;
+    for (int index = 0; index < ROWS * BLOCKS; ++index) {
+        const int row = index / BLOCKS, block = index % BLOCKS;
         both[row][block] = add(both[row][block], sums[row][block], scales[block].second);
-        totals[row][block] = add(totals[row][block], both[row][block], rows.scales[at + row]);
+        totals[row][block] = add(totals[row][block], both[row][block], rows.scales[i + row]);
     }
 }
 
@@ -160,32 +160,32 @@ void multiply_tile(const QuantisedMatrix &matrix, int64_t block, Blocks blocks, 
     if (BLOCKS > 1) prefetch_output<ROWS, BLOCKS>(matrix, rows.format, first, block);
     Totals totals[ROWS][BLOCKS];
 #pragma GCC unroll 16
-    for (int at = 0; at < ROWS * BLOCKS; ++at) totals[at / BLOCKS][at % BLOCKS] = nothing();
+    for (int i = 0; i < ROWS * BLOCKS; ++i) totals[i / BLOCKS][i % BLOCKS] = nothing();
     ScaleReader<FORMAT> readers[2] = {ScaleReader<FORMAT>(blocks.scales),
                                       ScaleReader<FORMAT>(blocks.scales + OWN.scale_bytes(groups))};
     for (int64_t group = 0; group < groups; ++group) {
         // Codes that all tiles prefetch together are not needed at once: into the L2 cache.
         for (int64_t line = 0; line < ahead.lines && !prefetches; ++line, ahead.start += 64)
             __builtin_prefetch(ahead.start, 0, BLOCKS == 1 ? 3 : 2);
-        const int64_t at = start + group * ROWS;
+        const int64_t i = start + group * ROWS;
         const uint8_t *const codes = blocks.codes + group * BYTES;
         if constexpr (OWN.has_halves()) {
             GroupScales scales[BLOCKS];
 #pragma GCC unroll 2
-            for (int own = 0; own < BLOCKS; ++own) scales[own] = readers[own].read(group);
-            add_halves<FORMAT>(codes, groups * BYTES, rows, at, scales, totals);
+            for (int index = 0; index < BLOCKS; ++index) scales[index] = readers[index].read(group);
+            add_halves<FORMAT>(codes, groups * BYTES, rows, i, scales, totals);
             continue;
         }
         Sums sums[ROWS][BLOCKS];
-        sum_group<FORMAT>(codes, groups * BYTES, rows, at, sums);
+        sum_group<FORMAT>(codes, groups * BYTES, rows, i, sums);
 #pragma GCC unroll 2
-        for (int own = 0; own < BLOCKS; ++own) {
-            const GroupScales scales = readers[own].read(group);
+        for (int index = 0; index < BLOCKS; ++index) {
+            const GroupScales scales = readers[index].read(group);
 #pragma GCC unroll 8
             for (int row = 0; row < ROWS; ++row) {
-                totals[row][own] = add(totals[row][own], sums[row][own], scales.first, rows.scales[at + row]);
+                totals[row][index] = add(totals[row][index], sums[row][index], scales.first, rows.scales[i + row]);
                 if constexpr (OWN.has_minimums())
-                    totals[row][own] = add(totals[row][own], scales.second, rows.sums[at + row]);
+                    totals[row][index] = add(totals[row][index], scales.second, rows.sums[i + row]);
             }
         }
     }
@@ -216,7 +216,7 @@ void multiply_tiles(const QuantisedMatrix &matrix, int64_t block, Blocks blocks,
 }
 
 inline void prefetch_bytes(const uint8_t *start, int64_t count) {
-    for (int64_t at = 0; at < count; at += 64) __builtin_prefetch(start + at, 0, 2);
+    for (int64_t i = 0; i < count; i += 64) __builtin_prefetch(start + i, 0, 2);
 }
 
 // BLOCKS blocks of outputs times a range of rows, in tiles of at most MOST.
@@ -245,9 +245,9 @@ bool multiply_unpacked(const QuantisedMatrix &matrix, int64_t block, const Quant
     uint8_t *const codes = memory.reserve(BLOCKS_AT_ONCE * (unpacked_bytes + unpacked_scales));
     if (!codes) return false;
     uint8_t *const scales = codes + BLOCKS_AT_ONCE * unpacked_bytes;
-    for (int own = 0; own < BLOCKS_AT_ONCE; ++own)
-        unpack_block<FORMAT>(matrix.codes + (block + own) * bytes, matrix.scales + (block + own) * scale_bytes, groups,
-                             codes + own * unpacked_bytes, scales + own * unpacked_scales);
+    for (int index = 0; index < BLOCKS_AT_ONCE; ++index)
+        unpack_block<FORMAT>(matrix.codes + (block + index) * bytes, matrix.scales + (block + index) * scale_bytes, groups,
+                             codes + index * unpacked_bytes, scales + index * unpacked_scales);
     prefetch_bytes(matrix.scales + (block + BLOCKS_AT_ONCE) * scale_bytes, BLOCKS_AT_ONCE * scale_bytes);
     multiply_tiles<TO, BLOCKS_AT_ONCE, ROWS_PER_TILE>(matrix, block, {codes, scales}, rows, range,
                                                       matrix.codes + (block + BLOCKS_AT_ONCE) * bytes, LINES);

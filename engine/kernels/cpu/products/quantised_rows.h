@@ -85,9 +85,9 @@ inline void write_row(float *to, const float *from, int64_t count) { memcpy(to, 
 
 // Round to nearest even; NaN stays NaN.
 inline void write_row(bfloat16 *to, const float *from, int64_t count) {
-    for (int64_t at = 0; at < count; ++at) {
-        const uint32_t bits = read<uint32_t>(from + at), rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-        to[at].bits = (uint16_t)((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded);
+    for (int64_t i = 0; i < count; ++i) {
+        const uint32_t bits = read<uint32_t>(from + i), rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+        to[i].bits = (uint16_t)((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded);
     }
 }
 
@@ -100,8 +100,8 @@ inline Integers fold(Integers a, Integers b, Join join, std::index_sequence<I...
 }
 template <int STEP = 1, class Join>
 inline Integers folded(Integers *vectors, Join join) {
-    for (int at = 0; at < LANES / (2 * STEP); ++at)
-        vectors[at] = fold<STEP>(vectors[2 * at], vectors[2 * at + 1], join, std::make_index_sequence<LANES>());
+    for (int i = 0; i < LANES / (2 * STEP); ++i)
+        vectors[i] = fold<STEP>(vectors[2 * i], vectors[2 * i + 1], join, std::make_index_sequence<LANES>());
     if constexpr (2 * STEP < LANES) return folded<2 * STEP>(vectors, join);
     return vectors[0];
 }
@@ -111,9 +111,9 @@ inline Integers top(Integers a, Integers b) { return a > b ? a : b; }
 
 // The largest absolute value in each lane of a group.
 inline Integers sizes(const Vector *numbers) {
-    Integers most = {};
-    for (int64_t at = 0; at < VECTORS; ++at) most = top(most, (Integers)numbers[at] & 0x7fffffff);
-    return most;
+    Integers largest = {};
+    for (int64_t i = 0; i < VECTORS; ++i) largest = top(largest, (Integers)numbers[i] & 0x7fffffff);
+    return largest;
 }
 
 // Writes the codes of a group; `first` are partial sums of those of its first half. Returns partial sums of all.
@@ -121,11 +121,11 @@ inline Integers encode(const Vector *numbers, float inverse, int8_t *to, Integer
     // Adding 1.5 * 2^23 rounds to integers in the low bits; the product must be rounded to float32 before.
     const Vector magic = spread(12582912.0f);
     Integers sum = {};
-    for (int64_t at = 0; at < VECTORS; ++at) {
-        if (at == VECTORS / 2) first = sum;
-        const Integers code = (Integers)(in_register(numbers[at] * inverse) + magic) - (Integers)magic;
+    for (int64_t i = 0; i < VECTORS; ++i) {
+        if (i == VECTORS / 2) first = sum;
+        const Integers code = (Integers)(in_register(numbers[i] * inverse) + magic) - (Integers)magic;
         const Codes narrow = __builtin_convertvector(code, Codes);
-        memcpy(to + at * LANES, &narrow, sizeof narrow);
+        memcpy(to + i * LANES, &narrow, sizeof narrow);
         sum += code;
     }
     return sum;
@@ -146,7 +146,7 @@ struct FloatRows {
 
   private:
     static void widen(const Number *from, Vector *to) {
-        for (int64_t at = 0; at < VECTORS; ++at) to[at] = wide(from + at * LANES);
+        for (int64_t i = 0; i < VECTORS; ++i) to[i] = wide(from + i * LANES);
     }
     static __attribute__((noinline)) void fetch_part(const Number *from, int64_t left, Vector *to) {
         Number part[GROUP] = {};
@@ -157,9 +157,9 @@ struct FloatRows {
 
 // Initial sums from partial sums of the codes of GROUPS_AT_ONCE groups. Overwrites the partial sums.
 inline void write_starts(Integers *sums, int32_t *to) {
-    for (int64_t at = 0; at < GROUPS_AT_ONCE; at += LANES) {
-        const Integers sum = -128 * folded(sums + at, [](Integers a, Integers b) { return a + b; });
-        memcpy(to + at, &sum, sizeof sum);
+    for (int64_t i = 0; i < GROUPS_AT_ONCE; i += LANES) {
+        const Integers sum = -128 * folded(sums + i, [](Integers a, Integers b) { return a + b; });
+        memcpy(to + i, &sum, sizeof sum);
     }
 }
 
@@ -171,46 +171,46 @@ void quantise_some(const Source &source, int64_t row, int64_t first, int64_t las
     alignas(64) float scales[GROUPS_AT_ONCE], inverses[GROUPS_AT_ONCE];
     alignas(64) int32_t starts[GROUPS_AT_ONCE], first_starts[GROUPS_AT_ONCE];
     const int64_t count = last - first;
-    for (int64_t at = 0; at < count; ++at) {
-        source.fetch(row, first + at, numbers[at]);
-        lanes[at] = sizes(numbers[at]);
+    for (int64_t i = 0; i < count; ++i) {
+        source.fetch(row, first + i, numbers[i]);
+        lanes[i] = sizes(numbers[i]);
     }
-    for (int64_t at = count; at < GROUPS_AT_ONCE; ++at) lanes[at] = sums[at] = first_sums[at] = Integers{};
-    for (int64_t at = 0; at < GROUPS_AT_ONCE; at += LANES) {
-        const Vector scale = (Vector)folded(lanes + at, top) / 127.0f;
-        store(scales + at, scale);
-        store(inverses + at, (scale >= MIN_NORMAL) & (scale < INFINITY) ? 1.0f / scale : Vector{});
+    for (int64_t i = count; i < GROUPS_AT_ONCE; ++i) lanes[i] = sums[i] = first_sums[i] = Integers{};
+    for (int64_t i = 0; i < GROUPS_AT_ONCE; i += LANES) {
+        const Vector scale = (Vector)folded(lanes + i, top) / 127.0f;
+        store(scales + i, scale);
+        store(inverses + i, (scale >= MIN_NORMAL) & (scale < INFINITY) ? 1.0f / scale : Vector{});
     }
     const int64_t start = row / to.tile * to.tile, rows = lesser(to.rows - start, to.tile);
     const int64_t place = start * to.groups + first * rows + row - start;
     int8_t *codes = to.codes + (start * to.groups + first * rows) * GROUP + (row - start) * 4;
-    for (int64_t at = 0; at < count; ++at) {
-        alignas(32) int8_t own[GROUP];
+    for (int64_t i = 0; i < count; ++i) {
+        alignas(32) int8_t bytes[GROUP];
         // The scale of a group with infinity or NaN makes all outputs of its row NaN.
-        if (inverses[at] > 0)
-            sums[at] = encode(numbers[at], inverses[at], own, first_sums[at]);
+        if (inverses[i] > 0)
+            sums[i] = encode(numbers[i], inverses[i], bytes, first_sums[i]);
         else
-            sums[at] = first_sums[at] = Integers{}, memset(own, 0, sizeof own);
-        for (int64_t word = 0; word < WORDS; ++word, codes += 4 * rows) memcpy(codes, own + 4 * word, 4);
+            sums[i] = first_sums[i] = Integers{}, memset(bytes, 0, sizeof bytes);
+        for (int64_t word = 0; word < WORDS; ++word, codes += 4 * rows) memcpy(codes, bytes + 4 * word, 4);
     }
     write_starts(sums, starts);
     if (to.needed.halves) write_starts(first_sums, first_starts);
-    for (int64_t at = 0; at < count; ++at) {
-        const int64_t own = place + at * rows;
-        to.scales[own] = scales[at];
-        to.starts[own] = starts[at];
-        if (to.needed.numbers) to.sums[own] = scales[at] * (float)(starts[at] / -128);
+    for (int64_t i = 0; i < count; ++i) {
+        const int64_t entry = place + i * rows;
+        to.scales[entry] = scales[i];
+        to.starts[entry] = starts[i];
+        if (to.needed.numbers) to.sums[entry] = scales[i] * (float)(starts[i] / -128);
         if (!to.needed.halves) continue;
-        int32_t *const halves = to.halves + 2 * (place - row + start + at * rows) + row - start;
-        halves[0] = first_starts[at], halves[rows] = starts[at] - first_starts[at];
+        int32_t *const halves = to.halves + 2 * (place - row + start + i * rows) + row - start;
+        halves[0] = first_starts[i], halves[rows] = starts[i] - first_starts[i];
     }
 }
 
 // Quantise groups [first, last) of a row.
 template <class Source>
 void quantise_row(const Source &source, int64_t row, int64_t first, int64_t last, const QuantisedRows &to) {
-    const int64_t count = last - first, some = count > 0 ? ceil_div(count, ceil_div(count, GROUPS_AT_ONCE)) : 0;
-    for (; first < last; first += some) quantise_some(source, row, first, lesser(first + some, last), to);
+    const int64_t count = last - first, groups_at_once = count > 0 ? ceil_div(count, ceil_div(count, GROUPS_AT_ONCE)) : 0;
+    for (; first < last; first += groups_at_once) quantise_some(source, row, first, lesser(first + groups_at_once, last), to);
 }
 
 // Quantise all rows. Called by all threads of a team, with a barrier at the end. Few tiles are cut across the columns: rows of

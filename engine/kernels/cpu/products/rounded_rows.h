@@ -24,11 +24,11 @@ class Rounded {
     void store(const float *from, int64_t columns, int64_t row, int64_t rows) const {
         if (!are_split(rows)) return write_row(in_pairs() + row * columns, from, columns);
         SplitNumber *const to = split() + row * whole(columns);
-        for (int64_t at = 0; at < columns; at += COLUMNS) {
-            bfloat16 some[COLUMNS] = {};
-            write_row(some, from + at, lesser(columns - at, COLUMNS));
-            const Vector pairs = read<Vector>(some), parts[] = {seconds(pairs), firsts(pairs)};
-            memcpy(to + at, parts, sizeof parts);
+        for (int64_t i = 0; i < columns; i += COLUMNS) {
+            bfloat16 padded_columns[COLUMNS] = {};
+            write_row(padded_columns, from + i, lesser(columns - i, COLUMNS));
+            const Vector pairs = read<Vector>(padded_columns), parts[] = {seconds(pairs), firsts(pairs)};
+            memcpy(to + i, parts, sizeof parts);
         }
     }
 

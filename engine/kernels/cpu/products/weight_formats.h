@@ -87,8 +87,8 @@ constexpr WeightLayout layout_of(WeightFormat format) {
 // Calls a function with the format as a compile-time constant.
 template <class Function>
 inline void with_format(WeightFormat format, Function &&function) {
-#define WITH(own) \
-    case own: return function(std::integral_constant<WeightFormat, own>());
+#define WITH(FORMAT) \
+    case FORMAT: return function(std::integral_constant<WeightFormat, FORMAT>());
     switch (format) {
         WITH(WEIGHTS_INT8)
         WITH(WEIGHTS_INT4)

@@ -50,15 +50,15 @@ class ScaleReader {
 
     inline __attribute__((always_inline)) GroupScales read_superblock(int64_t group) {
         const uint8_t *const record = start + group / SUPERBLOCK * OWN.record_bytes();
-        const uint8_t *const own = record + (OWN.has_halves() ? 2 : 4) * OUTPUTS + group % SUPERBLOCK * 2 * OUTPUTS;
+        const uint8_t *const bytes = record + (OWN.has_halves() ? 2 : 4) * OUTPUTS + group % SUPERBLOCK * 2 * OUTPUTS;
         if (group % SUPERBLOCK == 0) {
             super_scales = half_scales(record);
             if constexpr (OWN.has_minimums()) super_minimums = half_scales(record + 2 * OUTPUTS);
         }
         if constexpr (OWN.has_halves())
-            return {multiply(super_scales, byte_scales((const int8_t *)own)),
-                    multiply(super_scales, byte_scales((const int8_t *)own + OUTPUTS))};
-        return {multiply(super_scales, byte_scales(own)), multiply(super_minimums, byte_scales(own + OUTPUTS))};
+            return {multiply(super_scales, byte_scales((const int8_t *)bytes)),
+                    multiply(super_scales, byte_scales((const int8_t *)bytes + OUTPUTS))};
+        return {multiply(super_scales, byte_scales(bytes)), multiply(super_minimums, byte_scales(bytes + OUTPUTS))};
     }
 
     const uint8_t *start;

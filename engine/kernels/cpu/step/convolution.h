@@ -16,10 +16,10 @@ class Sequences {
     Sequences() = default;
     Sequences(const Step &step, char *memory)
         : step(&step), range_of((int64_t *)memory), first_of((int64_t *)(memory + padded(step.rows))) {
-        for (int64_t at = step.state_range_count - 1; at >= 0; --at) {
-            const StateRange &range = step.state_ranges[at];
-            first_of[range.span] = at;
-            for (int64_t row = range.row; row < range.row + range.rows; ++row) range_of[row] = at;
+        for (int64_t i = step.state_range_count - 1; i >= 0; --i) {
+            const StateRange &range = step.state_ranges[i];
+            first_of[range.span] = i;
+            for (int64_t row = range.row; row < range.row + range.rows; ++row) range_of[row] = i;
         }
     }
 
@@ -61,8 +61,8 @@ class ConvolutionInput {
     void gather_columns(const Layer &layer, const ColumnRange *ranges, int64_t count, float *projected, int64_t rows,
                         int64_t row) const {
         float *to = this->row(row);
-        for (int64_t at = 0; at < count; ++at) {
-            const ColumnRange &columns = ranges[at];
+        for (int64_t i = 0; i < count; ++i) {
+            const ColumnRange &columns = ranges[i];
             const Linear &matrix = layer.projections[columns.matrix];
             const float *output = output_of(projected, layer.projections, columns.matrix, rows) + row * matrix.outputs;
             memcpy(to + columns.target, output + columns.offset, columns.count * sizeof(float));
@@ -75,9 +75,9 @@ class ConvolutionInput {
         if (!sequences.begins(row)) return;
         const float *inputs = convolution.states_before[sequences.span(row)];
         const int64_t count = convolution.kernel - 1;
-        for (int64_t at = 0; at < count; ++at) {
-            float *to = this->row(row) - (count - at) * stride;
-            for (int64_t i = 0; i < convolution.channels; ++i) to[i] = inputs ? inputs[i * count + at] : 0;
+        for (int64_t index = 0; index < count; ++index) {
+            float *to = this->row(row) - (count - index) * stride;
+            for (int64_t i = 0; i < convolution.channels; ++i) to[i] = inputs ? inputs[i * count + index] : 0;
         }
     }
 
@@ -92,26 +92,26 @@ class ConvolutionInput {
 
     // The convolution of a row, activated by SiLU.
     void activate_sums(int64_t row, float *to) const {
-        convolve(row, [&](Vector sum, int64_t at, int64_t count) { store_some(to + at, activate<SILU>(sum), count); });
+        convolve(row, [&](Vector sum, int64_t i, int64_t count) { store_some(to + i, activate<SILU>(sum), count); });
     }
 
     // f(sums of some channels, the first of them, their number) for all channels of a row; writes the state after a range.
     template <class Function>
     void convolve(int64_t row, Function function) const {
-        const float *own = this->row(row);
+        const float *row_inputs = this->row(row);
         const int64_t taps = convolution.kernel, all = convolution.channels;
-        for_vectors(all, [&](int64_t at, int64_t count) {
+        for_vectors(all, [&](int64_t index, int64_t count) {
             Vector sum = {};
             for (int64_t tap = 0; tap < taps; ++tap)
-                sum += load_some(own - (taps - 1 - tap) * stride + at, count) *
-                       load_some(convolution.weights + tap * all + at, count);
-            if (convolution.bias) sum += load_some(convolution.bias + at, count);
-            function(sum, at, count);
+                sum += load_some(row_inputs - (taps - 1 - tap) * stride + index, count) *
+                       load_some(convolution.weights + tap * all + index, count);
+            if (convolution.bias) sum += load_some(convolution.bias + index, count);
+            function(sum, index, count);
         });
         if (!sequences.ends(row)) return;
         float *inputs = convolution.states_after[sequences.range(row)];
-        for (int64_t at = 0; at < taps - 1; ++at)
-            for (int64_t i = 0; i < all; ++i) inputs[i * (taps - 1) + at] = own[(at - taps + 2) * stride + i];
+        for (int64_t index = 0; index < taps - 1; ++index)
+            for (int64_t i = 0; i < all; ++i) inputs[i * (taps - 1) + index] = row_inputs[(index - taps + 2) * stride + i];
     }
 
   private:
@@ -135,15 +135,15 @@ inline void run_gated_convolution(const Step &step, const Sequences &sequences, 
 #pragma omp for schedule(static)
     for (int64_t row = 0; row < step.rows; ++row) {
         inputs.gather_columns(layer, gated_convolution.ranges, gated_convolution.range_count, projected, step.rows, row);
-        float *own = inputs.row(row);
-        for (int64_t at = 0; at < channels; ++at) own[at] *= own[channels + at];
+        float *input_row = inputs.row(row);
+        for (int64_t i = 0; i < channels; ++i) input_row[i] *= input_row[channels + i];
         inputs.load_state(row);
     }
 #pragma omp for schedule(static)
     for (int64_t row = 0; row < step.rows; ++row) {
         const float *by = inputs.row(row) + 2 * channels;
-        inputs.convolve(row, [&](Vector sum, int64_t at, int64_t count) {
-            store_some(to + row * channels + at, sum * load_some(by + at, count), count);
+        inputs.convolve(row, [&](Vector sum, int64_t i, int64_t count) {
+            store_some(to + row * channels + i, sum * load_some(by + i, count), count);
         });
     }
 }

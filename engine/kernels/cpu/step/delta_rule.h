@@ -73,10 +73,10 @@ class DeltaRuleLayer {
         float *to = convolved + row * channels;
         inputs.activate_sums(row, to);
         for (int64_t head = 0; head < 2 * delta.key_heads; ++head) {
-            float *one = to + head * delta.key_width;
-            const float length = sqrtf(squares(one, 0, delta.key_width) + L2_EPSILON);
+            float *head_row = to + head * delta.key_width;
+            const float length = sqrtf(squares(head_row, 0, delta.key_width) + L2_EPSILON);
             const float by = (head < delta.key_heads ? 1 / sqrtf((float)delta.key_width) : 1) / length;
-            for (int64_t at = 0; at < delta.key_width; ++at) one[at] *= by;
+            for (int64_t i = 0; i < delta.key_width; ++i) head_row[i] *= by;
         }
         float *decays = inputs.row(row) + channels, *betas = decays + delta.value_heads;
         for (int64_t head = 0; head < delta.value_heads; ++head) {
@@ -88,20 +88,20 @@ class DeltaRuleLayer {
     // All rows of a span, for one band of a head.
     void scan(int64_t span, int64_t head, int64_t column, float *to) const {
         float *state = state_columns();
-        const int64_t some = lesser(BAND, delta.value_width - column);
+        const int64_t columns = lesser(BAND, delta.value_width - column);
         const int64_t place = head * delta.key_width * delta.value_width + column;
         const float *before = delta.states_before[span];
-        if (some < BAND || !before) memset(state, 0, delta.key_width * BAND * sizeof(float));
-        if (before) copy(before + place, delta.value_width, state, BAND, delta.key_width, some);
-        for (int64_t at = sequences.first_range(span); at < step.state_range_count && step.state_ranges[at].span == span;
-             ++at) {
-            const StateRange &range = step.state_ranges[at];
+        if (columns < BAND || !before) memset(state, 0, delta.key_width * BAND * sizeof(float));
+        if (before) copy(before + place, delta.value_width, state, BAND, delta.key_width, columns);
+        for (int64_t i = sequences.first_range(span); i < step.state_range_count && step.state_ranges[i].span == span;
+             ++i) {
+            const StateRange &range = step.state_ranges[i];
             for (int64_t row = range.row; row < range.row + range.rows; ++row) {
                 alignas(64) float output[BAND];
-                step_token(row, head, column, some, state, output);
-                memcpy(to + (row * delta.value_heads + head) * delta.value_width + column, output, some * sizeof(float));
+                step_token(row, head, column, columns, state, output);
+                memcpy(to + (row * delta.value_heads + head) * delta.value_width + column, output, columns * sizeof(float));
             }
-            copy(state, BAND, delta.states_after[at] + place, delta.value_width, delta.key_width, some);
+            copy(state, BAND, delta.states_after[i] + place, delta.value_width, delta.key_width, columns);
         }
     }
 
@@ -114,27 +114,27 @@ class DeltaRuleLayer {
     }
 
     // One token: correct the value that the state predicts for the key, and read the output for the query.
-    void step_token(int64_t row, int64_t head, int64_t column, int64_t some, float *state, float *output) const {
+    void step_token(int64_t row, int64_t head, int64_t column, int64_t columns, float *state, float *output) const {
         const int64_t key_head = head * delta.key_heads / delta.value_heads, keys = delta.key_heads * delta.key_width;
         const float *query = convolved + row * channels + key_head * delta.key_width, *key = query + keys;
         const float *value = convolved + row * channels + 2 * keys + head * delta.value_width + column;
         const float *decays = inputs.row(row) + channels;
         const float decay = decays[head], beta = decays[delta.value_heads + head];
         alignas(64) float target[BAND] = {};
-        memcpy(target, value, some * sizeof(float));
+        memcpy(target, value, columns * sizeof(float));
         Vector predicted[SUMS_APART][BAND_VECTORS] = {}, change[BAND_VECTORS], outputs[SUMS_APART][BAND_VECTORS] = {};
-        by_rows(delta.key_width, [&](int64_t at, int part) {
+        by_rows(delta.key_width, [&](int64_t index, int part) {
 #pragma GCC unroll 8
-            for (int i = 0; i < BAND_VECTORS; ++i) predicted[part][i] += load(state + at * BAND + i * LANES) * key[at];
+            for (int i = 0; i < BAND_VECTORS; ++i) predicted[part][i] += load(state + index * BAND + i * LANES) * key[index];
         });
         for (int i = 0; i < BAND_VECTORS; ++i) change[i] = (load(target + i * LANES) - decay * joined(predicted, i)) * beta;
-        by_rows(delta.key_width, [&](int64_t at, int part) {
+        by_rows(delta.key_width, [&](int64_t index, int part) {
 #pragma GCC unroll 8
             for (int i = 0; i < BAND_VECTORS; ++i) {
-                float *own = state + at * BAND + i * LANES;
-                const Vector now = load(own) * decay + change[i] * key[at];
-                store(own, now);
-                outputs[part][i] += now * query[at];
+                float *entry = state + index * BAND + i * LANES;
+                const Vector now = load(entry) * decay + change[i] * key[index];
+                store(entry, now);
+                outputs[part][i] += now * query[index];
             }
         });
         for (int i = 0; i < BAND_VECTORS; ++i) store(output + i * LANES, joined(outputs, i));
@@ -143,12 +143,12 @@ class DeltaRuleLayer {
     // f(row, partial sum of the row) for all rows of a state.
     template <class Function>
     static inline void by_rows(int64_t rows, Function function) {
-        int64_t at = 0;
-        for (; at + SUMS_APART <= rows; at += SUMS_APART) {
+        int64_t i = 0;
+        for (; i + SUMS_APART <= rows; i += SUMS_APART) {
 #pragma GCC unroll 4
-            for (int part = 0; part < SUMS_APART; ++part) function(at + part, part);
+            for (int part = 0; part < SUMS_APART; ++part) function(i + part, part);
         }
-        for (; at < rows; ++at) function(at, 0);
+        for (; i < rows; ++i) function(i, 0);
     }
 
     static Vector joined(const Vector (&parts)[SUMS_APART][BAND_VECTORS], int i) {
@@ -159,9 +159,9 @@ class DeltaRuleLayer {
     void finish(int64_t row, int64_t head, float *to) const {
         const int64_t all = delta.value_heads * delta.value_width, place = head * delta.value_width;
         const float *gate = inputs.row(row) + channels + 2 * delta.value_heads + place;
-        float *own = to + row * all + place;
-        normalise(delta.head_norm, own, own);
-        activate_row<SILU>(gate, nullptr, own, nullptr, own, delta.value_width);
+        float *output = to + row * all + place;
+        normalise(delta.head_norm, output, output);
+        activate_row<SILU>(gate, nullptr, output, nullptr, output, delta.value_width);
     }
 
     const Step &step;

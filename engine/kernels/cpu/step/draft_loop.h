@@ -14,7 +14,7 @@ class DraftLoopRunner {
     using RunStep = int64_t (*)(const Step &);
 
     explicit DraftLoopRunner(const DraftLoop &loop) : loop(loop), all_rows(*loop.step), current(all_rows) {
-        for (int64_t at = 0; at < loop.sequence_count; ++at) first_tokens += loop.contexts[at].length;
+        for (int64_t i = 0; i < loop.sequence_count; ++i) first_tokens += loop.contexts[i].length;
     }
 
     // Tokens of the first step.
@@ -22,14 +22,14 @@ class DraftLoopRunner {
 
     int64_t size() const {
         const int64_t numbers = loop.sequence_count * (all_rows.width + 3 * all_rows.head.outputs);
-        return numbers * sizeof(float) + (most() + 2 * loop.sequence_count) * sizeof(int64_t) +
+        return numbers * sizeof(float) + (max_tokens() + 2 * loop.sequence_count) * sizeof(int64_t) +
                all_rows.cell_group_count * (sizeof(CellGroup) + loop.sequence_count * sizeof(Segment)) + 64 * 16;
     }
 
     void begin(char *memory) {
         Arena arena(memory);
         const int64_t sequences = loop.sequence_count;
-        current.tokens = tokens = arena.allocate<int64_t>(most());
+        current.tokens = tokens = arena.allocate<int64_t>(max_tokens());
         current.hidden_states = arena.allocate<float>(sequences * all_rows.width);
         current.logits = arena.allocate<float>(sequences * all_rows.head.outputs);
         scratch = arena.allocate<float>(2 * sequences * all_rows.head.outputs);
@@ -53,39 +53,39 @@ class DraftLoopRunner {
 
   private:
     // Rows of the largest step.
-    int64_t most() const { return larger(first_tokens, loop.sequence_count); }
+    int64_t max_tokens() const { return larger(first_tokens, loop.sequence_count); }
 
-    bool is_active(int64_t at, int64_t number) const {
-        return number < loop.contexts[at].count && (!number || loop.sampled[at * loop.max_count + number - 1] >= 0);
+    bool is_active(int64_t sequence, int64_t number) const {
+        return number < loop.contexts[sequence].count && (!number || loop.sampled[sequence * loop.max_count + number - 1] >= 0);
     }
 
     // The rows of one step: the given tokens, or the last sampled ones.
     void prepare_step(int64_t number) {
         const int64_t *next = loop.tokens;
         current.rows = current.output_count = parts = 0;
-        for (int64_t at = 0; at < loop.sequence_count; ++at) {
-            const SamplingContext &sequence = loop.contexts[at];
-            const bool active = is_active(at, number);
+        for (int64_t i = 0; i < loop.sequence_count; ++i) {
+            const SamplingContext &sequence = loop.contexts[i];
+            const bool active = is_active(i, number);
             if (!number) {
-                add(at, 0, sequence.length, next);
+                add(i, 0, sequence.length, next);
                 next += sequence.length;
             } else if (active) {
-                add(at, sequence.length + number - 1, 1, loop.sampled + at * loop.max_count + number - 1);
+                add(i, sequence.length + number - 1, 1, loop.sampled + i * loop.max_count + number - 1);
             }
-            if (active) output_rows[current.output_count] = current.rows - 1, sampled_sequences[current.output_count++] = at;
+            if (active) output_rows[current.output_count] = current.rows - 1, sampled_sequences[current.output_count++] = i;
         }
         current.logit_count = current.output_count;
-        for (int64_t at = 0; at < all_rows.cell_group_count; ++at)
-            cells[at] = {segments + at * loop.sequence_count, parts, all_rows.cell_groups[at].cells};
+        for (int64_t i = 0; i < all_rows.cell_group_count; ++i)
+            cells[i] = {segments + i * loop.sequence_count, parts, all_rows.cell_groups[i].cells};
     }
 
     // Rows of a sequence, from row `start` of its segment.
     void add(int64_t sequence, int64_t start, int64_t length, const int64_t *from) {
         std::copy(from, from + length, tokens + current.rows);
-        for (int64_t at = 0; at < all_rows.cell_group_count; ++at) {
-            Segment part = all_rows.cell_groups[at].segments[sequence];
+        for (int64_t i = 0; i < all_rows.cell_group_count; ++i) {
+            Segment part = all_rows.cell_groups[i].segments[sequence];
             part.row = current.rows, part.rows = length, part.start += start;
-            segments[at * loop.sequence_count + parts] = part;
+            segments[i * loop.sequence_count + parts] = part;
         }
         ++parts;
         current.rows += length;
@@ -93,8 +93,8 @@ class DraftLoopRunner {
 
     void sample_tokens(int64_t number) {
 #pragma omp parallel for num_threads((int)all_rows.threads) schedule(static) if (current.output_count > 1)
-        for (int64_t at = 0; at < current.output_count; ++at) {
-            const int64_t sequence = sampled_sequences[at], begin = at * all_rows.head.outputs;
+        for (int64_t i = 0; i < current.output_count; ++i) {
+            const int64_t sequence = sampled_sequences[i], begin = i * all_rows.head.outputs;
             float *logits = current.logits + begin;
             if (loop.logits_scale != 1 || loop.softcap != 0) scale_and_cap(logits);
             loop.sampled[sequence * loop.max_count + number] =
@@ -103,9 +103,9 @@ class DraftLoopRunner {
     }
 
     void scale_and_cap(float *logits) const {
-        for (int64_t at = 0; at < loop.vocabulary; ++at) {
-            logits[at] *= loop.logits_scale;
-            if (loop.softcap != 0) logits[at] = loop.softcap * tanhf(logits[at] / loop.softcap);
+        for (int64_t i = 0; i < loop.vocabulary; ++i) {
+            logits[i] *= loop.logits_scale;
+            if (loop.softcap != 0) logits[i] = loop.softcap * tanhf(logits[i] / loop.softcap);
         }
     }
 

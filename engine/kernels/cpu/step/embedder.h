@@ -31,8 +31,8 @@ class Embedder {
     // A row of a table.
     static void embed(const Embedding &embedding, int64_t token, int64_t width, float *to) {
         if (embedding.kind >= WEIGHTS_INT8) return embed_packed(embedding, token, width, to);
-        for (int64_t at = 0, from = token * width; at < width; ++at, ++from)
-            to[at] = embedding.scale * (embedding.kind == WEIGHTS_BFLOAT16 ? number(((const bfloat16 *)embedding.table)[from])
+        for (int64_t i = 0, from = token * width; i < width; ++i, ++from)
+            to[i] = embedding.scale * (embedding.kind == WEIGHTS_BFLOAT16 ? number(((const bfloat16 *)embedding.table)[from])
                                                                            : ((const float *)embedding.table)[from]);
     }
 
@@ -50,8 +50,8 @@ class Embedder {
     }
 
     void find_positions(const CellGroup &cells) {
-        for (int64_t at = 0; at < cells.count; ++at) {
-            const Segment &segment = cells.segments[at];
+        for (int64_t i = 0; i < cells.count; ++i) {
+            const Segment &segment = cells.segments[i];
             for (int64_t row = 0; row < segment.rows; ++row) positions[segment.row + row] = segment.start + row;
         }
     }

@@ -98,9 +98,9 @@ class MixtureOfExperts {
         for (int64_t rank = 0; rank < experts.top_k; ++rank) {
             int64_t best = 0;
             float top = -INFINITY;
-            for (int64_t at = 0; at < count; ++at) {
-                const float own = scores[at] + (experts.score_correction ? experts.score_correction[at] : 0);
-                if (own > top) best = at, top = own;
+            for (int64_t i = 0; i < count; ++i) {
+                const float corrected = scores[i] + (experts.score_correction ? experts.score_correction[i] : 0);
+                if (corrected > top) best = i, top = corrected;
             }
             scratch.expert[start + rank] = best;
             sum += weights[rank] = scores[best];
@@ -114,28 +114,28 @@ class MixtureOfExperts {
         const int64_t count = experts.router.outputs;
         if (experts.router.bias) add_row(scores, experts.router.bias, nullptr, count);
         if (experts.scoring == SIGMOID) {
-            for (int64_t at = 0; at < count; ++at) scores[at] = 1 / (1 + expf(-scores[at]));
+            for (int64_t i = 0; i < count; ++i) scores[i] = 1 / (1 + expf(-scores[i]));
             return;
         }
         float top = -INFINITY, sum = 0;
-        for (int64_t at = 0; at < count; ++at) top = fmaxf(top, scores[at]);
-        for (int64_t at = 0; at < count; ++at) sum += scores[at] = expf(scores[at] - top);
-        for (int64_t at = 0; at < count; ++at) scores[at] /= sum;
+        for (int64_t i = 0; i < count; ++i) top = fmaxf(top, scores[i]);
+        for (int64_t i = 0; i < count; ++i) sum += scores[i] = expf(scores[i] - top);
+        for (int64_t i = 0; i < count; ++i) scores[i] /= sum;
     }
 
     static void sort(const Experts &experts, const Scratch &scratch, int64_t rows) {
         const int64_t count = experts.router.outputs;
         memset(scratch.first, 0, (count + 1) * sizeof(int64_t));
-        for (int64_t at = 0; at < scratch.lines; ++at) ++scratch.first[scratch.expert[at] + 1];
+        for (int64_t i = 0; i < scratch.lines; ++i) ++scratch.first[scratch.expert[i] + 1];
         scratch.active[0] = 0;
-        for (int64_t at = 0; at < count; ++at)
-            if (scratch.first[at + 1]) scratch.active[++scratch.active[0]] = at;
-        for (int64_t at = 0; at < count; ++at) scratch.first[at + 1] += scratch.first[at];
-        for (int64_t at = 0; at < scratch.lines; ++at) {
-            const int64_t line = scratch.first[scratch.expert[at]]++;
-            scratch.line[at] = line, scratch.row[line] = at / experts.top_k, scratch.line_expert[line] = scratch.expert[at];
+        for (int64_t i = 0; i < count; ++i)
+            if (scratch.first[i + 1]) scratch.active[++scratch.active[0]] = i;
+        for (int64_t i = 0; i < count; ++i) scratch.first[i + 1] += scratch.first[i];
+        for (int64_t i = 0; i < scratch.lines; ++i) {
+            const int64_t line = scratch.first[scratch.expert[i]]++;
+            scratch.line[i] = line, scratch.row[line] = i / experts.top_k, scratch.line_expert[line] = scratch.expert[i];
         }
-        for (int64_t at = count; at > 0; --at) scratch.first[at] = scratch.first[at - 1];
+        for (int64_t i = count; i > 0; --i) scratch.first[i] = scratch.first[i - 1];
         scratch.first[0] = 0;
     }
 
@@ -149,10 +149,10 @@ class MixtureOfExperts {
                 .prepare_row(matrices[expert], from + first * columns, line - first, scratch.lines_of(expert));
         }
 #pragma omp for schedule(dynamic, 1)
-        for (int64_t at = 0; at < scratch.active[0] * shares; ++at) {
-            const int64_t expert = scratch.active[1 + at / shares], first = scratch.first[expert];
+        for (int64_t i = 0; i < scratch.active[0] * shares; ++i) {
+            const int64_t expert = scratch.active[1 + i / shares], first = scratch.first[expert];
             scratch.multiplier(expert, columns)
-                .multiply_share(matrices[expert], at % shares, from + first * columns, to + first * outputs,
+                .multiply_share(matrices[expert], i % shares, from + first * columns, to + first * outputs,
                                 scratch.lines_of(expert));
         }
     }
@@ -176,11 +176,11 @@ class MixtureOfExperts {
         if (!experts.interleaved && experts.limit == INFINITY && experts.slope == 1 && experts.shift == 0)
             return activate_row(experts.activation, gates, nullptr, ups, nullptr, to, width);
         const int64_t step = experts.interleaved ? 2 : 1;
-        for (int64_t at = 0; at < width; ++at) {
+        for (int64_t i = 0; i < width; ++i) {
             // These comparisons keep a NaN.
-            const float gate = gates[step * at], up = ups[step * at], limit = experts.limit;
-            to[at] = experts.slope * (gate > limit ? limit : gate);
-            up_values[at] = ((up > limit ? limit : up < -limit ? -limit : up) + experts.shift) / experts.slope;
+            const float gate = gates[step * i], up = ups[step * i], limit = experts.limit;
+            to[i] = experts.slope * (gate > limit ? limit : gate);
+            up_values[i] = ((up > limit ? limit : up < -limit ? -limit : up) + experts.shift) / experts.slope;
         }
         activate_row(experts.activation, to, nullptr, up_values, nullptr, to, width);
     }
@@ -188,10 +188,10 @@ class MixtureOfExperts {
     static void combine(const Experts &experts, const Scratch &scratch, int64_t row, float *to) {
         memset(to, 0, scratch.columns * sizeof(float));
         for (int64_t rank = 0; rank < experts.top_k; ++rank) {
-            const int64_t at = row * experts.top_k + rank;
-            float *outputs = scratch.outputs + scratch.line[at] * scratch.columns;
-            add_bias(experts.down[scratch.expert[at]], outputs);
-            for (int64_t i = 0; i < scratch.columns; ++i) to[i] += scratch.weights[at] * outputs[i];
+            const int64_t index = row * experts.top_k + rank;
+            float *outputs = scratch.outputs + scratch.line[index] * scratch.columns;
+            add_bias(experts.down[scratch.expert[index]], outputs);
+            for (int64_t i = 0; i < scratch.columns; ++i) to[i] += scratch.weights[index] * outputs[i];
         }
     }
 

@@ -39,7 +39,7 @@ class HeadPreparation {
     // These, of the only row.
     void prepare_group(int64_t head) const {
         const int64_t group = layer.queries.count / layer.keys.count;
-        for (int64_t at = head * group; at < (head + 1) * group; ++at) prepare(layer.queries, 0, 0, at);
+        for (int64_t i = head * group; i < (head + 1) * group; ++i) prepare(layer.queries, 0, 0, i);
         if (!layer.stores_cells) return;
         prepare(layer.keys, 1, 0, head);
         if (!layer.values_are_keys) prepare(layer.values, 2, 0, head);
@@ -51,12 +51,12 @@ class HeadPreparation {
 #pragma omp for schedule(static) collapse(2)
         for (int64_t row = 0; row < step.rows; ++row)
             for (int64_t head = 0; head < heads.count; ++head) {
-                float *own = head_of(heads, row, head), *to = attended + (row * heads.count + head) * heads.width;
-                add_bias(heads, own, head, heads.width);
-                for (int64_t at = 0; at < heads.width; at += LANES) {
-                    const int64_t count = lesser(LANES, heads.width - at);
-                    const Vector weight = 1.0f / (1.0f + exponential(-load_some(own + at, count)));
-                    store_some(to + at, load_some(to + at, count) * weight, count);
+                float *gates = head_of(heads, row, head), *to = attended + (row * heads.count + head) * heads.width;
+                add_bias(heads, gates, head, heads.width);
+                for (int64_t i = 0; i < heads.width; i += LANES) {
+                    const int64_t count = lesser(LANES, heads.width - i);
+                    const Vector weight = 1.0f / (1.0f + exponential(-load_some(gates + i, count)));
+                    store_some(to + i, load_some(to + i, count) * weight, count);
                 }
             }
     }
@@ -69,9 +69,9 @@ class HeadPreparation {
             for (int64_t kind = 0; kind < 2; ++kind) {
                 const Heads &heads = kind == 0 ? layer.queries : layer.keys;
                 const Norm &norm = kind == 0 ? layer.query_norm : layer.key_norm;
-                float *own = head_of(heads, row, 0);
-                add_bias(heads, own, 0, norm.width);
-                normalise(norm, own, own);
+                float *numbers = head_of(heads, row, 0);
+                add_bias(heads, numbers, 0, norm.width);
+                normalise(norm, numbers, numbers);
             }
     }
 
@@ -80,28 +80,28 @@ class HeadPreparation {
                row * layer.projections[heads.matrix].outputs + heads.offset + head * heads.stride;
     }
 
-    void add_bias(const Heads &heads, float *own, int64_t head, int64_t width) const {
+    void add_bias(const Heads &heads, float *numbers, int64_t head, int64_t width) const {
         const float *bias = layer.projections[heads.matrix].bias;
-        if (bias) add_row(own, bias + heads.offset + head * heads.stride, nullptr, width);
+        if (bias) add_row(numbers, bias + heads.offset + head * heads.stride, nullptr, width);
     }
 
     // One head of one row: bias, norm and rotary embedding; keys and values are written to their cells.
     void prepare(const Heads &heads, int64_t kind, int64_t row, int64_t head) const {
-        float *own = head_of(heads, row, head);
+        float *numbers = head_of(heads, row, head);
         const bool whole = kind < 2 && layer.norms_all_heads;
-        if (!whole) add_bias(heads, own, head, heads.width);
-        if (kind == 2) return write_value(own, row, head);
+        if (!whole) add_bias(heads, numbers, head, heads.width);
+        if (kind == 2) return write_value(numbers, row, head);
         if (kind == 1 && layer.values_are_keys) {
             float value[MAX_VALUES_FROM_KEYS];
-            memcpy(value, own, heads.width * sizeof(float));
+            memcpy(value, numbers, heads.width * sizeof(float));
             write_value(value, row, head);
         }
         const Norm &norm = kind == 0 ? layer.query_norm : layer.key_norm;
-        if (layer.rotates_before_norm) rotate_head(step.rotaries[layer.rotary], embedder.rotary_row(row), own);
-        if (!whole && norm.kind != NO_NORM) normalise(norm, own, own);
-        if (!layer.rotates_before_norm) rotate_head(step.rotaries[layer.rotary], embedder.rotary_row(row), own);
-        if (std::is_same_v<Element, int8_t>) transform(own, heads.width);
-        if (kind == 1) write_cell<Element>(layer.key_buffer, head, targets[row], own, heads.width);
+        if (layer.rotates_before_norm) rotate_head(step.rotaries[layer.rotary], embedder.rotary_row(row), numbers);
+        if (!whole && norm.kind != NO_NORM) normalise(norm, numbers, numbers);
+        if (!layer.rotates_before_norm) rotate_head(step.rotaries[layer.rotary], embedder.rotary_row(row), numbers);
+        if (std::is_same_v<Element, int8_t>) transform(numbers, heads.width);
+        if (kind == 1) write_cell<Element>(layer.key_buffer, head, targets[row], numbers, heads.width);
     }
 
     void write_value(float *value, int64_t row, int64_t head) const {

@@ -19,22 +19,22 @@ inline void transform(float *row, int64_t width) {
     const int64_t block = width & -width;
     for (int64_t half = 1; half < block; half *= 2)
         for (int64_t start = 0; start < width; start += 2 * half)
-            for (int64_t at = start; at < start + half; ++at) {
-                const float first = row[at], second = row[at + half];
-                row[at] = first + second, row[at + half] = first - second;
+            for (int64_t i = start; i < start + half; ++i) {
+                const float first = row[i], second = row[i + half];
+                row[i] = first + second, row[i + half] = first - second;
             }
     const float by = sqrtf((float)block);
-    for (int64_t at = 0; at < width; ++at) row[at] /= by;
+    for (int64_t i = 0; i < width; ++i) row[i] /= by;
 }
 
 // The largest absolute value; NaN if there is one, because the bits are compared as integers.
 inline float largest(const float *row, int64_t width) {
-    int32_t most = 0;
-    for (int64_t at = 0; at < width; ++at) {
-        const int32_t size = read<int32_t>(row + at) & 0x7fffffff;
-        most = size > most ? size : most;
+    int32_t largest_bits = 0;
+    for (int64_t i = 0; i < width; ++i) {
+        const int32_t size = read<int32_t>(row + i) & 0x7fffffff;
+        largest_bits = size > largest_bits ? size : largest_bits;
     }
-    return read<float>(&most);
+    return read<float>(&largest_bits);
 }
 
 // A row as codes in [-127, 127] times a scale.
@@ -43,7 +43,7 @@ inline void write_codes(int8_t *to, float *scale, const float *row, int64_t widt
     *scale = whole < MIN_SCALE ? MIN_SCALE : whole;
     // A row with a non-finite number gets zero codes and a non-finite scale: it reads back as NaN.
     const bool finite = *scale < INFINITY;
-    for (int64_t at = 0; at < width; ++at) to[at] = finite ? (int8_t)nearbyintf(row[at] / *scale) : 0;
+    for (int64_t i = 0; i < width; ++i) to[i] = finite ? (int8_t)nearbyintf(row[i] / *scale) : 0;
 }
 
 // Store the row of a head in a cell.

@@ -100,7 +100,7 @@ class LatentAttentionLayer {
 
         float at(int64_t column) const { return numbers[column] + (bias ? bias[column] : 0); }
         void copy(int64_t width, float *to) const {
-            for (int64_t at = 0; at < width; ++at) to[at] = this->at(at);
+            for (int64_t i = 0; i < width; ++i) to[i] = this->at(i);
         }
     };
     static Columns columns_of(const Linear &matrix, const float *outputs, int64_t row, int64_t first) {
@@ -118,9 +118,9 @@ class LatentAttentionLayer {
     }
 
     void norm_query(int64_t row) const {
-        float *own = query_latents + row * latents.query_expansion.columns;
-        projected_columns(layer.queries.matrix, row, 0).copy(latents.query_expansion.columns, own);
-        if (latents.query_norm.kind != NO_NORM) normalise(latents.query_norm, own, own);
+        float *query_latent = query_latents + row * latents.query_expansion.columns;
+        projected_columns(layer.queries.matrix, row, 0).copy(latents.query_expansion.columns, query_latent);
+        if (latents.query_norm.kind != NO_NORM) normalise(latents.query_norm, query_latent, query_latent);
     }
 
     void read_attended(int64_t head, int64_t row, float *to) const {
@@ -130,35 +130,35 @@ class LatentAttentionLayer {
     }
 
     // Append the rotary part of a row to its first columns, those of latents, and rotate it.
-    void finish(const Columns &rotary, int64_t row, float *own) const {
+    void finish(const Columns &rotary, int64_t row, float *cell) const {
         const int64_t width = layer.values.width, rotary_width = layer.keys.width - width, half = rotary_width / 2;
-        for (int64_t at = 0; at < rotary_width; ++at)
-            own[width + at] = rotary.at(!latents.separates_pairs ? at : at < half ? 2 * at : 2 * (at - half) + 1);
-        rotate_head(step.rotaries[layer.rotary], embedder.rotary_row(row), own);
+        for (int64_t i = 0; i < rotary_width; ++i)
+            cell[width + i] = rotary.at(!latents.separates_pairs ? i : i < half ? 2 * i : 2 * (i - half) + 1);
+        rotate_head(step.rotaries[layer.rotary], embedder.rotary_row(row), cell);
         if (!std::is_same_v<Element, int8_t>) return;
-        transform(own, width);
-        transform(own + width, rotary_width);
+        transform(cell, width);
+        transform(cell + width, rotary_width);
     }
 
     void write_cell_of(int64_t row) const {
         const int64_t width = layer.values.width;
-        float *own = cells + omp_get_thread_num() * layer.keys.width;
-        projected_columns(latents.latents.matrix, row, latents.latents.offset).copy(width, own);
-        normalise(latents.latent_norm, own, own);
-        finish(projected_columns(latents.rotary_columns.matrix, row, latents.rotary_columns.offset), row, own);
+        float *cell = cells + omp_get_thread_num() * layer.keys.width;
+        projected_columns(latents.latents.matrix, row, latents.latents.offset).copy(width, cell);
+        normalise(latents.latent_norm, cell, cell);
+        finish(projected_columns(latents.rotary_columns.matrix, row, latents.rotary_columns.offset), row, cell);
         KVBuffer rotary = layer.key_buffer;
         rotary.data = (const Element *)rotary.data + width;
         if (rotary.scales) ++rotary.scales;
-        write_cell<Element>(layer.key_buffer, 0, targets[row], own, width);
-        write_cell<Element>(rotary, 0, targets[row], own + width, layer.keys.width - width);
+        write_cell<Element>(layer.key_buffer, 0, targets[row], cell, width);
+        write_cell<Element>(rotary, 0, targets[row], cell + width, layer.keys.width - width);
     }
 
     // The query of a row with absorbed projection, from the products with its head's keys.
     void absorb(int64_t head, int64_t row) const {
         const int64_t line = head * rows + row, width = layer.values.width;
-        float *own = queries + line * layer.keys.width;
-        memcpy(own, outputs + line * width, width * sizeof(float));
-        finish(query_columns(head, row, latents.keys->columns), row, own);
+        float *query = queries + line * layer.keys.width;
+        memcpy(query, outputs + line * width, width * sizeof(float));
+        finish(query_columns(head, row, latents.keys->columns), row, query);
     }
 
     Multiplier multiplier(int64_t head) const {
@@ -172,9 +172,9 @@ class LatentAttentionLayer {
 #pragma omp for schedule(static) collapse(2)
         for (int64_t head = 0; head < heads; ++head)
             for (int64_t row = 0; row < rows; ++row) {
-                float *own = inputs + head * rows * columns;
-                read(head, row, own + row * columns);
-                multiplier(head).prepare_row(matrices[head], own, row, rows);
+                float *head_inputs = inputs + head * rows * columns;
+                read(head, row, head_inputs + row * columns);
+                multiplier(head).prepare_row(matrices[head], head_inputs, row, rows);
             }
 #pragma omp for schedule(dynamic, 1) collapse(2)
         for (int64_t head = 0; head < heads; ++head)

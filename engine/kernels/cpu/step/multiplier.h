@@ -15,13 +15,13 @@ constexpr int64_t SHARE = 32;
 
 inline int64_t outputs(const Linear *matrices, int64_t count) {
     int64_t sum = 0;
-    for (int64_t at = 0; at < count; ++at) sum += matrices[at].outputs;
+    for (int64_t i = 0; i < count; ++i) sum += matrices[i].outputs;
     return sum;
 }
 
-// The output of matrix `at`: [rows][outputs] each, one after the other.
-inline float *output_of(float *start, const Linear *matrices, int64_t at, int64_t rows) {
-    return start + rows * outputs(matrices, at);
+// The output of matrix `index`: [rows][outputs] each, one after the other.
+inline float *output_of(float *start, const Linear *matrices, int64_t index, int64_t rows) {
+    return start + rows * outputs(matrices, index);
 }
 
 // Holds rows in the format that the weights need: quantised for quantised weights, rounded (rounded_rows.h) for bfloat16 where the
@@ -116,15 +116,15 @@ class Multiplier {
     void multiply_range(const Linear *matrices, int64_t count, const float *from, float *to, int64_t rows) const {
         const QuantisedRows quantised = quantised_rows(*matrices, rows);
         int64_t shares = 0;
-        for (int64_t at = 0; at < count; ++at) shares += ::ceil_div(matrices[at].outputs, SHARE);
+        for (int64_t i = 0; i < count; ++i) shares += ::ceil_div(matrices[i].outputs, SHARE);
         const int64_t step = matrices->kind >= WEIGHTS_INT8 ? quantised.step() : rows;
         for (int64_t first = 0; first < rows; first += step) {
             const RowRange range = {first, lesser(first + step, rows)};
 #pragma omp for schedule(static) nowait
             for (int64_t share = 0; share < shares; ++share) {
-                int64_t at = 0, own = share;
-                for (; own >= ::ceil_div(matrices[at].outputs, SHARE); ++at) own -= ::ceil_div(matrices[at].outputs, SHARE);
-                multiply_share(matrices[at], own * SHARE, from, quantised, range, output_of(to, matrices, at, rows));
+                int64_t i = 0, local = share;
+                for (; local >= ::ceil_div(matrices[i].outputs, SHARE); ++i) local -= ::ceil_div(matrices[i].outputs, SHARE);
+                multiply_share(matrices[i], local * SHARE, from, quantised, range, output_of(to, matrices, i, rows));
             }
         }
 #pragma omp barrier
@@ -147,10 +147,10 @@ class Multiplier {
     };
     RowFormats formats_of(const Linear *matrices, int64_t count) const {
         RowFormats formats = {};
-        for (int64_t at = 0; at < count; ++at) {
-            formats.codes = formats.codes || matrices[at].kind >= WEIGHTS_INT8;
-            formats.halves = formats.halves || rounds_for(matrices[at].kind);
-            formats.sums.include(matrices[at].kind);
+        for (int64_t i = 0; i < count; ++i) {
+            formats.codes = formats.codes || matrices[i].kind >= WEIGHTS_INT8;
+            formats.halves = formats.halves || rounds_for(matrices[i].kind);
+            formats.sums.include(matrices[i].kind);
         }
         return formats;
     }
@@ -178,9 +178,9 @@ class Multiplier {
                 plain(rows, stride, (const bfloat16 *)matrix.weights);
             });
         if (matrix.kind == WEIGHTS_BFLOAT16) return plain(from, matrix.columns, (const bfloat16 *)matrix.weights);
-        const QuantisedMatrix own = {(const uint8_t *)matrix.weights, matrix.scales, matrix.kind, matrix.outputs, to};
+        const QuantisedMatrix packed = {(const uint8_t *)matrix.weights, matrix.scales, matrix.kind, matrix.outputs, to};
         for (int64_t block = first / OUTPUTS; block < ::ceil_div(last, OUTPUTS); block += BLOCKS_AT_ONCE)
-            multiply_blocks(&own, block, &quantised, range.first, range.last);
+            multiply_blocks(&packed, block, &quantised, range.first, range.last);
     }
 
     LowRankProducts adapters;

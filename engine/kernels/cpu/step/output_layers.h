@@ -37,12 +37,12 @@ class OutputLayers {
         std::copy(step.output_rows, step.output_rows + step.output_count, rows);
         std::sort(rows, rows + step.output_count);
         const int64_t count = std::unique(rows, rows + step.output_count) - rows;
-        for (int64_t at = 0; at < count; ++at) {
-            tokens[at] = step.tokens[rows[at]];
-            if (step.rotary_rows) rotary_rows[at] = step.rotary_rows[rows[at]];
+        for (int64_t i = 0; i < count; ++i) {
+            tokens[i] = step.tokens[rows[i]];
+            if (step.rotary_rows) rotary_rows[i] = step.rotary_rows[rows[i]];
         }
-        for (int64_t at = 0; at < step.output_count; ++at)
-            output_rows[at] = std::lower_bound(rows, rows + count, step.output_rows[at]) - rows;
+        for (int64_t i = 0; i < step.output_count; ++i)
+            output_rows[i] = std::lower_bound(rows, rows + count, step.output_rows[i]) - rows;
         for (int64_t group = 0; group < step.cell_group_count; ++group) {
             Segment *const segments = arena.allocate<Segment>(count);
             cut(step.cell_groups[group], rows, count, segments);
@@ -75,12 +75,12 @@ class OutputLayers {
 
     // A segment for each of some rows, in ascending order.
     static void cut(const CellGroup &cells, const int64_t *rows, int64_t count, Segment *segments) {
-        for (int64_t at = 0; at < count; ++at)
+        for (int64_t i = 0; i < count; ++i)
             for (int64_t part = 0; part < cells.count; ++part) {
                 const Segment &whole = cells.segments[part];
-                if (rows[at] < whole.row || rows[at] >= whole.row + whole.rows) continue;
-                segments[at] = whole;
-                segments[at].row = at, segments[at].rows = 1, segments[at].start = whole.start + rows[at] - whole.row;
+                if (rows[i] < whole.row || rows[i] >= whole.row + whole.rows) continue;
+                segments[i] = whole;
+                segments[i].row = i, segments[i].rows = 1, segments[i].start = whole.start + rows[i] - whole.row;
             }
     }
 

@@ -13,9 +13,9 @@ namespace {
 // function(start, count) for vectors of a row; count < LANES at the end.
 template <class Function>
 inline void for_vectors(int64_t width, Function function) {
-    int64_t at = 0;
-    for (; at + LANES <= width; at += LANES) function(at, (int64_t)LANES);
-    if (at < width) function(at, width - at);
+    int64_t i = 0;
+    for (; i + LANES <= width; i += LANES) function(i, (int64_t)LANES);
+    if (i < width) function(i, width - i);
 }
 
 inline Vector load_some(const float *from, int64_t count) {
@@ -29,24 +29,24 @@ inline float softplus(float x) { return x > 20 ? x : log1pf(expf(x)); }
 
 inline void add_row(float *__restrict to, const float *__restrict more, const float *__restrict bias, int64_t width) {
     if (bias)
-        for (int64_t at = 0; at < width; ++at) to[at] += more[at] + bias[at];
+        for (int64_t i = 0; i < width; ++i) to[i] += more[i] + bias[i];
     else
-        for (int64_t at = 0; at < width; ++at) to[at] += more[at];
+        for (int64_t i = 0; i < width; ++i) to[i] += more[i];
 }
 
 inline float total(const float *from, int64_t width) {
     Vector parts = {};
-    for_vectors(width, [&](int64_t at, int64_t count) { parts += load_some(from + at, count); });
+    for_vectors(width, [&](int64_t i, int64_t count) { parts += load_some(from + i, count); });
     return sum(parts);
 }
 
 // The sum of squared distances from `middle`.
 inline float squares(const float *from, float middle, int64_t width) {
     Vector parts = {};
-    for_vectors(width, [&](int64_t at, int64_t count) {
-        Vector own = load_some(from + at, count) - middle;
-        if (count < LANES) own = lane_numbers() < (int32_t)count ? own : Vector{};
-        parts += own * own;
+    for_vectors(width, [&](int64_t i, int64_t count) {
+        Vector differences = load_some(from + i, count) - middle;
+        if (count < LANES) differences = lane_numbers() < (int32_t)count ? differences : Vector{};
+        parts += differences * differences;
     });
     return sum(parts);
 }
@@ -55,9 +55,9 @@ inline float squares(const float *from, float middle, int64_t width) {
 inline void normalise(const Norm &norm, const float *from, float *to) {
     const float middle = norm.kind == LAYER_NORM ? total(from, norm.width) / norm.width : 0;
     const float by = 1.0f / sqrtf(squares(from, middle, norm.width) / norm.width + norm.epsilon);
-    for (int64_t at = 0; at < norm.width; ++at) {
-        const float own = (from[at] - middle) * by;
-        to[at] = (norm.weight ? own * norm.weight[at] : own) + (norm.bias ? norm.bias[at] : 0);
+    for (int64_t i = 0; i < norm.width; ++i) {
+        const float normalised = (from[i] - middle) * by;
+        to[i] = (norm.weight ? normalised * norm.weight[i] : normalised) + (norm.bias ? norm.bias[i] : 0);
     }
 }
 
@@ -101,29 +101,29 @@ struct Activated {
     const float *gate, *gate_bias, *up, *up_bias;
     int64_t gate_stride, up_stride, columns;
 
-    // `count` columns of a row from `at` on, padded with zeros.
-    inline __attribute__((always_inline)) Vector activated(int64_t row, int64_t at, int64_t count) const {
-        Vector own = load_some(gate + row * gate_stride + at, count);
-        if (gate_bias) own += load_some(gate_bias + at, count);
-        own = activate<KIND>(own);
-        if (!up) return own;
-        const Vector more = load_some(up + row * up_stride + at, count);
-        return own * (up_bias ? more + load_some(up_bias + at, count) : more);
+    // `count` columns of a row from `column` on, padded with zeros.
+    inline __attribute__((always_inline)) Vector activated(int64_t row, int64_t column, int64_t count) const {
+        Vector values = load_some(gate + row * gate_stride + column, count);
+        if (gate_bias) values += load_some(gate_bias + column, count);
+        values = activate<KIND>(values);
+        if (!up) return values;
+        const Vector more = load_some(up + row * up_stride + column, count);
+        return values * (up_bias ? more + load_some(up_bias + column, count) : more);
     }
     void write_row(int64_t row, float *to) const {
-        for_vectors(columns, [&](int64_t at, int64_t count) { store_some(to + at, activated(row, at, count), count); });
+        for_vectors(columns, [&](int64_t i, int64_t count) { store_some(to + i, activated(row, i, count), count); });
     }
     // A group of a row to be quantised (quantised_rows.h).
     void fetch(int64_t row, int64_t group, Vector *to) const {
         const int64_t first = group * GROUP;
         if (first + GROUP > columns) return fetch_part(row, first, to);
-        for (int64_t at = first; at < first + GROUP; at += LANES) *to++ = activated(row, at, LANES);
+        for (int64_t i = first; i < first + GROUP; i += LANES) *to++ = activated(row, i, LANES);
     }
 
   private:
     __attribute__((noinline)) void fetch_part(int64_t row, int64_t first, Vector *to) const {
-        for (int64_t at = first; at < first + GROUP; at += LANES)
-            *to++ = at < columns ? activated(row, at, lesser(columns - at, LANES)) : Vector{};
+        for (int64_t i = first; i < first + GROUP; i += LANES)
+            *to++ = i < columns ? activated(row, i, lesser(columns - i, LANES)) : Vector{};
     }
 };
 

@@ -44,14 +44,14 @@ inline int64_t arg_max(const float *logits, int64_t count) {
     float best = -INFINITY;
     const float *place = logits;
     for (const float *begin = logits; begin < logits + count; begin += SEARCHED_AT_ONCE) {
-        Vector most = spread(begin[0]);
-        for_vectors(lesser(SEARCHED_AT_ONCE, logits + count - begin), [&](int64_t at, int64_t some) {
-            Vector own = load_some(begin + at, some);
-            if (some < LANES) own = lane_numbers() < (int32_t)some ? own : most;
-            most = greater(own, most);
-            invalid += own == own ? Vector{} : Vector{} + 1;
+        Vector maximum = spread(begin[0]);
+        for_vectors(lesser(SEARCHED_AT_ONCE, logits + count - begin), [&](int64_t i, int64_t vector_count) {
+            Vector values = load_some(begin + i, vector_count);
+            if (vector_count < LANES) values = lane_numbers() < (int32_t)vector_count ? values : maximum;
+            maximum = greater(values, maximum);
+            invalid += values == values ? Vector{} : Vector{} + 1;
         });
-        if (greatest(most) > best) best = greatest(most), place = begin;
+        if (greatest(maximum) > best) best = greatest(maximum), place = begin;
     }
     return sum(invalid) == 0 && std::isfinite(best) ? std::find(place, logits + count, best) - logits : -1;
 }
@@ -63,12 +63,12 @@ class Buckets {
     // `scratch` has the size of the row.
     Buckets(const float *scaled, int64_t count, float best, float *scratch)
         : scaled(scaled), count(count), best(best), scratch(scratch) {
-        for_vectors(count, [&](int64_t at, int64_t some) {
-            float own[LANES];
-            store(own, exponential(load_some(scaled + at, some) - best));
-            for (int64_t lane = 0; lane < some; ++lane) {
-                const int64_t bucket = place(scaled[at + lane]);
-                counts[bucket] += 1, masses[bucket] += own[lane];
+        for_vectors(count, [&](int64_t i, int64_t vector_count) {
+            float weights[LANES];
+            store(weights, exponential(load_some(scaled + i, vector_count) - best));
+            for (int64_t lane = 0; lane < vector_count; ++lane) {
+                const int64_t bucket = place(scaled[i + lane]);
+                counts[bucket] += 1, masses[bucket] += weights[lane];
             }
         });
     }
@@ -92,31 +92,31 @@ class Buckets {
         if (bucket == LAST) return -INFINITY;
         float last = best, *const end = collect(bucket);
         std::sort(scratch, end, std::greater<float>());
-        for (const float *own = scratch; own < end && before < share * whole; ++own) last = *own, before += mass(last);
+        for (const float *logit = scratch; logit < end && before < share * whole; ++logit) last = *logit, before += mass(last);
         return last;
     }
 
   private:
     static constexpr int64_t LAST = 256;
 
-    int64_t place(float own) const {
-        const float below = (best - own) * (float)(LAST / (HIGHEST_NOISE - LOWEST_NOISE));
+    int64_t place(float logit) const {
+        const float below = (best - logit) * (float)(LAST / (HIGHEST_NOISE - LOWEST_NOISE));
         return below < LAST ? (int64_t)below : LAST;
     }
 
-    double mass(float own) const { return expf(own - best); }
+    double mass(float logit) const { return expf(logit - best); }
 
     // Copy the logits of a bucket to the scratch memory; returns their end.
     float *collect(int64_t bucket) const {
-        return std::copy_if(scaled, scaled + count, scratch, [&](float own) { return place(own) == bucket; });
+        return std::copy_if(scaled, scaled + count, scratch, [&](float logit) { return place(logit) == bucket; });
     }
 
     void leave_out(float floor) {
         if (floor == -INFINITY) return;
         const int64_t last = place(floor);
         std::fill(masses + last, masses + LAST + 1, 0);
-        for (const float *own = scratch, *end = collect(last); own < end; ++own)
-            if (*own >= floor) masses[last] += mass(*own);
+        for (const float *logit = scratch, *end = collect(last); logit < end; ++logit)
+            if (*logit >= floor) masses[last] += mass(*logit);
     }
 
     const float *const scaled;
@@ -142,22 +142,22 @@ inline int64_t sample(const SamplingContext &context, int64_t number, const floa
     const int64_t first = arg_max(logits, count);
     if (first < 0 || context.temperature == 0) return first;
     float *const scaled = scratch;
-    for (int64_t at = 0; at < count; ++at) scaled[at] = logits[at] / (float)context.temperature;
+    for (int64_t i = 0; i < count; ++i) scaled[i] = logits[i] / (float)context.temperature;
     const uint64_t seed = (uint64_t)context.seed, position = (uint64_t)(context.position + number);
     const float best = scaled[first], least = cutoff(context, scaled, count, best, scratch + count);
     int64_t chosen = first;
     double top = -INFINITY;
     float chance = INFINITY;
-    for_vectors(count, [&](int64_t begin, int64_t some) {
+    for_vectors(count, [&](int64_t begin, int64_t vector_count) {
         const Unsigned words = philox(seed, position, (Unsigned)(lane_numbers() + (int32_t)begin));
         // Noise of the uniform u is at most -ln(1 - u), so a token exceeds the top score only if 1 - u <= e^(logit - top).
         // Nearly all tokens fail this cheap test, which has a small margin, and need no logarithms.
         const Vector complement = (__builtin_convertvector(~words, Vector) + 0.5f) * 0x1p-32f,
-                     own = load_some(scaled + begin, some);
-        if (greatest(exponential(own - best) * chance - complement) < 0) return;
-        for (int64_t lane = 0; lane < some; ++lane) {
-            if (own[lane] < least || complement[lane] > expf(own[lane] - best) * chance) continue;
-            const double score = own[lane] + gumbel(words[lane]);
+                     values = load_some(scaled + begin, vector_count);
+        if (greatest(exponential(values - best) * chance - complement) < 0) return;
+        for (int64_t lane = 0; lane < vector_count; ++lane) {
+            if (values[lane] < least || complement[lane] > expf(values[lane] - best) * chance) continue;
+            const double score = values[lane] + gumbel(words[lane]);
             if (score <= top) continue;
             top = score, chosen = begin + lane, chance = 1.01f * (float)exp(best - top);
         }

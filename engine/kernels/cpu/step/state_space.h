@@ -70,20 +70,20 @@ class StateSpaceLayer {
 
     // All rows of a span, for some values of a head.
     void scan(int64_t span, int64_t head, int64_t first, float *to) const {
-        const int64_t some = lesser(VALUES, space.value_width - first);
+        const int64_t value_count = lesser(VALUES, space.value_width - first);
         const int64_t place = (head * space.value_width + first) * space.key_width;
         const float *before = space.states_before[span] ? space.states_before[span] + place : nullptr;
-        for (int64_t at = sequences.first_range(span); at < step.state_range_count && step.state_ranges[at].span == span;
-             ++at) {
-            const StateRange &range = step.state_ranges[at];
-            float *state = space.states_after[at] + place;
+        for (int64_t i = sequences.first_range(span); i < step.state_range_count && step.state_ranges[i].span == span;
+             ++i) {
+            const StateRange &range = step.state_ranges[i];
+            float *state = space.states_after[i] + place;
             for (int64_t row = range.row; row < range.row + range.rows; ++row, before = state)
-                if (some == VALUES)
+                if (value_count == VALUES)
                     step_token<VALUES>(row, head, first, before, state, to);
                 else
-                    for (int64_t one = 0; one < some; ++one)
-                        step_token<1>(row, head, first + one, before ? before + one * space.key_width : nullptr,
-                                      state + one * space.key_width, to);
+                    for (int64_t index = 0; index < value_count; ++index)
+                        step_token<1>(row, head, first + index, before ? before + index * space.key_width : nullptr,
+                                      state + index * space.key_width, to);
         }
     }
 
@@ -96,29 +96,29 @@ class StateSpaceLayer {
         const float *dts = inputs.row(row) + channels;
         const float dt = dts[head], decay = dts[space.heads + head];
         Vector outputs[COUNT] = {};
-        for_vectors(keys, [&](int64_t at, int64_t count) {
-            const Vector own = load_some(key + at, count), query_part = load_some(query + at, count);
+        for_vectors(keys, [&](int64_t i, int64_t count) {
+            const Vector keys_part = load_some(key + i, count), query_part = load_some(query + i, count);
 #pragma GCC unroll 4
-            for (int one = 0; one < COUNT; ++one) {
-                Vector now = own * (value[one] * dt);
-                if (before) now += load_some(before + one * keys + at, count) * decay;
-                store_some(state + one * keys + at, now, count);
-                outputs[one] += now * query_part;
+            for (int index = 0; index < COUNT; ++index) {
+                Vector now = keys_part * (value[index] * dt);
+                if (before) now += load_some(before + index * keys + i, count) * decay;
+                store_some(state + index * keys + i, now, count);
+                outputs[index] += now * query_part;
             }
         });
-        for (int one = 0; one < COUNT; ++one)
-            to[row * values + head * space.value_width + first + one] = sum(outputs[one]) + space.skip[head] * value[one];
+        for (int index = 0; index < COUNT; ++index)
+            to[row * values + head * space.value_width + first + index] = sum(outputs[index]) + space.skip[head] * value[index];
     }
 
     // The gates of a group, then its norm.
     void finish(int64_t row, int64_t group, float *to) const {
         const int64_t count = space.group_norm.width, place = group * count;
         const float *gate = inputs.row(row) + channels + 2 * space.heads + place;
-        float *own = to + row * values + place;
-        activate_row<SILU>(gate, nullptr, own, nullptr, own, count);
+        float *output = to + row * values + place;
+        activate_row<SILU>(gate, nullptr, output, nullptr, output, count);
         Norm norm = space.group_norm;
         norm.weight += place;
-        normalise(norm, own, own);
+        normalise(norm, output, output);
     }
 
     const Step &step;

@@ -68,7 +68,7 @@ class StepRunner {
         multiplier = Multiplier(multiplier_memory, most_rows(), sizes.columns, step.rounds_to_bfloat16, adapters);
         alone_memory = bytes(step.threads * alone_size());
         targets = arena.allocate<int64_t>(step.cell_group_count * rows);
-        for (int64_t at = 0; at < step.cell_group_count; ++at) find_targets(step.cell_groups[at], targets + at * rows);
+        for (int64_t i = 0; i < step.cell_group_count; ++i) find_targets(step.cell_groups[i], targets + i * rows);
     }
 
     // Called by all threads of a team.
@@ -79,9 +79,9 @@ class StepRunner {
             by_rows([&](int64_t row) {
                 memcpy(states_of(row), step.initial_states + row * step.width, step.width * sizeof(float));
             });
-        for (int64_t at = 0; at < step.layer_count; ++at) {
-            const Layer &layer = step.layers[at];
-            begin_layer(layer, at);
+        for (int64_t i = 0; i < step.layer_count; ++i) {
+            const Layer &layer = step.layers[i];
+            begin_layer(layer, i);
             if (has_mixer(layer)) mix(layer);
             if (has_mixer(layer) && has_mlp(layer) && !layer.parallel) finish_attention(layer);
             if (has_mlp(layer)) run_mlp(layer);
@@ -110,34 +110,34 @@ class StepRunner {
     }
 
     Sizes measure() const {
-        Sizes most;
-        for (int64_t at = 0; at < step.layer_count; ++at) {
-            const Layer &layer = step.layers[at];
-            most.projected = larger(most.projected, outputs(layer.projections, layer.projection_count));
-            most.attended = larger(most.attended, layer.output.columns);
-            most.inner = larger(most.inner, outputs(layer.inner, layer.inner_count));
-            most.activated = larger(most.activated, layer.down.columns);
+        Sizes largest;
+        for (int64_t i = 0; i < step.layer_count; ++i) {
+            const Layer &layer = step.layers[i];
+            largest.projected = larger(largest.projected, outputs(layer.projections, layer.projection_count));
+            largest.attended = larger(largest.attended, layer.output.columns);
+            largest.inner = larger(largest.inner, outputs(layer.inner, layer.inner_count));
+            largest.activated = larger(largest.activated, layer.down.columns);
             if (layer.per_layer) {
-                most.inner = larger(most.inner, layer.per_layer->gate.outputs);
-                most.activated = larger(most.activated, layer.per_layer->projection.columns);
-                most.columns = larger(most.columns, layer.per_layer->projection.columns);
+                largest.inner = larger(largest.inner, layer.per_layer->gate.outputs);
+                largest.activated = larger(largest.activated, layer.per_layer->projection.columns);
+                largest.columns = larger(largest.columns, layer.per_layer->projection.columns);
             }
             if (layer.latents) {
-                most.latents = larger(most.latents, Latents::size(step, layer));
-                most.columns = larger(most.columns, layer.latents->query_expansion.columns);
+                largest.latents = larger(largest.latents, Latents::size(step, layer));
+                largest.columns = larger(largest.columns, layer.latents->query_expansion.columns);
             }
-            if (layer.experts) most.moe = larger(most.moe, MixtureOfExperts::size(*layer.experts, rows));
-            most.columns = larger(most.columns, larger(larger(step.width, layer.output.columns), layer.down.columns));
+            if (layer.experts) largest.moe = larger(largest.moe, MixtureOfExperts::size(*layer.experts, rows));
+            largest.columns = larger(largest.columns, larger(larger(step.width, layer.output.columns), layer.down.columns));
             if (layer.delta_rule)
-                most.recurrence = larger(most.recurrence, DeltaRuleLayer::size(step, *layer.delta_rule));
+                largest.recurrence = larger(largest.recurrence, DeltaRuleLayer::size(step, *layer.delta_rule));
             else if (layer.state_space)
-                most.recurrence = larger(most.recurrence, StateSpaceLayer::size(step, *layer.state_space));
+                largest.recurrence = larger(largest.recurrence, StateSpaceLayer::size(step, *layer.state_space));
             else if (layer.gated_convolution)
-                most.recurrence = larger(most.recurrence, gated_convolution_size(step, *layer.gated_convolution));
+                largest.recurrence = larger(largest.recurrence, gated_convolution_size(step, *layer.gated_convolution));
             else if (has_mixer(layer))
-                most.work = larger(most.work, AttentionWork<Tiles>::size(describe(layer)));
+                largest.work = larger(largest.work, AttentionWork<Tiles>::size(describe(layer)));
         }
-        return most;
+        return largest;
     }
 
     // A row may be in `output_rows` more than once.
@@ -174,8 +174,8 @@ class StepRunner {
     }
 
     void find_targets(const CellGroup &cells, int64_t *to) const {
-        for (int64_t at = 0; at < cells.count; ++at) {
-            const Segment &segment = cells.segments[at];
+        for (int64_t i = 0; i < cells.count; ++i) {
+            const Segment &segment = cells.segments[i];
             for (int64_t row = 0; row < segment.rows; ++row) {
                 const int64_t place = segment.start + row - segment.first;
                 to[segment.row + row] = segment.cells ? segment.cells[place] : segment.first_cell + place;
@@ -207,13 +207,13 @@ class StepRunner {
 
     // Add an output of a layer to the hidden states of a row.
     void add(const float *output, const Linear &projection, const Norm &post_norm, float residual_scale, int64_t row) const {
-        float *const states = states_of(row), *const own = residual_scratch + place(row) * step.width;
+        float *const states = states_of(row), *const addend = residual_scratch + place(row) * step.width;
         if (post_norm.kind == NO_NORM && residual_scale == 1)
             return add_row(states, output + row * step.width, projection.bias, step.width);
-        memcpy(own, output + row * step.width, step.width * sizeof(float));
-        if (projection.bias) add_row(own, projection.bias, nullptr, step.width);
-        if (post_norm.kind != NO_NORM) normalise(post_norm, own, own);
-        for (int64_t at = 0; at < step.width; ++at) states[at] += residual_scale * own[at];
+        memcpy(addend, output + row * step.width, step.width * sizeof(float));
+        if (projection.bias) add_row(addend, projection.bias, nullptr, step.width);
+        if (post_norm.kind != NO_NORM) normalise(post_norm, addend, addend);
+        for (int64_t i = 0; i < step.width; ++i) states[i] += residual_scale * addend[i];
     }
 
     // Add the outputs of the layer before to the hidden states of a row.
@@ -226,8 +226,8 @@ class StepRunner {
         else if (has_mlp(*before))
             add(mlp_output, before->down, before->post_mlp_norm, before->mlp_residual_scale, row);
         if (before->output_scale == 1) return;
-        float *const own = states_of(row);
-        for (int64_t at = 0; at < step.width; ++at) own[at] *= before->output_scale;
+        float *const states = states_of(row);
+        for (int64_t i = 0; i < step.width; ++i) states[i] *= before->output_scale;
     }
 
     void compute_per_layer_inputs(const PerLayerInputs &inputs) const {
@@ -239,10 +239,11 @@ class StepRunner {
 #pragma omp for schedule(static) collapse(2)
         for (int64_t row = 0; row < rows; ++row)
             for (int64_t layer = 0; layer < count; ++layer) {
-                float *own = per_layer_inputs + row * columns + layer * width, *token = per_layer_rows + row * columns + layer * width;
-                for (int64_t at = 0; at < width; ++at) own[at] *= inputs.projection_scale;
-                normalise(inputs.norm, own, own);
-                for (int64_t at = 0; at < width; ++at) own[at] = inputs.scale * (own[at] + token[at]);
+                const int64_t offset = row * columns + layer * width;
+                float *slice = per_layer_inputs + offset, *token = per_layer_rows + offset;
+                for (int64_t i = 0; i < width; ++i) slice[i] *= inputs.projection_scale;
+                normalise(inputs.norm, slice, slice);
+                for (int64_t i = 0; i < width; ++i) slice[i] = inputs.scale * (slice[i] + token[i]);
             }
     }
 
@@ -271,11 +272,11 @@ class StepRunner {
     // Write the states after a layer, which no thread changes before the next barrier.
     void write_states(int64_t layer) const {
         const int64_t count = step.output_count - step.logit_count;
-        for (int64_t at = 0; at < step.state_layer_count; ++at) {
-            if (step.state_layers[at] != layer) continue;
+        for (int64_t index = 0; index < step.state_layer_count; ++index) {
+            if (step.state_layers[index] != layer) continue;
 #pragma omp for schedule(static) nowait
             for (int64_t i = 0; i < count; ++i)
-                memcpy(step.layer_states + (at * count + i) * step.width, states_of(step.output_rows[step.logit_count + i]),
+                memcpy(step.layer_states + (index * count + i) * step.width, states_of(step.output_rows[step.logit_count + i]),
                        step.width * sizeof(float));
         }
     }
@@ -316,15 +317,15 @@ class StepRunner {
     }
 
     Latents latents(const Layer &layer) const {
-        const int64_t *own = targets + layer.cell_group * rows;
-        return Latents(step, layer, embedder, own, projected, latent_memory, multiplier.rounds_to_bfloat16);
+        const int64_t *layer_targets = targets + layer.cell_group * rows;
+        return Latents(step, layer, embedder, layer_targets, projected, latent_memory, multiplier.rounds_to_bfloat16);
     }
 
     void attend_latents(const Layer &layer) {
-        const Latents own = latents(layer);
-        own.prepare([&](const Linear &matrix, const float *from, float *to) { multiply(&matrix, 1, from, to, rows); });
+        const Latents layer_latents = latents(layer);
+        layer_latents.prepare([&](const Linear &matrix, const float *from, float *to) { multiply(&matrix, 1, from, to, rows); });
         work->run();
-        own.project(attended);
+        layer_latents.project(attended);
     }
 
     void run_mlp(const Layer &layer) {
@@ -340,9 +341,9 @@ class StepRunner {
 #pragma omp for schedule(static)
         for (int64_t row = 0; row < rows; ++row) {
             const float share = experts.shared_gate.weights ? 1 / (1 + expf(-shared_gates[row])) : 1;
-            float *own = mlp_output + row * step.width;
+            float *output = mlp_output + row * step.width;
             const float *more = experts_output + row * step.width;
-            for (int64_t at = 0; at < step.width; ++at) own[at] = layer.inner_count ? share * own[at] + more[at] : more[at];
+            for (int64_t i = 0; i < step.width; ++i) output[i] = layer.inner_count ? share * output[i] + more[i] : more[i];
         }
     }
 
@@ -367,12 +368,12 @@ class StepRunner {
     void run_dense_alone(const Layer &layer, const Source &source, const float *from) const {
         const int64_t groups = layer.down.columns / GROUP, thread = omp_get_thread_num(), threads = omp_get_num_threads();
         const int64_t first = groups * thread / threads, last = groups * (thread + 1) / threads;
-        const Multiplier own = alone();
+        const Multiplier multiplier_alone = alone();
         const auto multiply = [&](int64_t matrix, int64_t offset) {
-            own.multiply_outputs(layer.inner[matrix], offset + first * GROUP, offset + last * GROUP, from,
+            multiplier_alone.multiply_outputs(layer.inner[matrix], offset + first * GROUP, offset + last * GROUP, from,
                                  output_of(inner, layer.inner, matrix, rows));
         };
-        own.prepare_alone(layer.inner, layer.inner_count, from);
+        multiplier_alone.prepare_alone(layer.inner, layer.inner_count, from);
         multiply(layer.gate_matrix, layer.gate_offset);
         if (layer.up_matrix >= 0) multiply(layer.up_matrix, layer.up_offset);
         multiplier.quantise_groups(layer.down, source, first, last);
@@ -399,13 +400,13 @@ class StepRunner {
         by_rows([&](int64_t row) { add_outputs(&before, row); });
         write_states(step.layer_count - 1);
 #pragma omp for schedule(static)
-        for (int64_t at = 0; at < step.output_count; ++at)
-            normalise(step.final_norm, states_of(step.output_rows[at]), step.hidden_states + at * step.width);
+        for (int64_t index = 0; index < step.output_count; ++index)
+            normalise(step.final_norm, states_of(step.output_rows[index]), step.hidden_states + index * step.width);
         multiply(&step.head, 1, step.hidden_states, step.logits, step.logit_count);
         if (!step.head.bias) return;
 #pragma omp for schedule(static)
-        for (int64_t at = 0; at < step.logit_count; ++at)
-            for (int64_t i = 0; i < step.head.outputs; ++i) step.logits[at * step.head.outputs + i] += step.head.bias[i];
+        for (int64_t index = 0; index < step.logit_count; ++index)
+            for (int64_t i = 0; i < step.head.outputs; ++i) step.logits[index * step.head.outputs + i] += step.head.bias[i];
     }
 
     const Step &step;
@@ -453,9 +454,9 @@ int64_t run_step(const Step &step) {
 // Check the cells and tokens of a step.
 Outcome check(const Step &step, const int64_t *tokens, int64_t count) {
     AttentionCall call = {};
-    for (int64_t at = 0; at < step.cell_group_count; ++at) {
-        call.segments = step.cell_groups[at].segments, call.segment_count = step.cell_groups[at].count,
-        call.cells = step.cell_groups[at].cells;
+    for (int64_t i = 0; i < step.cell_group_count; ++i) {
+        call.segments = step.cell_groups[i].segments, call.segment_count = step.cell_groups[i].count,
+        call.cells = step.cell_groups[i].cells;
         if (!in_pool(call)) return BAD_CELL;
     }
     if (step.per_layer_inputs && !are_in_vocabulary(step.per_layer_inputs->table, tokens, count)) return BAD_TOKEN;

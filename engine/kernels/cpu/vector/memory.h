@@ -22,9 +22,9 @@ class Arena {
 
     template <class T>
     T *allocate(int64_t count) {
-        T *const own = (T *)next;
+        T *const numbers = (T *)next;
         next += (count * (int64_t)sizeof(T) + 63) / 64 * 64;
-        return own;
+        return numbers;
     }
 
   private:

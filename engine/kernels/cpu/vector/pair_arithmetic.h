@@ -39,18 +39,18 @@ inline __attribute__((always_inline)) void prefetch(const bfloat16 *row) {
 }
 
 // Numbers [at, at + 32) of a row; zeros from `width` on.
-inline Vector load_pairs(const bfloat16 *row, int64_t at, int64_t width) {
-    if (at + PAIR * LANES <= width) return read<Vector>(row + at);
-    return (Vector)_mm512_maskz_loadu_epi16((__mmask32)((1u << (width - at)) - 1), row + at);
+inline Vector load_pairs(const bfloat16 *row, int64_t column, int64_t width) {
+    if (column + PAIR * LANES <= width) return read<Vector>(row + column);
+    return (Vector)_mm512_maskz_loadu_epi16((__mmask32)((1u << (width - column)) - 1), row + column);
 }
 
 // Round to bfloat16; the last vector of a row is padded with zeros.
 inline void round_row(const float *from, int64_t width, Word *to) {
-    for (int64_t at = 0; at < width; at += LANES) {
-        const int64_t left = width - at;
-        const __mmask16 own = left < LANES ? (__mmask16)((1u << left) - 1) : (__mmask16)0xffff;
-        const __m256bh rounded = _mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(own, from + at));
-        memcpy(to + at / PAIR, &rounded, sizeof rounded);
+    for (int64_t i = 0; i < width; i += LANES) {
+        const int64_t left = width - i;
+        const __mmask16 mask = left < LANES ? (__mmask16)((1u << left) - 1) : (__mmask16)0xffff;
+        const __m256bh rounded = _mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(mask, from + i));
+        memcpy(to + i / PAIR, &rounded, sizeof rounded);
     }
 }
 
@@ -73,14 +73,14 @@ inline bool is_above(Vector numbers, float scale_and_cap) {
 }
 
 // Pieces of columns [at, at + 32) of the keys `key`, `key` + 4, ...: a vector each. Prefetches the same columns of `ahead`.
-inline void load_pieces(const bfloat16 *const *keys, const bfloat16 *const *ahead, int key, int64_t at, int64_t width,
+inline void load_pieces(const bfloat16 *const *keys, const bfloat16 *const *ahead, int key, int64_t column, int64_t width,
                         Vector (&pieces)[4]) {
     // Half of four rows, two rows at a time: pieces 0 and 2, or 1 and 3.
     const auto even = [](Vector a, Vector b) { return (Vector)_mm512_shuffle_f32x4((__m512)a, (__m512)b, 0x88); };
     const auto odd = [](Vector a, Vector b) { return (Vector)_mm512_shuffle_f32x4((__m512)a, (__m512)b, 0xdd); };
     Vector row[4];
-    for (int i = 0; i < 4; ++i) row[i] = load_pairs(keys[key + 4 * i], at, width);
-    for (int i = 0; i < 4; ++i) prefetch<PAIR>(ahead[key + 4 * i] + at);
+    for (int i = 0; i < 4; ++i) row[i] = load_pairs(keys[key + 4 * i], column, width);
+    for (int i = 0; i < 4; ++i) prefetch<PAIR>(ahead[key + 4 * i] + column);
     const Vector first = even(row[0], row[1]), second = even(row[2], row[3]);
     pieces[0] = even(first, second), pieces[2] = odd(first, second);
     const Vector third = odd(row[0], row[1]), fourth = odd(row[2], row[3]);
@@ -88,19 +88,19 @@ inline void load_pieces(const bfloat16 *const *keys, const bfloat16 *const *ahea
 }
 
 // Columns [at, at + 32) of 16 keys, transposed: a vector has the same pair of columns of all keys.
-inline __attribute__((always_inline)) void load_transposed(const bfloat16 *const *keys, int64_t at, int64_t width,
+inline __attribute__((always_inline)) void load_transposed(const bfloat16 *const *keys, int64_t column, int64_t width,
                                                            Vector (&rows)[LANES]) {
 #pragma GCC unroll 16
-    for (int key = 0; key < LANES; ++key) rows[key] = load_pairs(keys[key], at, width);
+    for (int key = 0; key < LANES; ++key) rows[key] = load_pairs(keys[key], column, width);
     transpose(rows);
 }
 
 // Pack 16 keys.
 inline void pack_keys(const bfloat16 *const *keys, int64_t width, Word *to) {
-    for (int64_t at = 0; at < width; at += PAIR * LANES) {
+    for (int64_t i = 0; i < width; i += PAIR * LANES) {
         Vector rows[LANES];
-        load_transposed(keys, at, width, rows);
-        memcpy(to + at / PAIR * LANES, rows, sizeof rows);
+        load_transposed(keys, i, width, rows);
+        memcpy(to + i / PAIR * LANES, rows, sizeof rows);
     }
 }
 
@@ -116,8 +116,8 @@ inline void end_scores(const Vector (&sums)[LINES][4], float scale, float *score
     const auto lasts = [](Vector a, Vector b) { return (Vector)_mm512_unpackhi_pd((__m512d)a, (__m512d)b); };
 #pragma GCC unroll 4
     for (int line = 0; line < LINES; ++line) {
-        const Vector *own = sums[line];
-        const Vector a = two(own[0], own[1]), b = two(own[2], own[3]);
+        const Vector *parts = sums[line];
+        const Vector a = two(parts[0], parts[1]), b = two(parts[2], parts[3]);
         store(scores + line * stride, (firsts(a, b) + lasts(a, b)) * scale);
     }
 }
@@ -127,7 +127,7 @@ inline void end_scores(const Vector (&sums)[LINES][4], float scale, float *score
 template <int LINES, int GROUPS, int FIRST>
 inline void sum_packed(const Word *queries, int64_t stride, const Word *keys, int64_t group_stride, int64_t pairs,
                        Vector (&sums)[LINES][GROUPS]) {
-    Vector own[LINES][GROUPS][2] = {};
+    Vector partial[LINES][GROUPS][2] = {};
     for (int64_t pair = FIRST; pair < pairs; pair += 4)
 #pragma GCC unroll 2
         for (int i = 0; i < 2; ++i) {
@@ -140,13 +140,13 @@ inline void sum_packed(const Word *queries, int64_t stride, const Word *keys, in
                 const Vector query = in_register(spread_pair(queries + line * stride + pair + 2 * i));
 #pragma GCC unroll 2
                 for (int group = 0; group < GROUPS; ++group)
-                    own[line][group][i] = add_pairs(own[line][group][i], query, key[group]);
+                    partial[line][group][i] = add_pairs(partial[line][group][i], query, key[group]);
             }
         }
 #pragma GCC unroll 4
     for (int line = 0; line < LINES; ++line)
 #pragma GCC unroll 2
-        for (int group = 0; group < GROUPS; ++group) sums[line][group] = own[line][group][0] + own[line][group][1];
+        for (int group = 0; group < GROUPS; ++group) sums[line][group] = partial[line][group][0] + partial[line][group][1];
 }
 
 // The scores of GROUPS times 16 packed keys; strides are in words and floats.
@@ -168,16 +168,16 @@ template <int LINES>
 inline void score_rows(const Word *queries, int64_t stride, const bfloat16 *const *keys, const bfloat16 *const *ahead,
                        int64_t width, float scale, float *scores, int64_t scores_stride) {
     Vector sums[LINES][4] = {};
-    for (int64_t at = 0; at < width; at += PAIR * LANES) {
+    for (int64_t index = 0; index < width; index += PAIR * LANES) {
         Vector query[LINES][4];
 #pragma GCC unroll 4
         for (int line = 0; line < LINES; ++line)
 #pragma GCC unroll 4
-            for (int i = 0; i < 4; ++i) query[line][i] = spread_piece(queries + line * stride + at / PAIR + i * 4);
+            for (int i = 0; i < 4; ++i) query[line][i] = spread_piece(queries + line * stride + index / PAIR + i * 4);
 #pragma GCC unroll 4
         for (int key = 0; key < 4; ++key) {
             Vector pieces[4];
-            load_pieces(keys, ahead, key, at, width, pieces);
+            load_pieces(keys, ahead, key, index, width, pieces);
 #pragma GCC unroll 4
             for (int i = 0; i < 4; ++i)
 #pragma GCC unroll 4
@@ -193,18 +193,18 @@ struct RowValues {
     const bfloat16 *const *rows, *const *ahead;
     int64_t width;
 
-    // Columns from `at` on of a pair of positions.
+    // Columns from `column` on of a pair of positions.
     template <int VECTORS>
-    __attribute__((always_inline)) void load_columns(int64_t pair, int64_t at, Vector (&to)[VECTORS]) const {
+    __attribute__((always_inline)) void load_columns(int64_t pair, int64_t column, Vector (&to)[VECTORS]) const {
         const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8,  //
                                              39, 7, 38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
         const __m512i high = _mm512_or_si512(low, _mm512_set1_epi16(16));
         const bfloat16 *first = rows[PAIR * pair], *second = rows[PAIR * pair + 1];
-        prefetch<VECTORS>(ahead[PAIR * pair] + at), prefetch<VECTORS>(ahead[PAIR * pair + 1] + at);
+        prefetch<VECTORS>(ahead[PAIR * pair] + column), prefetch<VECTORS>(ahead[PAIR * pair + 1] + column);
 #pragma GCC unroll 8
         for (int i = 0; i < VECTORS; i += 2) {
-            const Vector a = first ? load_pairs(first, at + i * LANES, width) : Vector{};
-            const Vector b = second ? load_pairs(second, at + i * LANES, width) : Vector{};
+            const Vector a = first ? load_pairs(first, column + i * LANES, width) : Vector{};
+            const Vector b = second ? load_pairs(second, column + i * LANES, width) : Vector{};
             to[i] = (Vector)_mm512_permutex2var_epi16((__m512i)a, low, (__m512i)b);
             if (i + 1 < VECTORS) to[i + 1] = (Vector)_mm512_permutex2var_epi16((__m512i)a, high, (__m512i)b);
         }
@@ -217,47 +217,47 @@ struct PackedValues {
     int64_t stride;
 
     template <int VECTORS>
-    __attribute__((always_inline)) void load_columns(int64_t pair, int64_t at, Vector (&to)[VECTORS]) const {
+    __attribute__((always_inline)) void load_columns(int64_t pair, int64_t column, Vector (&to)[VECTORS]) const {
 #pragma GCC unroll 8
-        for (int i = 0; i < VECTORS; ++i) to[i] = in_register(read<Vector>(words + pair * stride + at + i * LANES));
+        for (int i = 0; i < VECTORS; ++i) to[i] = in_register(read<Vector>(words + pair * stride + column + i * LANES));
     }
 };
 
 // Pack a pair of positions; `columns` is a multiple of LANES.
 inline void pack_values(const RowValues &values, int64_t pair, int64_t columns, Word *to) {
-    const auto some = [&](int64_t at, auto vectors) {
-        Vector own[vectors()];
-        values.load_columns(pair, at, own);
-        for (int i = 0; i < vectors(); ++i) store((float *)(to + at + i * LANES), own[i]);
+    const auto pack_columns = [&](int64_t column, auto vectors) {
+        Vector loaded[vectors()];
+        values.load_columns(pair, column, loaded);
+        for (int i = 0; i < vectors(); ++i) store((float *)(to + column + i * LANES), loaded[i]);
     };
-    int64_t at = 0;
-    for (; at + PAIR * LANES <= columns; at += PAIR * LANES) some(at, std::integral_constant<int, 2>());
-    if (at < columns) some(at, std::integral_constant<int, 1>());
+    int64_t column = 0;
+    for (; column + PAIR * LANES <= columns; column += PAIR * LANES) pack_columns(column, std::integral_constant<int, 2>());
+    if (column < columns) pack_columns(column, std::integral_constant<int, 1>());
 }
 
 // Add the weighted values of pairs [from, to) of positions to VECTORS vectors of columns of the lines' sums.
 template <int LINES, int VECTORS, class Values>
-inline void add_value_pairs(const Word *weights, int64_t stride, const Values &values, int64_t from, int64_t to, int64_t at,
+inline void add_value_pairs(const Word *weights, int64_t stride, const Values &values, int64_t from, int64_t to, int64_t column,
                             float *sums, int64_t width) {
-    Vector own[LINES][VECTORS];
+    Vector line_sums[LINES][VECTORS];
 #pragma GCC unroll 4
     for (int line = 0; line < LINES; ++line)
 #pragma GCC unroll 8
-        for (int i = 0; i < VECTORS; ++i) own[line][i] = load(sums + line * width + at + i * LANES);
+        for (int i = 0; i < VECTORS; ++i) line_sums[line][i] = load(sums + line * width + column + i * LANES);
     for (int64_t pair = from; pair < to; ++pair) {
         Vector value[VECTORS];
-        values.load_columns(pair, at, value);
+        values.load_columns(pair, column, value);
 #pragma GCC unroll 4
         for (int line = 0; line < LINES; ++line) {
             const Vector weight = in_register(spread_pair(weights + line * stride + pair));
 #pragma GCC unroll 8
-            for (int i = 0; i < VECTORS; ++i) own[line][i] = add_pairs(own[line][i], weight, value[i]);
+            for (int i = 0; i < VECTORS; ++i) line_sums[line][i] = add_pairs(line_sums[line][i], weight, value[i]);
         }
     }
 #pragma GCC unroll 4
     for (int line = 0; line < LINES; ++line)
 #pragma GCC unroll 8
-        for (int i = 0; i < VECTORS; ++i) store(sums + line * width + at + i * LANES, own[line][i]);
+        for (int i = 0; i < VECTORS; ++i) store(sums + line * width + column + i * LANES, line_sums[line][i]);
 }
 
 }  // namespace

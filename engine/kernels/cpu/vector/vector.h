@@ -102,7 +102,7 @@ inline bool is_intel() {
 // when several rows are read in parallel, and 13 with prefetch instructions).
 template <class Number>
 inline const Number *touched(const Number *row, int64_t width) {
-    for (int64_t at = 0; at < width; at += 64 / sizeof(Number)) (void)*(const volatile char *)(row + at);
+    for (int64_t i = 0; i < width; i += 64 / sizeof(Number)) (void)*(const volatile char *)(row + i);
     return row;
 }
 
@@ -183,11 +183,11 @@ inline Vector fold(Vector a, Vector b, std::index_sequence<I...>) {
 // One step of a transposition: exchanges the lanes STEP off the diagonal.
 template <int STEP, std::size_t... I>
 inline void transpose_step(Vector *rows, std::index_sequence<I...>) {
-    for (int at = 0; at < LANES; ++at) {
-        if (at & STEP) continue;
-        const Vector a = rows[at], b = rows[at + STEP];
-        rows[at] = SHUFFLE(a, b, folded_from(I, STEP)...);
-        rows[at + STEP] = SHUFFLE(a, b, (folded_from(I, STEP) + STEP)...);
+    for (int i = 0; i < LANES; ++i) {
+        if (i & STEP) continue;
+        const Vector a = rows[i], b = rows[i + STEP];
+        rows[i] = SHUFFLE(a, b, folded_from(I, STEP)...);
+        rows[i + STEP] = SHUFFLE(a, b, (folded_from(I, STEP) + STEP)...);
     }
 }
 
