@@ -70,12 +70,12 @@ class DeviceRunner(PackedRunner):
         single = single_rows(forward.spans) if has_pool else {}
         state_rows = [np.asarray([*single], np.int64), *forward.token_state_rows([*single.values()])]
         rows = output_arrays(step.logit_rows, None if step.hidden is None else step.hidden.rows)
-        inputs = [np.asarray(step.tokens, np.int64), batch_positions(forward.spans)]
+        batch_arrays = [np.asarray(step.tokens, np.int64), batch_positions(forward.spans)]
         cells = forward.device_arrays()
         tables = self._table_arrays(forward)
         outputs = [np.asarray(numbers, np.int64) for numbers in rows]
-        parts = iter(self._staging.upload([*inputs, *outputs, *state_rows, *cells, *tables, *more]))
-        batch_tokens, positions = islice(parts, len(inputs))
+        parts = iter(self._staging.upload([*batch_arrays, *outputs, *state_rows, *cells, *tables, *more]))
+        batch_tokens, positions = islice(parts, len(batch_arrays))
         output_rows, *places = islice(parts, len(outputs))
         states = StateRows(*islice(parts, len(state_rows)))
         forward.set_device_arrays([*islice(parts, len(cells))])

@@ -409,28 +409,30 @@ class Tokenizer:
         return any(token in text for text in strings_in(value) for token in (*self._added_tokens, TEXT_MARK))
 
     def _prompt_of_tokens(
-        self, tokens: list[int], outline: Outline[list[int]], ordered: Sequence[ProcessedContent]
+        self, tokens: list[int], prompt_outline: Outline[list[int]], ordered: Sequence[ProcessedContent]
     ) -> RenderedPrompt:
         return RenderedPrompt(
             tuple(tokens),
-            outline.system_end or None,
-            outline.checkpoints,
-            _optional_range(outline.last_user),
-            self._token_bytes.decode(outline.generation_prompt),
+            prompt_outline.system_end or None,
+            prompt_outline.checkpoints,
+            _optional_range(prompt_outline.last_user),
+            self._token_bytes.decode(prompt_outline.generation_prompt),
             self._locate(tokens, ordered),
         )
 
-    def _prompt_of_text(self, text: str, outline: Outline[str], ordered: Sequence[ProcessedContent]) -> RenderedPrompt:
+    def _prompt_of_text(
+        self, text: str, prompt_outline: Outline[str], ordered: Sequence[ProcessedContent]
+    ) -> RenderedPrompt:
         with self._lock, RegexLimit("messages"):
             encoded = self._tokenizer(text, add_special_tokens=False, verbose=False)
         starts, stops = (TokenOffsets(encoded.encodings[0], edge) for edge in (0, 1))
-        checkpoints = tuple(bisect_right(stops, end) for end in outline.checkpoints)
-        last_user = _optional_range(outline.last_user)
+        checkpoints = tuple(bisect_right(stops, end) for end in prompt_outline.checkpoints)
+        last_user = _optional_range(prompt_outline.last_user)
         protected = tuple((bisect_right(stops, start), bisect_left(starts, stop)) for start, stop in last_user)
-        keep = bisect_right(stops, outline.system_end) if outline.system_end else None
+        keep = bisect_right(stops, prompt_outline.system_end) if prompt_outline.system_end else None
         tokens = self._checked_tokens(encoded["input_ids"])
         contents = self._locate(tokens, ordered)
-        return RenderedPrompt(tuple(tokens), keep, checkpoints, protected, outline.generation_prompt, contents)
+        return RenderedPrompt(tuple(tokens), keep, checkpoints, protected, prompt_outline.generation_prompt, contents)
 
     def _locate(self, tokens: Sequence[int], ordered: Sequence[ProcessedContent]) -> tuple[Content, ...]:
         if not ordered:
