@@ -81,6 +81,7 @@ class EngineConfig:
     cells       tokens in the shared KV cache; None: slots x context, so that no sequence waits for cells
     chunk       maximum prompt tokens of a step, besides the tokens of decoding sequences; the default of a GPU is 2048
     checkpoint  prompt tokens between the checkpoints of recurrent states, each of which takes megabytes
+    shares_memory  the process shares pages with others: `memory` limits what its end would return
     kernels     for attention and quantised weights; "auto": the fastest that this machine supports
     media       whether requests may bring media; if not, models that need them are refused before the load
     is_draft    whether the model is the draft model of another one; see `for_draft`
@@ -291,6 +292,7 @@ class EngineConfig:
     kernels: Kernels = "auto"
     media: bool = True
     is_draft: bool = False
+    shares_memory: bool = False
 
     def for_draft(self, model: str, *, context: int, slots: int, cells: int) -> EngineConfig:
         """The settings of the draft model `model`: it has no drafter itself, and one process."""

@@ -22,7 +22,7 @@ from engine.errors import DraftTooLarge, ModelError, ModelMissing, ModelUnsuppor
 from engine.load.cache import draft_cache, mtp_cache
 from engine.load.load import LoadedModel, load
 from engine.load.machine.available_memory import available_bytes
-from engine.load.read.checkpoint import resolve
+from engine.load.read.checkpoint import bundled_draft, resolve
 from engine.load.read.configuration import read_max_context
 from engine.load.recording import record_steps
 from kvcache.spec import group_layers
@@ -42,7 +42,7 @@ def load_draft(
     """
     if config.drafter in ("none", "lookup"):
         return None
-    name = config.draft_model or _bundled_draft(config, Path(target.info.folder))
+    name = config.draft_model or bundled_draft(config, Path(target.info.folder))
     if config.drafter == "mtp" or (config.drafter == "auto" and name is None):
         return _mtp(config, target, on_phase)
     if name is None and config.drafter == "model":
@@ -92,12 +92,6 @@ def _check_memory(config: EngineConfig, target: LoadedModel, head: MtpHead) -> N
     if needed > left:
         plan = PlanTooLarge(needed, max(left, 0), f"lower --context ({target.info.context}) or --slots")
         raise DraftTooLarge(target.info.name, plan)
-
-
-def _bundled_draft(config: EngineConfig, folder: Path) -> str | None:
-    """The folder of the bundled draft model."""
-    bundled = folder.parent / "draft"
-    return str(bundled) if config.model is None and (bundled / "config.json").is_file() else None
 
 
 def _check_tokenizer(name: str, draft: LoadedModel, target: LoadedModel) -> None:

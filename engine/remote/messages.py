@@ -19,7 +19,7 @@ from engine.text.fill_in_middle import FillInMiddle
 from engine.types.events import Delta, Embedded, Event, Failed, Finished, PrefillProgress, PromptScored, Started
 from engine.types.progress import Progress
 from engine.types.request import EmbeddingJob, Request
-from engine.types.status import AdapterInfo, DraftingInfo, EmbeddingModelInfo, MemoryPlan, ModelInfo, Stats
+from engine.types.status import AdapterInfo, DraftingInfo, EmbeddingModelInfo, MemoryNeed, MemoryPlan, ModelInfo, Stats
 
 Value = TypeVar("Value")
 
@@ -32,6 +32,19 @@ class LoadModel(RemoteMessage, frozen=True):
     """LoadModel a model; the first command, and the only one before Ready."""
 
     config: EngineConfig
+
+
+class MeasureMemory(RemoteMessage, frozen=True):
+    """Answer by MemoryBudget; the only command."""
+
+    config: EngineConfig
+
+
+class PlanModel(RemoteMessage, frozen=True):
+    """Answer by Planned, or by Ended; the only command."""
+
+    config: EngineConfig
+    budget_bytes: int
 
 
 class OpenStream(RemoteMessage, frozen=True):
@@ -102,6 +115,8 @@ Command = (
     LoadRemoteAdapter
     | UnloadRemoteAdapter
     | LoadModel
+    | MeasureMemory
+    | PlanModel
     | OpenStream
     | EmbedTexts
     | CancelStream
@@ -134,6 +149,18 @@ class Ready(RemoteMessage, frozen=True):
     embedding: EmbeddingModelInfo | None
     embedding_length: int
     tokenizer: TokenizerValues
+
+
+class MemoryBudget(RemoteMessage, frozen=True):
+    """The memory for all models."""
+
+    bytes: int
+
+
+class Planned(RemoteMessage, frozen=True):
+    """The planned memory of a model."""
+
+    need: MemoryNeed
 
 
 class LoadPhase(RemoteMessage, frozen=True):
@@ -257,7 +284,19 @@ class Batch(RemoteMessage, frozen=True):
     stats: Stats | None
 
 
-Reply = AdapterList | Ready | LoadPhase | LoadProgress | Ended | Accepted | Refused | Result | Batch
+Reply = (
+    AdapterList
+    | MemoryBudget
+    | Planned
+    | Ready
+    | LoadPhase
+    | LoadProgress
+    | Ended
+    | Accepted
+    | Refused
+    | Result
+    | Batch
+)
 
 _ENCODER = msgspec.msgpack.Encoder()
 

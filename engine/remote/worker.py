@@ -21,6 +21,7 @@ from contextlib import AbstractAsyncContextManager, suppress
 from engine.client import EventStream
 from engine.engine import Engine
 from engine.errors import EngineDead, EngineError
+from engine.load.plan.needed_memory import memory_budget, needed_memory
 from engine.remote.connection import InvalidMessage, MessageConnection
 from engine.remote.error_message import to_message
 from engine.remote.messages import (
@@ -37,7 +38,11 @@ from engine.remote.messages import (
     LoadPhase,
     LoadProgress,
     LoadRemoteAdapter,
+    MeasureMemory,
+    MemoryBudget,
     OpenStream,
+    PlanModel,
+    Planned,
     Ready,
     Refused,
     RemoteMessage,
@@ -161,6 +166,9 @@ class Worker:
             if self._engine is not None:
                 raise InvalidMessage("a second LoadModel")
             self._load(command)
+        elif isinstance(command, MeasureMemory | PlanModel):
+            self._spawn(self._plan(command))
+            self._spawn(self._beat())
         elif self._engine is None:
             raise InvalidMessage(f"a {type(command).__name__} before LoadModel")
         else:
@@ -171,6 +179,19 @@ class Worker:
         self._engine.start()
         self._spawn(self._watch(self._engine))
         self._spawn(self._beat())
+
+    async def _plan(self, command: MeasureMemory | PlanModel) -> None:
+        try:
+            match command:
+                case MeasureMemory(config):
+                    self._send(MemoryBudget(await asyncio.to_thread(memory_budget, config)))
+                case PlanModel(config, budget_bytes):
+                    self._send(Planned(await asyncio.to_thread(needed_memory, config, budget_bytes)))
+        except EngineError as error:
+            self._send(Ended(to_message(error)))
+        except Exception as error:
+            log.exception("the plan failed")
+            self._send(Ended(to_message(EngineDead(type(error).__name__))))
 
     def _execute(self, engine: Engine, command: Command) -> None:
         match command:

@@ -108,6 +108,20 @@ class MemoryPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class MemoryNeed:
+    """The planned memory of a model in a process of its own, and the sizes of its cache.
+
+    bytes  of the whole process
+    cells  tokens in the cache
+    """
+
+    bytes: int
+    context: int
+    slots: int
+    cells: int
+
+
+@dataclass(frozen=True, slots=True)
 class DraftingInfo:
     """The kinds of drafters, and the draft model with its memory, if there is one."""
 

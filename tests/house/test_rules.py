@@ -39,6 +39,7 @@ EVENT_LOOP = {
     "engine/remote/connection.py",
     "engine/remote/engine.py",
     "engine/remote/link.py",
+    "engine/remote/planning.py",
     "engine/remote/worker.py",
 }
 FAMILIES = ("llama", "qwen", "gemma", "mistral", "phi", "olmo", "gpt", "neox", "cohere", "mamba", "deepseek", "granite")

@@ -19,9 +19,14 @@ def available_bytes(config: EngineConfig | None = None) -> int:
     available, left = int(psutil.virtual_memory().available), free_memory_bytes()
     limits: list[int] = [available, *(() if left is None else (left,))]
     if config is not None and config.memory is not None:
-        resident = int(psutil.Process().memory_info().rss)
-        limits.append(max(0, _limit_bytes(config.memory) - resident - config.host_cache_bytes))
+        limits.append(max(0, _limit_bytes(config.memory) - process_bytes(config) - config.host_cache_bytes))
     return min(limits)
+
+
+def process_bytes(config: EngineConfig) -> int:
+    """Memory of this process: resident, or without the pages that it shares."""
+    process = psutil.Process()
+    return int(process.memory_full_info().uss if config.shares_memory else process.memory_info().rss)
 
 
 def _available_device_bytes(config: EngineConfig) -> int:

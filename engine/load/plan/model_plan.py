@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from torch import nn
 
@@ -26,6 +25,7 @@ from engine.kernels.blocks import TorchBlocks
 from engine.kernels.formats import WeightFormat
 from engine.kernels.packing import packed_bytes
 from engine.load.machine.available_memory import available_bytes
+from engine.load.machine.available_memory import process_bytes as resident_bytes
 from engine.load.plan.memory import ModelSizes, encoder_budget, memory_plan, model_sizes, plan_memory, state_budget
 from engine.load.read.checkpoint import Checkpoint, is_small, weight_files
 from engine.load.read.configuration import choose_dtype, max_context, read_headers, read_max_context
@@ -132,13 +132,23 @@ def plan_with_draft(config: EngineConfig, folder: Path, draft_folder: Path | Non
 
 
 def plan_model(
-    config: EngineConfig, folder: Path, *, process_bytes: int | None = None, reserved_bytes: int = 0
+    config: EngineConfig,
+    folder: Path,
+    *,
+    process_bytes: int | None = None,
+    reserved_bytes: int = 0,
+    budget_bytes: int | None = None,
 ) -> ModelPlan:
-    """The plan of a model in a folder or GGUF file, with `reserved_bytes` left free. Raises ModelUnsupported."""
+    """The plan of a model in a folder or GGUF file. Raises ModelUnsupported.
+
+    reserved_bytes  of the free memory, for other uses
+    budget_bytes    in place of the free memory
+    """
     name = config.model or BUNDLED_NAME
     if config.tensor_parallel > 1:
         raise ModelUnsupported(name, "a plan is of one process; leave out --tensor-parallel")
-    available = max(available_bytes(config) - reserved_bytes, 0)
+    free_bytes = available_bytes(config) if budget_bytes is None else budget_bytes
+    available = max(free_bytes - reserved_bytes, 0)
     checkpoint, model_config = read_headers(name, folder, config)
     text = model_config.get_text_config()
     dtype = choose_dtype(config, model_config, small=bool(weight_files(folder)) and is_small(folder))
@@ -197,7 +207,7 @@ def _skeleton(
 
 
 def _process_bytes(config: EngineConfig) -> int:
-    return int(psutil.Process().memory_info().rss) if config.device == "cpu" else 0
+    return resident_bytes(config) if config.device == "cpu" else 0
 
 
 def _weights(

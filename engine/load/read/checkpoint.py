@@ -16,7 +16,7 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 
-from engine.config import BUNDLED_NAME
+from engine.config import BUNDLED_NAME, EngineConfig
 from engine.errors import ModelMissing
 from engine.gguf.config import is_language_model
 from engine.gguf.container import GgufError, GgufModel, Metadata, read_metadata, read_model, shard_files
@@ -252,3 +252,9 @@ def error_line(error: Exception) -> str:
     """The type and the first line of an error's message."""
     first = str(error).strip().split("\n")[0]
     return f"{type(error).__name__}: {first[:300]}"
+
+
+def bundled_draft(config: EngineConfig, folder: Path) -> str | None:
+    """The folder of the bundled draft model."""
+    bundled = folder.parent / "draft"
+    return str(bundled) if config.model is None and (bundled / "config.json").is_file() else None
