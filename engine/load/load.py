@@ -102,7 +102,11 @@ class LoadedModel:
     @property
     def layers(self) -> tuple[CachedLayer, ...]:
         """The layers that store cells, with the rotation beyond the original length if the capacity reaches it."""
-        return self.runner.layers if self.switch is None else self.runner.long_factor_layers
+        layers = self.runner.layers if self.switch is None else self.runner.long_factor_layers
+        encoder = self.content_encoder
+        if encoder is None:
+            return layers
+        return tuple(layer.with_bidirectional(encoder.is_bidirectional(layer.index)) for layer in layers)
 
     @property
     def capacity(self) -> int:

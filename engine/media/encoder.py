@@ -111,6 +111,9 @@ class CapturingEncoder:
         ranges = self.bidirectional.ranges(len(tokens), [(a, b) for a, b in placeholders if b > a + 1])
         return PromptLayout(None if is_plain else positions, offset, ranges)
 
+    def is_bidirectional(self, layer: int) -> bool:
+        return self.bidirectional.holds(self._model.config.get_text_config(decoder=True), layer)
+
     def _positions(self, tokens: Sequence[int], contents: Sequence[Content], kinds: Sequence[int]) -> Tensor:
         """[axes, tokens]"""
         ids = torch.tensor([tokens])

@@ -7,7 +7,7 @@ Running a few tokens at two positions therefore shows each layer's rotation, or 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -42,6 +42,10 @@ class CachedLayer:
     index: int
     spec: LayerSpec
     sharing_layers: tuple[int, ...] = ()
+
+    def with_bidirectional(self, is_bidirectional: bool) -> CachedLayer:
+        """The same layer with or without bidirectional ranges (LayerSpec)."""
+        return replace(self, spec=replace(self.spec, bidirectional=is_bidirectional))
 
 
 class CalibrationBackend:

@@ -105,3 +105,7 @@ class ContentEncoder(Protocol):
     def layout(self, tokens: Sequence[int], contents: Sequence[Content]) -> PromptLayout:
         """The layout of a prompt; it needs no entry."""
         ...
+
+    def is_bidirectional(self, layer: int) -> bool:
+        """Whether the bidirectional ranges of layouts hold for a layer of the decoder (`LayerSpec.bidirectional`)."""
+        ...

@@ -13,9 +13,12 @@ from engine.load.load import LoadedModel
 from engine.load.read.skeleton import install_hooks
 from engine.media.encoder import CapturingEncoder, ContentSample
 from engine.model import hooks
-from engine.model.layers import CachedLayer, find_cached_layers
+from engine.model.layers import find_cached_layers
+from engine.native.detection import find_decoder
+from engine.native.runner import NativeRunner
+from engine.native.step_library import step_library
 from engine.run.packed import PackedRunner
-from engine.run.runner import ModelRunner
+from engine.run.runner import FirstSupporting, ModelRunner
 from engine.step.content import ContentEntry, PromptLayout
 from engine.step.input import StepFeatures, StepInput
 from engine.step.output import StepOutput
@@ -24,7 +27,7 @@ from engine.types.request import Request
 from tests.engine.kit.contents import FAMILIES, VOCABULARY, Family, Prompt, prompt_of, sample, tiny_model
 from tests.engine.kit.play import ask
 
-COUNT = 8
+COUNT, CONTEXT = 8, 160
 
 
 class CountingEncoder(CapturingEncoder):
@@ -59,6 +62,9 @@ class EmbeddingRows:
 
     def layout(self, tokens: Sequence[int], contents: Sequence[Content]) -> PromptLayout:
         return PromptLayout(bidirectional=tuple((content.start, content.stop) for content in contents))
+
+    def is_bidirectional(self, layer: int) -> bool:
+        return True
 
 
 class RecordingRunner(ModelRunner):
@@ -112,7 +118,7 @@ def content_model(base: LoadedModel, name: str, dtype: torch.dtype = torch.float
     encoder = CountingEncoder(model, images[:1], budget_bytes=2**20)
     recurrent = install_hooks(model)
     hooks.set_attention(model, hooks.ATTENTION_NAME)
-    layers = [_with_ranges(layer, encoder, model) for layer in find_cached_layers(model, vocabulary=280)]
+    layers = find_cached_layers(model, vocabulary=280)
     loaded = replace(
         base,
         model=model,
@@ -125,9 +131,13 @@ def content_model(base: LoadedModel, name: str, dtype: torch.dtype = torch.float
     return ContentModel(family, loaded, encoder, images, tiny_model(family, dtype))
 
 
-def _with_ranges(layer: CachedLayer, encoder: CapturingEncoder, model: Any) -> CachedLayer:
-    holds = encoder.bidirectional.holds(model.config.get_text_config(), layer.index)
-    return replace(layer, spec=replace(layer.spec, bidirectional=holds))
+def with_native_step(model: ContentModel) -> LoadedModel:
+    """The model in float32, with a native step in front of its packed runner."""
+    packed = model.loaded.runner
+    assert isinstance(packed, PackedRunner)
+    decoder = find_decoder(model.loaded.model, packed.layers, vocabulary=280, context=CONTEXT)
+    native = NativeRunner(packed, decoder, step_library(), rounds_to_bfloat16=False)
+    return replace(model.loaded, runner=FirstSupporting([native, packed]))
 
 
 def content_request(name: str, prompt: Prompt, count: int = COUNT, **settings: Any) -> Request:

@@ -17,6 +17,7 @@ from engine.draft.outputs import OutputStore
 from engine.draft.speculation import Speculation
 from engine.errors import InvalidRequest
 from engine.load.load import LoadedModel
+from engine.run.runner import FirstSupporting
 from engine.types.events import Failed, Finished
 from engine.types.request import Request
 from engine.validity import check_request
@@ -24,19 +25,20 @@ from tests.engine.kit.contents import Prompt
 from tests.engine.kit.models import core
 from tests.engine.kit.play import Answer, Job, ask, play, texts
 from tests.engine.kit.served_contents import (
+    CONTEXT,
     ContentModel,
     EmbeddingRows,
     RecordingRunner,
     content_model,
     content_request,
     token_contents,
+    with_native_step,
     with_token_contents,
 )
 from tests.selection import quick
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("one_thread")]
 
-CONTEXT = 160
 NAMES = ("llava", "qwen2_vl", "qwen3_vl", "gemma3", "gemma4")
 MORE_NAMES = (*NAMES, "qwen2_5_vl", "qwen3_5", "internvl", "mistral3", "glm4v", "voxtral", "lfm2_vl", "idefics3")
 # Longest bidirectional range of the models.
@@ -319,3 +321,21 @@ def test_steps_have_tokens_of_contents_or_others(models: Callable[[str], Content
     ]
     assert {count for count in counts if count[0] not in (0, count[1])} == set()
     assert any(count for count, _ in counts)
+
+
+@pytest.mark.parametrize("name", quick(("qwen3_vl", "gemma3"), (*NAMES, "qwen3_5")))
+def test_text_beside_and_after_images_runs_natively(loaded: Callable[..., LoadedModel], name: str) -> None:
+    """At the positions that the images leave; tokens of contents run in the modules."""
+    model = content_model(loaded("llama", "float32"), name, torch.float32)
+    served = with_native_step(model)
+    assert isinstance(served.runner, FirstSupporting)
+    native, packed = (RecordingRunner(runner) for runner in served.runner.runners)
+    served.runner.runners = (native, packed)
+
+    answers = play(core(served, context=CONTEXT, chunk=16, speculation=lookup()), [Job(r) for r in requests(model)])
+
+    assert texts(answers) == {f"{number}": model.expected(prompt) for number, prompt in enumerate(prompts(model))}
+    assert all(step.embeddings for step in packed.steps)
+    assert native.steps
+    assert not any(step.embeddings for step in native.steps)
+    assert any(step.positions is not None for step in native.steps) == name.startswith("qwen")
