@@ -20,7 +20,7 @@ import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 from numpy.typing import NDArray
 
-# Bounds of counts, far above those of any model: a small hostile file must not cost minutes or gigabytes.
+# Bounds of counts, far above the counts of any model: a small hostile file must not cost minutes or gigabytes.
 _MAX_KEYS, _MAX_TENSORS, _MAX_ITEMS, _MAX_SHARDS, _MAX_NAME_BYTES = 2**16, 2**18, 2**24, 2**10, 2**16
 # Of ggml.
 _MAX_DIMENSIONS = 4

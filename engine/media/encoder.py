@@ -49,7 +49,7 @@ class ContentSample:
 
 
 class CapturingEncoder:
-    """The ContentEncoder of a model whose decoder takes embeddings.
+    """The ContentEncoder of a model with a decoder that takes embeddings.
 
     kinds          of contents
     bidirectional  the layers in which placeholders attend to later ones

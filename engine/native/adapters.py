@@ -56,7 +56,7 @@ class NativeAdapters:
         self._factors.pop(slot, None)
 
     def describe(self, spans: Sequence[Span], slots: Sequence[int], step: StepFields) -> None:
-        """Set the adapters of a step with these spans; slot 0 or no slots: none. The fields keep what they point to."""
+        """Set the adapters of a step by its spans; slot 0 or no slots: none. The fields keep what they point to."""
         ranges: list[AdapterRangeFields] = []
         row = max_rank = 0
         for slot, group in groupby(zip(slots, spans, strict=bool(slots)), key=lambda pair: pair[0]):

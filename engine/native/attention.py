@@ -160,7 +160,7 @@ def _layouts(call: hooks.AttentionCall, matrices: int) -> Iterator[tuple[HeadCol
 
 
 def _query_layouts(call: hooks.AttentionCall, matrices: int) -> Iterator[tuple[HeadColumns, HeadColumns, HeadColumns]]:
-    """The columns of queries in one matrix; keys and values are those of another layer (matrix -1)."""
+    """The columns of queries in one matrix; keys and values belong to another layer (matrix -1)."""
     heads, _, width = call.query.shape
     keys, values = (HeadColumns(-1, 0, 0, rows.shape[0], rows.shape[2]) for rows in (call.key, call.value))
     if matrices == 1:

@@ -52,7 +52,7 @@ def find_parallel_mlp_block(
 def _find_block(
     reader: TraceReader, norm: Norm, normed: Tensor, attended: Tensor, *, is_parallel: bool
 ) -> tuple[MlpBlock, Residual]:
-    """A second half, whose output is added to `attended`."""
+    """A second half; its output is added to `attended`."""
     gated, experts, output = _find_parts(reader, normed)
     post_norm, output = reader.read_norm(output)
     residual = find_residual(attended, output, reader.next_hidden_states(attended))

@@ -78,7 +78,7 @@ class SamplingBatch:
 
 
 def sample_batch(logits: Tensor, batch: SamplingBatch, arrays: Sequence[Tensor]) -> list[int | None]:
-    """The next token of each row of logits [rows, vocabulary]; `arrays` are those of the batch on the device."""
+    """The next token of each row of logits [rows, vocabulary]; `arrays` are `batch.arrays` on the device."""
     tokens = [None if token < 0 else token for token in sample_rows(logits, batch, arrays).tolist()]
     if batch.host_rows:
         rows = dict(zip(batch.arrays, arrays, strict=True))["host_rows"]

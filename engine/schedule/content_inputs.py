@@ -24,7 +24,7 @@ class ContentInputs:
         self._holders: set[Sequence] = set()
 
     def release_computed(self, cached_length: Callable[[Sequence], int]) -> None:
-        """Unpin entries whose tokens are computed, and those of sequences that lost their slot."""
+        """Unpin entries with computed tokens, and entries of sequences that lost their slot."""
         for sequence in tuple(self._holders):
             if sequence.slot is None or not _holds_next(sequence, cached_length(sequence)):
                 self.release(sequence)

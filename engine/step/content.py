@@ -99,7 +99,7 @@ class ContentEncoder(Protocol):
         ...
 
     def encode(self, content: Content, tokens: Sequence[int]) -> ContentEntry:
-        """The entry of a content with these tokens, those of its range in the prompt. It depends on nothing else."""
+        """The entry of a content with the tokens of its range in the prompt. It depends on nothing else."""
         ...
 
     def layout(self, tokens: Sequence[int], contents: Sequence[Content]) -> PromptLayout:

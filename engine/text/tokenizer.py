@@ -56,7 +56,7 @@ from engine.watchdog import WatchedLock
 _SEPARATOR, _MAX_SEPARATOR_TOKENS = "\x02", 4
 log = logging.getLogger("cellar.engine")
 _KIND_NAMES: dict[ContentKind, str] = {"image": "images", "audio": "audio"}
-# Of a client whose conversation cannot be rendered now.
+# Of a client with a conversation that cannot be rendered now.
 _RETRY_SECONDS = 5.0
 
 

@@ -122,7 +122,7 @@ class Embedded:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """New text with its tokens and log-probabilities; those of buffered text come with a later delta."""
+    """New text with its tokens and log-probabilities; entries of buffered text come with a later delta."""
 
     text: str
     tokens: tuple[int, ...]

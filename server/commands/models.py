@@ -1,4 +1,4 @@
-"""`cellar models`: the models on this machine's disk, and those of a running server."""
+"""`cellar models`: the models on this machine's disk, and the models of a running server."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def configure_logging(level: LogLevel, form: LogFormat) -> None:
     handler.setFormatter(_json_formatter() if form == "json" else logging.Formatter(TEXT))
     handler.addFilter(ExportFilter())
     logging.basicConfig(level=level.upper(), handlers=[handler])
-    # At DEBUG these log every chunk of every response, or every packet.
+    # At DEBUG they log every chunk of every response, or every packet.
     for name in ("sse_starlette", "asyncio", "urllib3", "httpcore"):
         logging.getLogger(name).setLevel(logging.INFO)
     # At INFO they log a line for each request of a batch and for each address of the hub.

@@ -47,7 +47,7 @@ class RequestedReasoning:
     included: bool
 
     def template_arguments(self, template_names: Collection[str]) -> dict[str, object]:
-        """Variables of the chat template, of those that it reads."""
+        """Variables for the chat template, restricted to `template_names`."""
         effort = None if self.effort is None else self.effort.value
         enabled = self._enabled()
         if enabled is None:

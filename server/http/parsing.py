@@ -1,7 +1,7 @@
 """Strict JSON, parsed before pydantic validates it.
 
 Python's parser accepts NaN, turns 1e999 into infinity, keeps the last of two equal keys, guesses UTF-16 and recurses to
-any depth. Each of these has been a vulnerability of some server; here each is an error with code invalid_json.
+any depth. Each has been a vulnerability of some server; here each is an error with code invalid_json.
 """
 
 from __future__ import annotations

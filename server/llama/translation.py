@@ -34,7 +34,7 @@ _SAMPLERS: dict[str, dict[str, Any]] = {
 # Other names of samplers.
 _ALIASES = {"typical_p": "typ_p", "temp": "temperature", "top-k": "top_k", "top-p": "top_p", "min-p": "min_p"}
 _OWN_FIELDS = LlamaGeneration.model_fields.keys() - CompletionRequest.model_fields.keys()
-# Fields of OpenAI's API that these answers have no place for.
+# Fields of OpenAI's API without a counterpart in answers of llama.cpp.
 _UNSUPPORTED = (
     *("prompt_logprobs", "return_token_ids", "return_tokens_as_token_ids", "stream_options", "stream_interval"),
     *("metadata", "timings_per_token", "return_progress", "include_stop_str_in_output", "request_id"),

@@ -10,7 +10,7 @@ from engine.types.status import DraftCounts, EmbeddingCounts, Stats
 
 
 def with_totals(stats: Stats, ended: Stats) -> Stats:
-    """The statistics of a process, its totals increased by those of ended ones."""
+    """The statistics of a process, its totals increased by the totals of ended ones."""
     return replace(
         stats,
         **_sums(stats, ended),

@@ -24,7 +24,7 @@ MAX_BACKOFF_SECONDS = 600.0
 
 
 class CrashBackoff:
-    """Delays the load of a model whose process ended often.
+    """Delays the load of a model after its process ended often.
 
     retry_at  no load before this time
     """

@@ -77,7 +77,7 @@ class StateCollector(Collector):
 
 
 class ModelTotals:
-    """The statistics of a model, whose totals include those of its ended processes."""
+    """The statistics of a model; totals include its ended processes."""
 
     def __init__(self, loader: Loader, model: str) -> None:
         self._loader, self._model = loader, model

@@ -1,4 +1,4 @@
-"""Images and sounds in requests: the parts of chats, and the part that those of all APIs are translated to."""
+"""Images and sounds in requests: the parts of chats, and the part that parts of all APIs are translated to."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Detail = Literal["auto", "low", "high", "original"]
 
 
 class InlineMedia:
-    """The decoded bytes of a base64 text. No model of pydantic, and no dataclass: a dump of a part has it as it is.
+    """The decoded bytes of a base64 text. No model of pydantic, and no dataclass: a dump of a part has it unchanged.
 
     media_type  as declared, in lower case; "": not declared
     characters  of the text in the body
@@ -181,7 +181,7 @@ class FilePart(_ChatPart):
 
 
 def media_part(part: ImageUrlPart | InputAudioPart | FilePart | MediaPart) -> MediaPart:
-    """The part that those of all APIs are translated to."""
+    """The part that parts of all APIs are translated to."""
     mark = part.prompt_cache_breakpoint
     match part:
         case MediaPart():

@@ -100,7 +100,7 @@ OWN_TOOLS = ("function", "custom", "namespace")
 
 
 def _without_hosted(tools: object, info: ValidationInfo) -> object:
-    """With --lenient, the tools without those that run at OpenAI, such as web search."""
+    """With --lenient, the tools without tools that run at OpenAI, such as web search."""
     if not isinstance(tools, list) or not isinstance(info.context, IgnoredFields) or not info.context.lenient:
         return tools
     hosted = [tool for tool in tools if isinstance(tool, dict) and tool.get("type", "function") not in OWN_TOOLS]
@@ -290,5 +290,5 @@ class CompactRequest(Strict):
 
 
 def plain(model: Strict) -> dict[str, Any]:
-    """A part of a request as JSON, without fields that were not set; inline images and sounds stay as they are."""
+    """A part of a request as JSON, without fields that were not set; inline images and sounds stay unchanged."""
     return model.model_dump(by_alias=True, exclude_none=True)

@@ -100,7 +100,7 @@ class FileStore:
     ) -> StoredFile:
         """Store a file, in place of one with its id; an error, such as StorageFullError, leaves nothing.
 
-        final  called after the content: purpose and expiry, in place of those of `file`
+        final  called after the content: purpose and expiry, in place of `file`'s
         """
         await self._worker.run(partial(self._begin, file))
         number, complete = 0, False

@@ -197,7 +197,7 @@ def _named_file(model: str, files: dict[str, list[str]], quantisation: str) -> l
 
 
 def _matching(files: dict[str, list[str]], quantisation: str) -> list[str]:
-    """The files with a name, else those that end with the quantisation, else those that have it anywhere."""
+    """The files with a name, else files that end with the quantisation, else files that have it anywhere."""
     pattern = re.escape(quantisation)
     named = [file for file, shards in files.items() if quantisation in (file, *shards)]
     last = [file for file in files if re.search(rf"(^|[^a-z0-9]){pattern}$", file, re.IGNORECASE)]

@@ -146,7 +146,7 @@ def _without_foreign_files(repository: Any) -> Iterator[Any]:
 
 
 def _deletes(strategy: Any, places: Iterable[Path]) -> bool:
-    """Whether a deletion removes one of these places."""
+    """Whether a deletion removes one of the places."""
     folders = (*strategy.repos, *strategy.snapshots)
     deleted = {*folders, *(folder.resolve() for folder in folders), *strategy.blobs}
     return any(parent in deleted for place in places for parent in (place, *place.parents))

@@ -64,7 +64,7 @@ def encoder_budget(available_bytes: int) -> int:
 
 
 def rank_bytes(config: EngineConfig, reserved_bytes: int) -> int:
-    """`available_bytes` of one rank, without those reserved: ranks share the memory of a CPU, and have a GPU each."""
+    """`available_bytes` of one rank, without reserved bytes: ranks share the memory of a CPU, and have a GPU each."""
     available = max(available_bytes(config) - reserved_bytes, 0)
     return available // config.tensor_parallel if config.device == "cpu" else available
 
