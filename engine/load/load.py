@@ -198,7 +198,7 @@ def _load(config: EngineConfig, source: _Source, on_phase: Callable[[str], None]
     budget_bytes = encoder_budget(available)
     encoder = _encoder(name, model, budget_bytes=budget_bytes)
     contents = _content_encoder(source, model, reading, budget_bytes=budget_bytes)
-    checks.set_traits(text_config.vocab_size, recurrent=recurrent, encoder=encoder, switch=switch)
+    checks.set_traits(text_config.vocab_size, recurrent=recurrent, encoder=encoder, contents=contents, switch=switch)
     on_phase("self-test" if checks.earlier is None else "checked before")
     checks.find_runner(name)
     on_phase("quantize" if quantises and on_cpu else "native step")

@@ -51,6 +51,7 @@ class ContentSample:
 class CapturingEncoder:
     """The ContentEncoder of a model with a decoder that takes embeddings.
 
+    samples        a content of each kind
     kinds          of contents
     bidirectional  the layers in which placeholders attend to later ones
     budget_bytes   of all entries in memory
@@ -60,11 +61,11 @@ class CapturingEncoder:
         """Encodes a content of each kind to measure entries and to read masks. Raises ContentsUnsupported, or whatever
         the model raises.
         """
+        self.samples = tuple(samples)
         self.kinds = tuple(dict.fromkeys(sample.content.kind for sample in samples))
         self.budget_bytes = budget_bytes
         self._model, self._capture, self._lock = model, DecoderCapture(model), Lock()
-        parameter = next(model.parameters())
-        self._device, self._dtype = parameter.device, parameter.dtype
+        self._device = next(model.parameters()).device
         self._accepted = frozenset(inspect.signature(type(model).forward).parameters)
         self._offset_modules = [module for module in model.modules() if hasattr(module, "rope_deltas")]
         self._placeholders = _placeholders(model.config)
@@ -114,6 +115,19 @@ class CapturingEncoder:
     def is_bidirectional(self, layer: int) -> bool:
         return self.bidirectional.holds(self._model.config.get_text_config(decoder=True), layer)
 
+    def reference_inputs(self, tokens: Sequence[int], content: Content) -> dict[str, Tensor]:
+        """The inputs of the unmodified model for a prompt with one content."""
+        kinds = [0] * len(tokens)
+        kinds[content.start : content.stop] = self._kinds(content, tokens[content.start : content.stop])
+        ids, types = (torch.tensor([numbers], device=self._device) for numbers in (tokens, kinds))
+        inputs = {"attention_mask": torch.ones_like(ids), **dict.fromkeys(_TOKEN_KINDS, types)}
+        accepted = {name: value for name, value in inputs.items() if name in self._accepted}
+        return {"input_ids": ids, **self._arrays(content), **accepted}
+
+    def text_only(self, tokens: Sequence[int]) -> list[int]:
+        """The tokens, with a token of text in place of placeholders."""
+        return [self._text_token if token in self._placeholders else token for token in tokens]
+
     def _positions(self, tokens: Sequence[int], contents: Sequence[Content], kinds: Sequence[int]) -> Tensor:
         """[axes, tokens]"""
         ids = torch.tensor([tokens])
@@ -135,8 +149,10 @@ class CapturingEncoder:
 
     def _arguments(self, content: Content, tokens: Sequence[int], kinds: Sequence[int]) -> dict[str, Any]:
         """Those of the decoder for a content between two text tokens."""
-        arrays = {name: self._tensor(array) for name, array in content.arrays if name not in _TOKEN_KINDS}
-        return self._run([self._text_token, *tokens, self._text_token], arrays, [0, *kinds, 0])
+        return self._run([self._text_token, *tokens, self._text_token], self._arrays(content), [0, *kinds, 0])
+
+    def _arrays(self, content: Content) -> dict[str, Tensor]:
+        return {name: self._tensor(array) for name, array in content.arrays if name not in _TOKEN_KINDS}
 
     def _run(self, tokens: Sequence[int], arrays: Mapping[str, Tensor], kinds: Sequence[int]) -> dict[str, Any]:
         ids = torch.tensor([tokens], device=self._device)
@@ -162,7 +178,7 @@ class CapturingEncoder:
 
     def _tensor(self, array: Any) -> Tensor:
         tensor = torch.from_numpy(to_numpy(array).copy())
-        return tensor.to(self._device, self._dtype if tensor.is_floating_point() else tensor.dtype)
+        return tensor.to(self._device, self._model.dtype if tensor.is_floating_point() else tensor.dtype)
 
 
 def _entry(digest: bytes, rows: Tensor, injected: Mapping[str, TensorTree], kinds: Sequence[int]) -> ContentEntry:

@@ -20,6 +20,7 @@ from engine.load.check.selection import RunnerSelection, select
 from engine.load.check.selftest import ModelTraits, batch_dependence, find_runner, restore_runner
 from engine.load.read.checkpoint import Checkpoint, is_small
 from engine.load.read.skeleton import tower_modules
+from engine.media.encoder import CapturingEncoder
 from engine.model.encoder import Encoder
 from engine.model.margins import Margin, Margins
 from engine.model.rope import RopeSwitch
@@ -95,7 +96,13 @@ class ModelChecks:
         self._survey = LayerSurvey(model, skipped=tower_modules(model)) if surveys else None
 
     def set_traits(
-        self, vocabulary: int, *, recurrent: bool, encoder: Encoder | None, switch: RopeSwitch | None = None
+        self,
+        vocabulary: int,
+        *,
+        recurrent: bool,
+        encoder: Encoder | None,
+        contents: CapturingEncoder | None = None,
+        switch: RopeSwitch | None = None,
     ) -> None:
         """Set the remaining traits of the model, see ModelTraits."""
         self._traits = ModelTraits(
@@ -106,6 +113,7 @@ class ModelChecks:
             mla=self._config.mla,
             attend=self._attend,
             encoder=encoder,
+            contents=contents,
             switch=switch,
             records=self._config.records_steps,
         )

@@ -23,6 +23,8 @@ from torch import Tensor
 from engine.errors import ModelUnsupported
 from engine.kernels import reference
 from engine.kernels.attention_input import AttentionFunction
+from engine.media.encoder import CapturingEncoder
+from engine.media.sample_prompt import SamplePrompt, batch_contents
 from engine.model import hooks, rope
 from engine.model.encoder import Encoder
 from engine.model.invariant import StableTopK, UnreplacedOperations
@@ -73,17 +75,19 @@ class ModelTraits:
     mla: MlaMode = "auto"
     attend: AttentionFunction = reference.attend
     encoder: Encoder | None = None
+    contents: CapturingEncoder | None = None
     switch: RopeSwitch | None = None
     records: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class _TestSequence:
-    """A sequence of the check: its prompt, the inputs of the unmodified model, and its encoder mask."""
+    """A sequence of the check: its prompt, the inputs of the unmodified model, and its encoder mask or content."""
 
     prompt: list[int]
     inputs: Mapping[str, Tensor]
     encoder_mask: EncoderMask | None = None
+    content: SamplePrompt | None = None
 
 
 # By forward, (sequence, number of tokens) pairs.
@@ -99,7 +103,7 @@ def find_runner(name: str, model: Any, traits: ModelTraits) -> PackedRunner | Se
     try:
         hooks.set_attention(model, hooks.default_attention(model))
         batches = _CheckBatches(model, traits, [_test_sequence(model, traits, number) for number in range(2)])
-        expected = batches.expected_logits()
+        checks = [(each.expected_logits(), each) for each in (batches, *_content_batches(model, traits))]
     except Exception as error:
         raise ModelUnsupported(name, f"it does not run ({type(error).__name__}: {error})") from error
     reasons: list[str] = []
@@ -107,7 +111,8 @@ def find_runner(name: str, model: Any, traits: ModelTraits) -> PackedRunner | Se
         try:
             runner = make_runner(model)
             with hooks.watch_output_layer(model) as was_called:
-                _check(expected, runner, batches)
+                for expected, compared in checks:
+                    _check(expected, runner, compared)
             runner.has_hidden_states = was_called()
         except torch.OutOfMemoryError:
             raise
@@ -200,10 +205,18 @@ def _candidates(traits: ModelTraits) -> Iterator[tuple[str, _MakeRunner]]:
 
 def _calibrated_runner(model: Any, traits: ModelTraits) -> PackedRunner:
     hooks.set_attention(model, hooks.ATTENTION_NAME)
-    layers = find_cached_layers(model, vocabulary=traits.vocabulary)
+    layers = _find_layers(model, traits)
     if not layers and not traits.recurrent:
         raise LogitsDiffer("its layers mix tokens by unknown operations")
     return _packed_runner(model, traits, layers)
+
+
+def _find_layers(model: Any, traits: ModelTraits) -> tuple[CachedLayer, ...]:
+    """The attention layers that store cells; with contents, whether placeholders attend to later ones in them."""
+    layers, contents = find_cached_layers(model, vocabulary=traits.vocabulary), traits.contents
+    if contents is None:
+        return layers
+    return tuple(layer.with_bidirectional(contents.is_bidirectional(layer.index)) for layer in layers)
 
 
 def _packed_runner(model: Any, traits: ModelTraits, layers: Sequence[CachedLayer]) -> PackedRunner:
@@ -211,7 +224,7 @@ def _packed_runner(model: Any, traits: ModelTraits, layers: Sequence[CachedLayer
     long_factor_layers = None
     if traits.switch is not None:
         with rope.use_long_factors():
-            long_factor_layers = find_cached_layers(model, vocabulary=traits.vocabulary)
+            long_factor_layers = _find_layers(model, traits)
     device = next(model.parameters()).device
     settings: dict[str, Any] = {"switch": traits.switch, "long_factor_layers": long_factor_layers}
     if device.type == "cpu":
@@ -288,6 +301,20 @@ def _prompt(vocabulary: int, length: int, seed: int) -> list[int]:
     return torch.randint(0, vocabulary, (length,), generator=generator).tolist()
 
 
+def _content_batches(model: Any, traits: ModelTraits) -> Iterator[_CheckBatches]:
+    """For each kind of content, batches of a prompt with one and a text."""
+    if traits.contents is None:
+        return
+    text = _prompt(traits.vocabulary, _MIN_PROMPT, 2)
+    for sample in traits.contents.samples:
+        content = SamplePrompt(traits.contents, sample, text[:5], text[5:])
+        sequences = [_TestSequence(content.tokens, {}, content=content), _test_sequence(model, traits, 1)]
+        first = content.middle - 4
+        left = len(content.tokens) - content.middle - 1
+        steps = ((0, 4),), ((0, first), (1, 7)), ((0, left), (1, 1)), ((0, 1), (1, 1))
+        yield _CheckBatches(model, traits, sequences, steps)
+
+
 def _test_sequence(model: Any, traits: ModelTraits, number: int, length: int | None = None) -> _TestSequence:
     """A random prompt; the first sequence has media if the model has an encoder, the others if it requires media."""
     length = length or (_MIN_PROMPT if number > 0 else _prompt_length(model, traits.switch))
@@ -303,8 +330,11 @@ def _test_sequence(model: Any, traits: ModelTraits, number: int, length: int | N
 class _CheckBatches:
     """Test sequences with their logits by the unmodified model, and by runners in batches of chunks."""
 
-    def __init__(self, model: Any, traits: ModelTraits, sequences: Sequence[_TestSequence]) -> None:
+    def __init__(
+        self, model: Any, traits: ModelTraits, sequences: Sequence[_TestSequence], steps: _StepPlan | None = None
+    ) -> None:
         self.model, self.traits = model, traits
+        self._steps = _steps(len(sequences[0].prompt)) if steps is None else steps
         self._sequences = sequences
         self._device = next(model.parameters()).device
         # Short rotary factors, and long ones if the model has them.
@@ -312,10 +342,12 @@ class _CheckBatches:
 
     def expected_logits(self) -> list[Tensor]:
         """The logits of `batched_logits`, by the unmodified model."""
-        steps, logits = _steps(len(self._sequences[0].prompt)), []
+        logits = []
         for long_factors in self._rope_variants:
             with rope.use_long_factors() if long_factors else nullcontext():
-                logits += [self._logits_alone(slot, _span_ends(steps, slot)) for slot in range(len(self._sequences))]
+                logits += [
+                    self._logits_alone(slot, _span_ends(self._steps, slot)) for slot in range(len(self._sequences))
+                ]
         return logits
 
     def _logits_alone(self, slot: int, ends: list[int]) -> Tensor:
@@ -323,8 +355,10 @@ class _CheckBatches:
         rows = torch.tensor(ends, device=self._device) - 1
         parameters = inspect.signature(type(self.model).forward).parameters
         selection = {"logits_to_keep": rows} if "logits_to_keep" in parameters else {}
+        sequence = self._sequences[slot]
+        inputs = sequence.inputs if sequence.content is None else sequence.content.reference_inputs()
         with torch.inference_mode(), StableTopK():
-            output = self.model(**self._sequences[slot].inputs, **selection, use_cache=False)
+            output = self.model(**inputs, **selection, use_cache=False)
         logits: Tensor = output.logits[0]
         # A model that ignores logits_to_keep returns every row.
         return logits if logits.shape[0] == len(ends) else logits[rows]
@@ -362,11 +396,11 @@ class _CheckBatches:
     def _logits_at_ends(self, runner: ModelRunner, kv_dtype: torch.dtype, *, long_factors: bool) -> list[Tensor]:
         cache = self._cache(runner, kv_dtype)
         logits_by_slot: list[list[Tensor]] = [[] for _ in self._sequences]
-        for step in _steps(len(self._sequences[0].prompt)):
-            spans, tokens, encoder_masks = self._batch(cache, step, long_factors=long_factors)
+        for step in self._steps:
+            spans, tokens, further = self._batch(cache, step, long_factors=long_factors)
             logit_rows = [end - 1 for end in accumulate(span.length for span in spans)]
             with cache.forward(spans) as forward:
-                logits = runner.run(StepInput(forward, tokens, logit_rows, encoder_masks=encoder_masks)).logits
+                logits = runner.run(StepInput(forward, tokens, logit_rows, **further)).logits
             for span, row in zip(spans, logits, strict=True):
                 logits_by_slot[span.slot].append(row)
         return [torch.stack(rows) for rows in logits_by_slot]
@@ -376,9 +410,9 @@ class _CheckBatches:
         cache = self._cache(runner, self.traits.kv_dtype or self.traits.dtype)
         logits_by_slot: list[list[Tensor]] = [[] for _ in self._sequences]
         for step in steps:
-            spans, tokens, encoder_masks = self._batch(cache, step)
+            spans, tokens, further = self._batch(cache, step)
             with cache.forward(spans) as forward:
-                logits = runner.run(StepInput(forward, tokens, range(len(tokens)), encoder_masks=encoder_masks)).logits
+                logits = runner.run(StepInput(forward, tokens, range(len(tokens)), **further)).logits
             for span, rows in zip(spans, torch.split(logits, [span.length for span in spans]), strict=True):
                 logits_by_slot[span.slot].append(rows)
         return [torch.cat(rows) for rows in logits_by_slot]
@@ -405,11 +439,19 @@ class _CheckBatches:
 
     def _batch(
         self, cache: Cache, step: tuple[tuple[int, int], ...], *, long_factors: bool = False
-    ) -> tuple[list[Span], list[int], list[EncoderMask | None]]:
-        """The spans of a step, their tokens and their encoder masks."""
-        spans = [Span(slot, cache.cached_length(slot), length, long_factors=long_factors) for slot, length in step]
+    ) -> tuple[list[Span], list[int], dict[str, Any]]:
+        """The spans of a step, their tokens and further fields of its StepInput."""
+        spans = [self._span(slot, cache.cached_length(slot), length, long_factors) for slot, length in step]
         tokens = [token for span in spans for token in self._sequences[span.slot].prompt[span.start : span.stop]]
-        return spans, tokens, [self._sequences[span.slot].encoder_mask for span in spans]
+        sequences = [self._sequences[span.slot] for span in spans]
+        rows, positions = batch_contents([sequence.content for sequence in sequences], spans)
+        masks = [sequence.encoder_mask for sequence in sequences]
+        return spans, tokens, {"encoder_masks": masks, "embeddings": rows, "positions": positions}
+
+    def _span(self, slot: int, start: int, length: int, long_factors: bool) -> Span:
+        content = self._sequences[slot].content
+        ranges = () if content is None else content.bidirectional(start, start + length)
+        return Span(slot, start, length, ranges, long_factors=long_factors)
 
 
 def _span_ends(steps: _StepPlan, slot: int) -> list[int]:

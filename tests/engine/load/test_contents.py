@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
 from engine.config import EngineConfig
 from engine.load.load import LoadedModel, load
 from engine.load.plan.model_plan import plan_model
+from engine.media.encoder import CapturingEncoder
 from engine.model import hooks
+from engine.types.content import Content
+from engine.types.request import Request
 from tests.engine.kit.content_models import CONTENT_MODELS, save_content_model
+from tests.engine.kit.models import core
+from tests.engine.kit.play import GREEDY, Job, play
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("one_thread")]
 
@@ -29,6 +36,28 @@ def _config(folder: Path, **settings: Any) -> EngineConfig:
 
 def _load(folder: Path, **settings: Any) -> LoadedModel:
     return load(_config(folder, **settings), lambda _: None)
+
+
+def _prompt(loaded: LoadedModel) -> tuple[list[int], Content]:
+    """The sample of the load between texts."""
+    assert isinstance(loaded.content_encoder, CapturingEncoder)
+    image = loaded.content_encoder.samples[0]
+    content = replace(image.content, start=3, stop=3 + len(image.tokens))
+    return [5, 6, 7, *image.tokens, 8, 9, 10, 11], content
+
+
+def _answer(loaded: LoadedModel) -> tuple[int, ...]:
+    tokens, content = _prompt(loaded)
+    request = Request(id="0", prompt=tuple(tokens), contents=(content,), sampling=GREEDY, max_tokens=8, ignore_eos=True)
+    return tuple(play(core(loaded, context=128, chunk=16), [Job(request)])["0"].tokens)
+
+
+def _generate(whole: Any, loaded: LoadedModel) -> tuple[int, ...]:
+    tokens, content = _prompt(loaded)
+    inputs = loaded.content_encoder.reference_inputs(tokens, content)  # type: ignore[union-attr]
+    with torch.inference_mode():
+        answer = whole.generate(**inputs, do_sample=False, max_new_tokens=8, eos_token_id=None, pad_token_id=0)
+    return tuple(answer[0, len(tokens) :].tolist())
 
 
 @pytest.mark.parametrize(
@@ -46,6 +75,7 @@ def test_model_with_a_processor_reads_contents(tmp_path: Path, name: str) -> Non
     assert info.not_native_reason is None
     assert info.parameters == sum(parameter.numel() for parameter in whole.parameters())
     assert loaded.content_encoder is not None
+    assert _answer(loaded) == _generate(whole, loaded)
     planned = plan_model(_config(tmp_path), tmp_path)
     assert (planned.parameters, planned.weights_bytes) == (info.parameters, loaded.memory.weights_bytes)
     assert planned.encoder_bytes == planned.available_bytes // 8
