@@ -349,6 +349,7 @@ def test_the_last_message_can_be_continued() -> None:
         "arguments": {"enable_thinking": False},
         "tools": (),
         "breakpoints": (),
+        "uploads": (),
     } == rendered
 
 
