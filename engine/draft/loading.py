@@ -15,7 +15,8 @@ from engine.draft.depth import FixedDepth
 from engine.draft.forced import ForcedDrafter
 from engine.draft.lookup import LookupDrafter
 from engine.draft.model import ModelDrafter
-from engine.draft.mtp import MtpDrafter, MtpHead, has_mtp, load_mtp
+from engine.draft.mtp import MtpDrafter
+from engine.draft.mtp_head import MtpHead, has_mtp, load_mtp
 from engine.draft.outputs import OutputStore
 from engine.draft.speculation import Speculation
 from engine.errors import DraftTooLarge, ModelError, ModelMissing, ModelUnsupported, PlanTooLarge

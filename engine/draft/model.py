@@ -6,14 +6,24 @@ It has a cache of its own (slots.py), so it may lag by any length and works with
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from engine.draft.slots import DraftSlot, NextTokens, SlotsBySequence, draft_loop, missing_tokens
+from engine.draft.slots import (
+    DraftSlot,
+    NextTokens,
+    SlotsBySequence,
+    draft_loop,
+    keep_drafts,
+    loop_inputs,
+    loop_spans,
+    missing_tokens,
+)
 from engine.native.sampler import is_native
-from engine.run.runner import DraftLoopInput, DraftLoopRunner, ModelRunner
+from engine.run.runner import DraftLoopRunner, ModelRunner
 from engine.schedule.draft import DraftRequest
 from engine.step.input import StepInput
 from kvcache.cache import Cache
@@ -68,28 +78,18 @@ class ModelDrafter:
         """Drafts by the number of the request, all positions in one call of the runner; empty without a loop."""
         if not missing or not isinstance(self._runner, DraftLoopRunner):
             return {}
-        inputs = [self._loop_input(requests[index], slots[index], tokens) for index, tokens in missing.items()]
-        spans = [
-            Span(slots[index].slot, len(slots[index].tokens), loop_input.batch_tokens)
-            for index, loop_input in zip(missing, inputs, strict=True)
+        inputs = [
+            replace(loop_input, tokens=self._input_tokens(loop_input.tokens))
+            for loop_input in loop_inputs(requests, slots, missing)
         ]
+        spans = loop_spans(slots, missing, inputs)
         forward, first_tokens = self._cache.forward(spans), sum(len(loop_input.tokens) for loop_input in inputs)
         if not self._runner.supports_draft_loop(forward, first_tokens) or self._cache.evict_for(spans):
             return {}
         with forward:
             vocabulary = min(self._draft_vocabulary, self._vocabulary)
-            drafts = dict(zip(missing, self._runner.run_draft_loop(forward, inputs, vocabulary), strict=True))
-            for index, draft in drafts.items():
-                # The last draft token is not computed: that would only serve the next one.
-                computed = [*missing[index], *draft[: max(requests[index].limit - 1, 0)]]
-                forward.keep(slots[index].slot, len(slots[index].tokens) + len(computed))
-                slots[index].tokens += computed
-        return drafts
-
-    def _loop_input(self, request: DraftRequest, slot: DraftSlot, tokens: Sequence[int]) -> DraftLoopInput:
-        """Tokens to compute, and the draft tokens after them: none while more of the context is missing."""
-        is_whole = len(slot.tokens) + len(tokens) == len(request.tokens)
-        return DraftLoopInput(self._input_tokens(tokens), request.limit if is_whole else 0, request.draw)
+            drafts = self._runner.run_draft_loop(forward, inputs, vocabulary)
+            return keep_drafts(forward, requests, slots, missing, drafts)
 
     def _input_tokens(self, tokens: Sequence[int]) -> list[int]:
         return [token if token < self._draft_vocabulary else 0 for token in tokens]

@@ -1,104 +1,39 @@
-"""MTP: drafts of the layer that some checkpoints have for further tokens (multi-token prediction).
+"""Drafts of the MTP layer, whose pairs follow the contexts of sequences.
 
-A checkpoint keeps it next to the model's layers, and transformers has the module (MtpModel) with the model's decoder
-layer, embedding and output layer. Its input is a pair: the model's last hidden state of a token, and the next token. So
-it computes only tokens that the model computed in this process: where the model resumed from its prefix tree and the
-layer cannot, the layer begins there, with less context. Of several MTP layers the first one is used for all positions.
-Pinned to transformers 5.23, like model/hooks.py.
+The layer computes only tokens that the model computed in this process: where the model resumed from its prefix tree
+and the layer cannot, the layer begins there, with less context.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
-from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from engine.draft.slots import DraftSlot, NextTokens, SlotsBySequence, draft_loop, missing_tokens
-from engine.errors import ModelUnsupported
-from engine.load.load import LoadedModel
-from engine.load.read.mtp_layer import has_mtp_layer, read_mtp_layer
-from engine.model import hooks
-from engine.model.layers import CachedLayer, find_cached_layers
-from engine.run.packed import PackedRunner
-from engine.run.runner import runners_of
+from engine.draft.mtp_head import MtpRunner
+from engine.draft.slots import (
+    DraftSlot,
+    NextTokens,
+    SlotsBySequence,
+    draft_loop,
+    keep_drafts,
+    loop_inputs,
+    loop_spans,
+    missing_tokens,
+)
+from engine.native.pairs import NativePairRunner
+from engine.native.sampler import is_native
 from engine.schedule.draft import ComputedTokens, DraftRequest
-from engine.step.input import FINAL_NORM, StepFeatures
 from kvcache.cache import Cache
-from kvcache.forward import Forward
 from kvcache.spec import Span
 
 # Maximum hidden states of a sequence that are kept before the layer computes their tokens.
 _PENDING_STATES = 256
 # Rows for later states in a buffer of them.
 _SPARE_ROWS = 16
-
-
-@dataclass(frozen=True, slots=True)
-class _MtpOutput:
-    """Logits [1, logit rows, vocabulary], and hidden states [1, tokens, width] for the next draft position."""
-
-    logits: Tensor
-    states: Tensor
-
-
-class MtpLayer(nn.Module):
-    """One layer of transformers' module, with the signature of a model."""
-
-    def __init__(self, layers: Any) -> None:
-        super().__init__()
-        self.layers, self.config = layers, layers.config
-
-    def forward(
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor,
-        past_key_values: Any,
-        logits_to_keep: Tensor,
-        states: Tensor | None = None,
-    ) -> _MtpOutput:
-        """Outputs for tokens [1, tokens] with the hidden state [1, tokens, width] of the token before each."""
-        if states is None:
-            states = self.layers.embed_tokens.weight.new_zeros(*input_ids.shape, self.config.hidden_size)
-        output = self.layers.forward_layer(0, states, position_ids + 1, past_key_values, input_ids=input_ids)
-        return _MtpOutput(self.layers._project_to_logits(output[:, logits_to_keep]), output)
-
-
-class MtpRunner(PackedRunner):
-    """The MTP layer over its own cache. Belongs to the engine thread."""
-
-    def __init__(self, layer: MtpLayer, layers: Sequence[CachedLayer], target: PackedRunner) -> None:
-        """Attention is computed, and tokens are sampled, as `target`, the model's runner, does it."""
-        super().__init__(layer, layers, target.mla, target.attend)
-        self.sampler = target.sampler
-        self._layer = layer
-
-    def run_pairs(
-        self, forward: Forward, tokens: Sequence[int], states: Tensor, logit_rows: Sequence[int]
-    ) -> _MtpOutput:
-        """Outputs for the tokens of all spans, with the hidden states [tokens, width] of the tokens before them."""
-        positions = self._tensor([position for span in forward.spans for position in range(span.start, span.stop)])
-        batch = {"input_ids": self._tensor(tokens)[None], "position_ids": positions[None]}
-        with torch.inference_mode(), hooks.use_backend(self._backend(forward, ())):
-            output: _MtpOutput = self._layer(
-                **batch,
-                past_key_values=hooks.CacheFacade(positions),
-                logits_to_keep=self._tensor(logit_rows),
-                states=states[None],
-            )
-        return _MtpOutput(output.logits[0], output.states[0])
-
-
-@dataclass(frozen=True, slots=True)
-class MtpHead:
-    """A loaded MTP layer."""
-
-    runner: MtpRunner
-    weights_bytes: int
 
 
 class _PendingStates:
@@ -138,9 +73,10 @@ class _PendingStates:
         self._rows[stop - len(states) : stop] = states
         self.count += len(states)
 
-    def between(self, start: int, stop: int) -> Tensor:
-        """The hidden states of tokens [start, stop)."""
-        return self._rows[self._first + start - self.start : self._first + stop - self.start]
+    def after(self, slot: DraftSlot, count: int) -> Tensor:
+        """The hidden states [count, width] for the pairs after those of its slot."""
+        first = self._first + self.base + len(slot.tokens) - self.start
+        return self._rows[first : first + count]
 
     def release(self, start: int) -> None:
         """Drop the hidden states of tokens before `start`."""
@@ -160,7 +96,9 @@ class MtpDrafter:
 
     kind = "mtp"
 
-    def __init__(self, cache: Cache, runner: MtpRunner, *, chunk: int, pending: int = _PENDING_STATES) -> None:
+    def __init__(
+        self, cache: Cache, runner: MtpRunner | NativePairRunner, *, chunk: int, pending: int = _PENDING_STATES
+    ) -> None:
         self._cache, self._runner = cache, runner
         self._chunk, self._max_pending = chunk, pending
         self._slots = SlotsBySequence(cache)
@@ -185,11 +123,13 @@ class MtpDrafter:
         pairs, slots = self._follow([requests[index] for index in ready])
         missing = missing_tokens(pairs, slots, capacity=self._cache.capacity, max_tokens=self._chunk)
         pending = [self._pending[request.sequence_id] for request in pairs]
+        looped = self._run_pair_loop(pairs, slots, pending, missing)
+        others = {index: tokens for index, tokens in missing.items() if index not in looped}
         drafted: dict[int, Tensor] = {}
         continuations = draft_loop(
             pairs,
             slots,
-            missing,
+            others,
             lambda tokens: self._compute(slots, pending, tokens, drafted),
             self._runner.sampler,
         )
@@ -198,8 +138,8 @@ class MtpDrafter:
             self._slots.rewind(slot, len(request.tokens))
             # The state before the last token stays: the same draft may be requested once more.
             states.release(states.base + len(slot.tokens) - 1)
-        for index, draft in zip(ready, continuations, strict=True):
-            drafts[index] = draft
+        for at, index in enumerate(ready):
+            drafts[index] = looped.get(at, continuations[at])
         return drafts
 
     def forget(self, sequence_id: str, output: Sequence[int]) -> None:
@@ -244,9 +184,38 @@ class MtpDrafter:
         earlier = replace(request, tokens=tokens, draw=draw, limit=0, emitted=request.emitted - later)
         (pairs,), (slot,) = self._follow([earlier])
         missing = missing_tokens([pairs], [slot], capacity=self._cache.capacity, max_tokens=self._chunk)
-        if missing and self._compute([slot], [pending], missing, {}) is not None:
+        computed = missing and (
+            self._run_pair_loop([pairs], [slot], [pending], missing)
+            or self._compute([slot], [pending], missing, {}) is not None
+        )
+        if computed:
             pending.release(pending.base + len(slot.tokens) - 1)
             self._slots.insert_prefix(slot)
+
+    def _run_pair_loop(
+        self,
+        requests: Sequence[DraftRequest],
+        slots: Sequence[DraftSlot],
+        pending: Sequence[_PendingStates],
+        missing: NextTokens,
+    ) -> dict[int, list[int]]:
+        """Drafts by the number of the request, all positions in one native call; empty without one."""
+        runner = self._runner
+        if not isinstance(runner, NativePairRunner):
+            return {}
+        tokens = {
+            index: added
+            for index, added in missing.items()
+            if requests[index].limit == 0 or is_native(requests[index].draw)
+        }
+        inputs = loop_inputs(requests, slots, tokens)
+        spans = loop_spans(slots, tokens, inputs)
+        if not tokens or self._cache.evict_for(spans):
+            return {}
+        states = torch.cat([pending[index].after(slots[index], len(added)) for index, added in tokens.items()])
+        with self._cache.forward(spans) as forward:
+            drafts = runner.run_pair_loop(forward, inputs, states)
+            return keep_drafts(forward, requests, slots, tokens, drafts)
 
     def _compute(
         self,
@@ -263,52 +232,14 @@ class MtpDrafter:
         if self._cache.evict_for(spans):
             return None
         logit_rows = [stop - 1 for stop in accumulate(span.length for span in spans)]
-        states = []
-        for index, span in zip(tokens, spans, strict=True):
-            first = pending[index].base + span.start
-            states.append(drafted[index] if index in drafted else pending[index].between(first, first + span.length))
+        states = [
+            drafted[index] if index in drafted else pending[index].after(slots[index], len(added))
+            for index, added in tokens.items()
+        ]
         with self._cache.forward(spans) as forward:
             batch = [token for added in tokens.values() for token in added]
             output = self._runner.run_pairs(forward, batch, torch.cat(states), logit_rows)
-        for index, row, added in zip(tokens, logit_rows, tokens.values(), strict=True):
-            drafted[index] = output.states[row : row + 1]
+        for (index, added), state in zip(tokens.items(), output.states, strict=True):
+            drafted[index] = state[None]
             slots[index].tokens += added
         return output.logits
-
-
-def has_mtp(target: LoadedModel) -> bool:
-    """Whether the model's checkpoint has MTP layers, at one of the published keys."""
-    return has_mtp_layer(Path(target.info.folder), target.model.config.get_text_config())
-
-
-def load_mtp(target: LoadedModel) -> MtpHead:
-    """The first MTP layer of a model. Raises ModelUnsupported."""
-    packed = next((runner for runner in runners_of(target.runner) if isinstance(runner, PackedRunner)), None)
-    if packed is None:
-        raise ModelUnsupported(target.info.name, "it runs one sequence at a time, but its MTP layer needs batches")
-    reason = target.runner.supports(StepFeatures(hidden_layers=(FINAL_NORM,)))
-    if reason is not None:
-        raise ModelUnsupported(target.info.name, f"{reason}, and its MTP layer reads them")
-    if target.encoder is not None:
-        raise ModelUnsupported(target.info.name, "its MTP layer has tokens as input, not the output of an encoder")
-    try:
-        layers = _load_layers(target)
-        layer = MtpLayer(layers)
-        plans = find_cached_layers(layer, vocabulary=target.info.vocabulary)
-    except Exception as error:
-        reason = str(error).strip().split("\n")[0]
-        raise ModelUnsupported(
-            target.info.name, f"its MTP layer cannot be used ({type(error).__name__}: {reason})"
-        ) from error
-    weights = sum(parameter.numel() * parameter.element_size() for parameter in layers.layers.parameters())
-    return MtpHead(MtpRunner(layer, plans, packed), weights)
-
-
-def _load_layers(target: LoadedModel) -> Any:
-    layers = read_mtp_layer(Path(target.info.folder), target.model)
-    layers.set_attn_implementation(hooks.ATTENTION_NAME)
-    if target.dtype == torch.float64:
-        layers.set_experts_implementation("eager")
-    layers = layers.to(device=target.model.device, dtype=target.dtype).eval().requires_grad_(False)
-    hooks.install_latent(layers)
-    return layers

@@ -12,12 +12,15 @@ from typing import TypeAlias
 
 from torch import Tensor
 
+from engine.run.runner import DraftLoopInput
 from engine.sample.sampler import Sampler
 from engine.schedule.draft import DraftRequest
 from engine.schedule.slots import Slots
 from engine.text.prefix import common_prefix_length
 from kvcache.cache import Cache
 from kvcache.errors import OutOfCells
+from kvcache.forward import Forward
+from kvcache.spec import Span
 
 # Missing tokens from which the prefix tree is searched.
 _RESUME_TOKENS = 16
@@ -148,6 +151,44 @@ def missing_tokens(
             missing[index] = tokens
             left -= len(tokens)
     return missing
+
+
+def loop_inputs(
+    requests: Sequence[DraftRequest], slots: Sequence[DraftSlot], tokens: NextTokens
+) -> list[DraftLoopInput]:
+    """Tokens to compute, and the draft tokens after them: none while more of the context is missing."""
+    return [
+        DraftLoopInput(
+            added,
+            requests[index].limit if len(slots[index].tokens) + len(added) == len(requests[index].tokens) else 0,
+            requests[index].draw,
+        )
+        for index, added in tokens.items()
+    ]
+
+
+def loop_spans(slots: Sequence[DraftSlot], tokens: NextTokens, inputs: Sequence[DraftLoopInput]) -> list[Span]:
+    """The spans of all steps of a draft loop in one call."""
+    return [
+        Span(slots[index].slot, len(slots[index].tokens), loop_input.batch_tokens)
+        for index, loop_input in zip(tokens, inputs, strict=True)
+    ]
+
+
+def keep_drafts(
+    forward: Forward,
+    requests: Sequence[DraftRequest],
+    slots: Sequence[DraftSlot],
+    tokens: NextTokens,
+    drafts: Sequence[list[int]],
+) -> dict[int, list[int]]:
+    """Cache what a draft loop in one call computed; its drafts by the number of the request."""
+    for (index, added), draft in zip(tokens.items(), drafts, strict=True):
+        slot = slots[index]
+        # The last draft token is not computed: that would only serve the next one.
+        slot.tokens += [*added, *draft[: max(requests[index].limit - 1, 0)]]
+        forward.keep(slot.slot, len(slot.tokens))
+    return dict(zip(tokens, drafts, strict=True))
 
 
 def draft_loop(

@@ -413,6 +413,15 @@ class PerLayerInputs:
     scale: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairInput:
+    """The input of a drafting layer (MTP): projection([embedding_norm(embedding), state_norm(state)])."""
+
+    embedding_norm: Norm
+    state_norm: Norm
+    projection: Linear
+
+
 @dataclass(frozen=True, slots=True)
 class OutputHead:
     """Logits: softcap * tanh(scale * head(norm(states)) / softcap); softcap 0: scale * head(norm(states))."""
@@ -434,6 +443,7 @@ class DecoderSpec:
 
     embedding          [vocabulary, width]; embeddings are multiplied by `scale`
     rounds_embeddings  whether weights of a quantised embedding are rounded to bfloat16
+    pair_input         None: the first layer's input are the embeddings
     """
 
     embedding: Tensor | PackedMatrix
@@ -442,6 +452,7 @@ class DecoderSpec:
     output_head: OutputHead
     rounds_embeddings: bool = False
     per_layer_inputs: PerLayerInputs | None = None
+    pair_input: PairInput | None = None
 
     @property
     def mixers(self) -> tuple[CachedSpec | RecurrenceSpec | None, ...]:

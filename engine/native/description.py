@@ -28,6 +28,7 @@ from engine.native.decoder import (
     MlpBlock,
     Norm,
     NormKind,
+    PairInput,
     PerLayerBlock,
     PerLayerInputs,
     RecurrenceSpec,
@@ -50,6 +51,7 @@ from engine.native.step_library import (
     LayerFields,
     LinearFields,
     NormFields,
+    PairInputFields,
     PerLayerFields,
     PerLayerInputsFields,
     RecurrenceFields,
@@ -220,6 +222,15 @@ def describe_per_layer_inputs(inputs: PerLayerInputs) -> PerLayerInputsFields:
         projection_scale=inputs.projection_scale,
         norm=describe_norm(inputs.norm),
         scale=inputs.scale,
+    )
+
+
+def describe_pair_input(pair_input: PairInput) -> PairInputFields:
+    """The input of a drafting layer. Raises UnsupportedArchitecture as `describe_linear` does."""
+    return PairInputFields(
+        embedding_norm=describe_norm(pair_input.embedding_norm),
+        state_norm=describe_norm(pair_input.state_norm),
+        projection=describe_linear(pair_input.projection),
     )
 
 

@@ -6,7 +6,7 @@ model with any other operation is unsupported by the native step, and runs in tr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +27,7 @@ from engine.native.decoder import (
     MlpBlock,
     Norm,
     OutputHead,
+    PairInput,
     PerLayerBlock,
     RecurrenceSpec,
     UnsupportedArchitecture,
@@ -39,11 +40,19 @@ from engine.native.trace import TracedEmbedding, embedding_table, trace
 from engine.native.trace_reader import Part, TraceReader
 
 
-def find_decoder(model: Any, layers: Sequence[CachedLayer], *, vocabulary: int, context: int) -> DecoderSpec:
+def find_decoder(
+    model: Any,
+    layers: Sequence[CachedLayer],
+    *,
+    vocabulary: int,
+    context: int,
+    pair_states: Callable[[int], Tensor] | None = None,
+) -> DecoderSpec:
     """The decoder architecture of a model. Raises UnsupportedArchitecture.
 
-    layers   with KV cells (engine/model/layers.py)
-    context  the model's maximum context length
+    layers       with KV cells (engine/model/layers.py)
+    context      the model's maximum context length
+    pair_states  of a drafting layer, the hidden states [tokens, width] with which a number of tokens is traced
     """
     traced = trace(model, vocabulary=vocabulary, context=context)
     reader = TraceReader(traced.events)
@@ -52,6 +61,9 @@ def find_decoder(model: Any, layers: Sequence[CachedLayer], *, vocabulary: int, 
         states = reader.next_input()
         scale = least_squares_ratio(traced.embeddings, states)
         require_close("its first layer", traced.embeddings * scale, states)
+        pair_input = None
+        if pair_states is not None:
+            pair_input, states = _find_pair_input(reader, states, pair_states(len(states)))
         inputs = None if second_embedding is None else find_per_layer_inputs(reader, second_embedding, states)
         finder = _LayerFinder(reader, traced.positions, layers, inputs)
         layer_specs = []
@@ -73,7 +85,20 @@ def find_decoder(model: Any, layers: Sequence[CachedLayer], *, vocabulary: int, 
         head,
         rounds_embeddings=rounds,
         per_layer_inputs=per_layer_inputs,
+        pair_input=pair_input,
     )
+
+
+def _find_pair_input(reader: TraceReader, embeddings: Tensor, states: Tensor) -> tuple[PairInput, Tensor]:
+    """The input of a drafting layer, and the hidden states before its first half."""
+    embedding_norm, embeddings = reader.read_norm(embeddings)
+    state_norm, states = reader.read_norm(states)
+    projection = reader.read_linear("the projection of pairs", torch.cat((embeddings, states), -1))
+    if "none" in (embedding_norm.kind, state_norm.kind) or projection.linear.bias is not None:
+        raise UnsupportedArchitecture("its pairs have no norms, or a projection with a bias")
+    return PairInput(
+        embedding_norm=embedding_norm, state_norm=state_norm, projection=projection.linear
+    ), projection.output
 
 
 def _layers_of_modules(layers: Sequence[DecoderLayer], count: int) -> tuple[DecoderLayer, ...]:
@@ -196,6 +221,8 @@ def linears(decoder: DecoderSpec) -> Iterator[Linear]:
             yield from (layer.per_layer.gate, layer.per_layer.projection)
     if decoder.per_layer_inputs is not None:
         yield decoder.per_layer_inputs.projection
+    if decoder.pair_input is not None:
+        yield decoder.pair_input.projection
     yield decoder.output_head.head
 
 

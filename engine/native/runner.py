@@ -30,6 +30,7 @@ from engine.native.description import (
     describe_layers,
     describe_linear,
     describe_norm,
+    describe_pair_input,
     describe_per_layer_inputs,
     describe_rotary,
     recurrence_fields,
@@ -216,11 +217,12 @@ class NativeRunner(LocalRunner):
 
     def _describe_step(self, decoder: DecoderSpec, rounds_to_bfloat16: bool) -> StepFields:
         """The fields that are the same in all steps."""
-        inputs = decoder.per_layer_inputs
+        inputs, pair_input = decoder.per_layer_inputs, decoder.pair_input
         return StepFields(
             width=decoder.width,
             embedding=describe_embedding(decoder),
             per_layer_inputs=None if inputs is None else ctypes.pointer(describe_per_layer_inputs(inputs)),
+            pair_input=None if pair_input is None else ctypes.pointer(describe_pair_input(pair_input)),
             layers=self._fields,
             layer_count=len(self._fields),
             final_norm=describe_norm(decoder.output_head.norm),

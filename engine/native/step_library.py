@@ -204,6 +204,12 @@ class PerLayerInputsFields(Structure):
 RecurrenceFields: TypeAlias = DeltaRuleFields | StateSpaceFields | GatedConvolutionFields
 
 
+class PairInputFields(Structure):
+    """`PairInput` of step.h."""
+
+    _fields_ = [*((name, NormFields) for name in ("embedding_norm", "state_norm")), ("projection", LinearFields)]
+
+
 class LayerFields(Structure):
     """`Layer` of step.h."""
 
@@ -246,6 +252,7 @@ class StepFields(Structure):
         *((name, c_int64) for name in ("rows", "width")),
         ("embedding", EmbeddingFields),
         ("per_layer_inputs", POINTER(PerLayerInputsFields)),
+        ("pair_input", POINTER(PairInputFields)),
         ("initial_states", c_void_p),
         ("layers", POINTER(LayerFields)),
         ("layer_count", c_int64),
@@ -334,6 +341,7 @@ MIRRORS: Mirrors = {
     "LatentAttention": LatentAttentionFields,
     "PerLayerBlock": PerLayerFields,
     "PerLayerInputs": PerLayerInputsFields,
+    "PairInput": PairInputFields,
     "Layer": LayerFields,
     "Step": StepFields,
     "SamplingContext": SamplingContextFields,

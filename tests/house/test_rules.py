@@ -22,7 +22,7 @@ BOUNDARIES = {
     "engine/media/processor.py": "an image that a processor fails on is refused",
     "engine/media/sandbox.py": "a model whose processor cannot be built reads text only",
     "engine/text/template_process.py": "a template that fails refuses its conversation",
-    "engine/draft/mtp.py": "an MTP head that cannot be loaded is refused with a message",
+    "engine/draft/mtp_head.py": "an MTP head that cannot be loaded is refused with a message",
     "engine/remote/worker.py": "a command of a front end that fails is refused with an error",
     "server/http/middleware.py": "HTTP boundary, before the first byte of a response",
     "server/http/direct_writer.py": "an encoding error is raised again in the task of its request",

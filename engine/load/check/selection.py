@@ -27,7 +27,7 @@ from engine.run.packed import PackedRunner
 from engine.run.runner import FirstSupporting, LocalRunner
 
 # Loaded once.
-_library = cache(step_library)
+loaded_library = cache(step_library)
 
 log = logging.getLogger("cellar.engine")
 
@@ -62,7 +62,7 @@ def select(
     try:
         runner = _require_packed(runner, traits)
         decoder, long_decoder = _decoders(model, runner, vocabulary=traits.vocabulary, context=context)
-        library = _library()
+        library = loaded_library()
         move_weights(model)
         make = partial(NativeRunner, runner, decoder, library, long_decoder=long_decoder)
         native, reason = (
@@ -84,8 +84,8 @@ def _difference(
     """The error of the native step; None: its logits agree with the logits of the modules."""
     float32_traits, kv_dtype = replace(traits, dtype=torch.float32), traits.kv_dtype or traits.dtype
     # In int8 cells a small difference may change the code of a row.
-    checks = {torch.float32: _tolerance(decoder)} | (
-        {kv_dtype: max(_tolerance(decoder), 0.1)} if kv_dtype == torch.int8 else {}
+    checks = {torch.float32: logit_tolerance(decoder)} | (
+        {kv_dtype: max(logit_tolerance(decoder), 0.1)} if kv_dtype == torch.int8 else {}
     )
     for cell_dtype, allowed in checks.items():
         with Float32Mode(model):
@@ -127,7 +127,7 @@ def _decoders(
             return decoder, find_decoder(model, runner.long_factor_layers, vocabulary=vocabulary, context=context)
 
 
-def _tolerance(decoder: DecoderSpec) -> float:
+def logit_tolerance(decoder: DecoderSpec) -> float:
     """Largest difference of logits, relative to the largest logit.
 
     The detection of the architecture compares each layer far more strictly; a misplaced layer would change logits by

@@ -18,7 +18,8 @@ from engine.convert.convert import convert
 from engine.core import Core
 from engine.draft.depth import FixedDepth
 from engine.draft.loading import load_draft, make_speculation
-from engine.draft.mtp import MtpDrafter, MtpHead, has_mtp, load_mtp
+from engine.draft.mtp import MtpDrafter
+from engine.draft.mtp_head import MtpHead, has_mtp, load_mtp
 from engine.draft.speculation import Speculation
 from engine.errors import ModelUnsupported
 from engine.load.check import selftest

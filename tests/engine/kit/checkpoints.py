@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from engine.convert.convert import convert
-from engine.draft.mtp import has_mtp, load_mtp
+from engine.draft.mtp_head import has_mtp, load_mtp
 from engine.errors import ModelInconvertible, ModelUnsupported
 from engine.gguf.architectures.settings import Inexpressible
 from engine.gguf.architectures.table import writable

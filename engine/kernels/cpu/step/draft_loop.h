@@ -21,7 +21,7 @@ class DraftLoopRunner {
     int64_t count() const { return first_tokens; }
 
     int64_t size() const {
-        const int64_t numbers = loop.sequence_count * (all_rows.width + 3 * all_rows.head.outputs);
+        const int64_t numbers = loop.sequence_count * (2 * all_rows.width + 3 * all_rows.head.outputs);
         return numbers * sizeof(float) + (max_tokens() + 2 * loop.sequence_count) * sizeof(int64_t) +
                all_rows.cell_group_count * (sizeof(CellGroup) + loop.sequence_count * sizeof(Segment)) + 64 * 16;
     }
@@ -32,6 +32,7 @@ class DraftLoopRunner {
         current.tokens = tokens = arena.allocate<int64_t>(max_tokens());
         current.hidden_states = arena.allocate<float>(sequences * all_rows.width);
         current.logits = arena.allocate<float>(sequences * all_rows.head.outputs);
+        states = arena.allocate<float>(sequences * all_rows.width);
         scratch = arena.allocate<float>(2 * sequences * all_rows.head.outputs);
         output_rows = arena.allocate<int64_t>(sequences), sampled_sequences = arena.allocate<int64_t>(sequences);
         cells = arena.allocate<CellGroup>(all_rows.cell_group_count);
@@ -46,7 +47,9 @@ class DraftLoopRunner {
             prepare_step(number);
             if (!current.rows) break;
             outcome = step(current);
-            if (outcome == DONE) sample_tokens(number);
+            if (outcome != DONE) break;
+            sample_tokens(number);
+            if (all_rows.pair_input) keep_states();
         }
         return outcome;
     }
@@ -57,6 +60,17 @@ class DraftLoopRunner {
 
     bool is_active(int64_t sequence, int64_t number) const {
         return number < loop.contexts[sequence].count && (!number || loop.sampled[sequence * loop.max_count + number - 1] >= 0);
+    }
+
+    // The hidden states after a step, by sequence.
+    void keep_states() {
+        for (int64_t i = 0; i < current.output_count; ++i)
+            copy_state(current.hidden_states, i, states, sampled_sequences[i]);
+        current.initial_states = states;
+    }
+
+    void copy_state(const float *from, int64_t source, float *to, int64_t target) const {
+        memmove(to + target * all_rows.width, from + source * all_rows.width, all_rows.width * sizeof(float));
     }
 
     // The rows of one step: the given tokens, or the last sampled ones.
@@ -70,6 +84,8 @@ class DraftLoopRunner {
                 add(i, 0, sequence.length, next);
                 next += sequence.length;
             } else if (active) {
+                // A row is at most the index of its sequence, so the states of later sequences are not overwritten.
+                if (all_rows.pair_input) copy_state(states, i, states, current.rows);
                 add(i, sequence.length + number - 1, 1, loop.sampled + i * loop.max_count + number - 1);
             }
             if (active) output_rows[current.output_count] = current.rows - 1, sampled_sequences[current.output_count++] = i;
@@ -113,6 +129,7 @@ class DraftLoopRunner {
     const Step &all_rows;
     Step current;
     int64_t first_tokens = 0, parts = 0;
+    float *states = nullptr;  // of pairs
     float *scratch = nullptr;
     int64_t *tokens = nullptr;
     int64_t *output_rows = nullptr, *sampled_sequences = nullptr;  // rows with logits, and their sequences

@@ -40,7 +40,7 @@ class StepRunner {
     // Bytes of memory for `begin`.
     int64_t size() const {
         const int64_t numbers = rows * (3 * step.width + 1 + 2 * per_layer_columns() + sizes.projected + sizes.attended + sizes.inner + sizes.activated) +
-                                copies() * 4 * step.width;
+                                copies() * (4 * step.width + pair_columns());
         return numbers * sizeof(float) + sizes.work + step.cell_group_count * rows * sizeof(int64_t) +
                Multiplier::size(most_rows(), sizes.columns) + step.threads * alone_size() + sizes.moe + Sequences::size(step) +
                sizes.recurrence + sizes.latents + Embedder::size(step) + LowRankProducts::size(step) + 4096;
@@ -53,6 +53,7 @@ class StepRunner {
         embedder = Embedder(step, bytes(Embedder::size(step)));
         states = numbers(copies() * step.width), residual_scratch = numbers(copies() * step.width);
         normed = numbers(copies() * step.width), parallel_normed = numbers(copies() * step.width);
+        pairs = numbers(copies() * pair_columns());
         attention_output = numbers(rows * step.width), mlp_output = numbers(rows * step.width);
         projected = numbers(rows * sizes.projected), attended = numbers(rows * sizes.attended);
         inner = numbers(rows * sizes.inner), activated = numbers(rows * sizes.activated);
@@ -75,7 +76,9 @@ class StepRunner {
     void run() {
         by_rows([&](int64_t row) { embedder.embed(row, states_of(row)); });
         if (step.per_layer_inputs) compute_per_layer_inputs(*step.per_layer_inputs);
-        if (step.initial_states)
+        if (step.pair_input)
+            project_pairs(*step.pair_input);
+        else if (step.initial_states)
             by_rows([&](int64_t row) {
                 memcpy(states_of(row), step.initial_states + row * step.width, step.width * sizeof(float));
             });
@@ -111,6 +114,7 @@ class StepRunner {
 
     Sizes measure() const {
         Sizes largest;
+        largest.columns = pair_columns();
         for (int64_t i = 0; i < step.layer_count; ++i) {
             const Layer &layer = step.layers[i];
             largest.projected = larger(largest.projected, outputs(layer.projections, layer.projection_count));
@@ -145,6 +149,9 @@ class StepRunner {
 
     // Columns of the per-layer inputs of a row.
     int64_t per_layer_columns() const { return step.per_layer_inputs ? step.per_layer_inputs->projection.outputs : 0; }
+
+    // Columns of the input of the projection of pairs.
+    int64_t pair_columns() const { return step.pair_input ? step.pair_input->projection.columns : 0; }
 
     // Copies of the hidden states, and the index of a row's copy for this thread.
     int64_t copies() const { return rows == 1 ? step.threads : rows; }
@@ -245,6 +252,16 @@ class StepRunner {
                 normalise(inputs.norm, slice, slice);
                 for (int64_t i = 0; i < width; ++i) slice[i] = inputs.scale * (slice[i] + token[i]);
             }
+    }
+
+    void project_pairs(const PairInput &input) const {
+        by_rows([&](int64_t row) {
+            float *const pair = pairs + place(row) * pair_columns();
+            normalise(input.embedding_norm, states_of(row), pair);
+            normalise(input.state_norm, step.initial_states + row * step.width, pair + step.width);
+        });
+        multiply(&input.projection, 1, pairs + place(0) * pair_columns(), attention_output, rows);
+        by_rows([&](int64_t row) { memcpy(states_of(row), attention_output + row * step.width, step.width * sizeof(float)); });
     }
 
     // The third part of a layer. Its output replaces that of the second one, which is added to the states.
@@ -414,6 +431,7 @@ class StepRunner {
     const Sizes sizes;
     Embedder embedder;
     float *states = nullptr, *residual_scratch = nullptr, *normed = nullptr, *parallel_normed = nullptr;  // `copies` each
+    float *pairs = nullptr;  // [copies][pair_columns]
     float *attention_output = nullptr, *mlp_output = nullptr;
     float *projected = nullptr, *attended = nullptr, *inner = nullptr, *activated = nullptr;
     char *work_memory = nullptr;
@@ -526,12 +544,13 @@ EXPORT_LAYOUT(
     LAYOUT(GatedConvolution, ranges, range_count, convolution)
     LAYOUT(PerLayerBlock, gate, projection, activation, norm, layer)
     LAYOUT(PerLayerInputs, table, projection, projection_scale, norm, scale)
+    LAYOUT(PairInput, embedding_norm, state_norm, projection)
     LAYOUT(Layer, attention_norm, query_norm, key_norm, value_norm, post_attention_norm, mlp_norm, post_mlp_norm, projections,
            output, inner, down, projection_count, inner_count, queries, keys, values, gates, latents, delta_rule,
            gated_convolution, state_space, stores_cells, values_are_keys, norms_all_heads, rotates_before_norm, gate_matrix, gate_offset, up_matrix,
            up_offset, activation, experts, parallel, per_layer, attention_residual_scale, mlp_residual_scale, output_scale, sinks, scale,
            softcap, rotary, cell_group, key_buffer, value_buffer, attention_range, attention_range_size)
-    LAYOUT(Step, tokens, rows, width, embedding, per_layer_inputs, initial_states, layers, layer_count, rotaries, rotary_rows, cell_groups,
+    LAYOUT(Step, tokens, rows, width, embedding, per_layer_inputs, pair_input, initial_states, layers, layer_count, rotaries, rotary_rows, cell_groups,
            cell_group_count, state_ranges, state_range_count, adapter_ranges, adapter_range_count, max_rank, format, final_norm, head, output_rows, output_count,
            logit_count, hidden_states, state_layers, state_layer_count, layer_states, logits, rounds_to_bfloat16,
            threads)

@@ -174,6 +174,13 @@ struct PerLayerInputs {
     float scale;
 };
 
+// The input of a drafting layer (MTP), from a token and the hidden state of the token before it: projection of
+// [embedding_norm(embedding), state_norm(state)].
+struct PairInput {
+    Norm embedding_norm, state_norm;
+    Linear projection;  // without a bias
+};
+
 constexpr int MAX_PROJECTIONS = 6;
 constexpr int MAX_VALUES_FROM_KEYS = 1024;
 
@@ -213,7 +220,8 @@ struct Step {
     int64_t rows, width;
     Embedding embedding;
     const PerLayerInputs *per_layer_inputs;  // or null
-    const float *initial_states;             // [rows][width] before the first layer; null: the embeddings
+    const PairInput *pair_input;             // or null
+    const float *initial_states;             // [rows][width] before the first layer; null: the embeddings; of pairs: the states
     const Layer *layers;
     int64_t layer_count;
     const Rotary *rotaries;
@@ -254,7 +262,8 @@ struct SamplingContext {
 
 // Several steps in one call (draft_loop.h): every sequence computes its tokens, then samples and computes one token a step.
 // `step` has one segment for each sequence with the rows of all steps, but neither tokens nor output rows. Cells of rows that
-// are not reached (after logits that are not finite) stay unwritten.
+// are not reached (after logits that are not finite) stay unwritten. With a pair input, `initial_states` of `step` are those of
+// the tokens computed first; each later token is paired with the hidden state that it was sampled from.
 struct DraftLoop {
     const Step *step;
     const SamplingContext *contexts;  // [sequence_count]

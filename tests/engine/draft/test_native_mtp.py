@@ -1,0 +1,137 @@
+"""MTP drafts in one native call: those of torch modules, without an effect on outputs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Literal
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from engine.draft import mtp_head
+from engine.draft.depth import FixedDepth
+from engine.draft.mtp import MtpDrafter
+from engine.draft.mtp_head import MtpHead, MtpRunner, load_mtp
+from engine.draft.speculation import Speculation
+from engine.load.load import LoadedModel
+from engine.native.pairs import NativePairRunner
+from engine.types.request import Request, SamplingParams, SpeculationParams
+from kvcache.cache import Cache
+from tests.engine.draft.mtp_models import KINDS, agree, save_headed
+from tests.engine.draft.test_mtp import RecordingDrafter
+from tests.engine.kit.models import CONTEXT, core, load_model
+from tests.engine.kit.play import Job, ask, play
+from tests.selection import quick
+
+Kernels = Literal["auto", "torch"]
+Headed = Callable[..., tuple[LoadedModel, MtpHead]]
+DEPTH = 3
+# Of a dense and a recurrent model, with experts and latent attention.
+QUICK = ["qwen3_5", "deepseek_v3"]
+
+
+@pytest.fixture(scope="module")
+def headed(tmp_path_factory: pytest.TempPathFactory) -> Headed:
+    """A tiny model with its head in float32."""
+
+    def load(kind: str, kernels: Kernels, *, agreeing: bool = False) -> tuple[LoadedModel, MtpHead]:
+        folder = save_headed(kind, tmp_path_factory.mktemp(kind), agree if agreeing else None)
+        target = load_model(folder, "float32", kernels=kernels)
+        return target, load_mtp(target)
+
+    return cache(load)
+
+
+def requests(tokens: int = 24) -> list[Request]:
+    """Greedy and sampled, of which the last one is sampled by torch."""
+    samplings = [SamplingParams(temperature=0.8 * (at > 0), seed=at) for at in range(4)]
+    samplings += [SamplingParams(temperature=0.8, seed=9, presence_penalty=1.0)]
+    return [
+        ask(f"{at}", tuple(range(5 + 40 * at, 25 + 45 * at)), tokens, sampling=sampling, ignore_eos=True)
+        for at, sampling in enumerate(samplings)
+    ]
+
+
+def play_drafted(
+    target: LoadedModel, head: MtpHead, submitted: Sequence[Request], *, pending: int = 256, cells: int | None = None
+) -> tuple[dict[str, list[int]], RecordingDrafter, int]:
+    """The output of each request, its drafts, and the number of preemptions."""
+    specs = [plan.spec for plan in head.runner.layers]
+    memory = Cache(specs, slots=4, capacity=CONTEXT, cells=4 * CONTEXT, dtype=torch.float32)
+    drafter = MtpDrafter(memory, head.runner, chunk=16, pending=pending)
+    recorder = RecordingDrafter(drafter)
+    speculation = Speculation(None, recorder, FixedDepth(DEPTH), lambda: 0.0, reader=drafter)
+    run = core(target, speculation=speculation, slots=4, chunk=11, cells=cells)
+    answers = play(run, [Job(request, at) for at, request in enumerate(submitted)], most_steps=5000)
+    return {name: answer.tokens for name, answer in answers.items()}, recorder, run.stats().preemptions_total
+
+
+@pytest.mark.parametrize("kind", quick(QUICK, KINDS))
+@pytest.mark.parametrize("pending", [4, 256])
+def test_native_drafts_are_those_of_the_modules(headed: Headed, kind: str, pending: int) -> None:
+    """Of several sequences with prompts in chunks, and with pending hidden states."""
+    recorded = []
+    for kernels, runner in (("auto", NativePairRunner), ("torch", MtpRunner)):
+        target, head = headed(kind, kernels)
+        assert type(head.runner) is runner
+        with patch.object(head.runner, "run_pairs", wraps=head.runner.run_pairs) as calls:
+            outputs, recorder, _ = play_drafted(target, head, requests(), pending=pending)
+        drafts = [(request.sequence_id, text, draft) for request, text, draft in recorder.recorded]
+        recorded.append((outputs, drafts, calls.call_count))
+
+    assert recorded[0][:2] == recorded[1][:2]
+    assert sum(len(draft) for _, _, draft in recorded[0][1]) > 100
+    # Those of the request with a penalty alone.
+    assert 0 < recorded[0][2] < recorded[1][2] / 2 + 24
+
+
+@pytest.mark.parametrize("kind", quick(QUICK, KINDS))
+def test_native_drafts_do_not_change_the_output(headed: Headed, kind: str) -> None:
+    """With preemptions, and where a prompt is cached; drafts of an agreeing head are accepted."""
+    target, head = headed(kind, "auto", agreeing=True)
+    submitted = requests(40)
+    alone = {request.id: play(core(target), [Job(request)])[request.id].tokens for request in submitted}
+
+    outputs, recorder, preemptions = play_drafted(target, head, submitted, cells=CONTEXT + 20)
+
+    assert alone == outputs
+    assert preemptions > 0
+    accepted = [
+        draft == alone[request.sequence_id][request.emitted :][: len(draft)]
+        for request, _, draft in recorder.recorded
+        if draft
+    ]
+    assert sum(accepted) > 0.7 * len(accepted)
+    assert len(accepted) > 10
+
+
+def test_a_native_head_resumes_from_its_prefix_tree(headed: Headed) -> None:
+    """And begins after a prefix that it has not computed."""
+    target, head = headed("deepseek_v3", "auto", agreeing=True)
+    prompt = tuple(range(3, 63))
+    for fields in ({}, {"speculation": SpeculationParams("none")}):
+        first = ask("first", prompt, 4, ignore_eos=True, **fields)
+        again = ask("again", prompt, 20, ignore_eos=True)
+        outputs, recorder, _ = play_drafted(target, head, [first, again], pending=8)
+
+        assert outputs["again"] == play(core(target), [Job(again)])["again"].tokens
+        drafts = [draft for request, _, draft in recorder.recorded if request.sequence_id == "again"]
+        assert any(len(draft) == DEPTH for draft in drafts)
+
+
+def test_a_head_that_differs_from_its_modules_runs_in_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And the log has the difference."""
+    target = load_model(save_headed("qwen3_5", tmp_path), "float32")
+    monkeypatch.setattr(mtp_head, "logit_tolerance", lambda decoder: 0.0)
+
+    with caplog.at_level(logging.WARNING, "cellar.engine"):
+        head = load_mtp(target)
+
+    assert type(head.runner) is MtpRunner
+    assert "the MTP layer runs in torch operations, because the native step changes its logits" in caplog.text
