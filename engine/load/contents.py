@@ -12,7 +12,6 @@ from engine.media.capture import ContentsUnsupported
 from engine.media.encoder import CapturingEncoder, ContentSample
 from engine.media.samples import sample_upload
 from engine.media.sandbox import MediaSandbox, SandboxUnavailable
-from engine.model import hooks
 from engine.text.template_process import TemplateTooCostly, TemplateUnavailable
 from engine.text.tokenizer import Tokenizer
 from engine.types.content import Content, ContentKind
@@ -26,7 +25,6 @@ def content_encoder(
     """
     try:
         samples = [_sample(processor, tokenizer, kind) for kind in _kinds(processor, tokenizer)]
-        model.set_attn_implementation(_tower_attention(model))
         return CapturingEncoder(model, samples, budget_bytes=budget_bytes)
     except ContentsUnsupported as error:
         raise ModelUnsupported(name, error.reason) from error
@@ -55,11 +53,3 @@ def _sample(processor: MediaSandbox, tokenizer: Tokenizer, kind: ContentKind) ->
     processed = processor.process(sample_upload(kind))
     tokens = tuple(tokenizer.encode(processed.replacement, add_special=False))
     return ContentSample(Content(kind, 0, len(tokens), processed.digest, processed.arrays), tokens)
-
-
-def _tower_attention(model: Any) -> dict[str, str]:
-    """The attention implementation of the parts beside the text."""
-    config, text = model.config, model.config.get_text_config(decoder=True)
-    parts = {key: getattr(config, key, None) for key in config.sub_configs}
-    attention = hooks.default_attention(model)
-    return {key: attention for key, part in parts.items() if part is not None and part is not text}

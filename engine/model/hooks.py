@@ -105,6 +105,15 @@ def set_attention(model: Any, name: str) -> None:
     model.set_attn_implementation({"": name, **({} if key is None else {key: name})} if has_parts else name)
 
 
+def set_tower_attention(model: Any) -> None:
+    """Set the default attention implementation for the parts other than the text: they need masks of padding."""
+    config, text = model.config, model.config.get_text_config(decoder=True)
+    parts = {key: getattr(config, key, None) for key in config.sub_configs}
+    towers = [key for key, part in parts.items() if part is not None and part is not text]
+    if towers:
+        model.set_attn_implementation(dict.fromkeys(towers, default_attention(model)))
+
+
 @contextmanager
 def use_attention(model: Any, name: str) -> Iterator[None]:
     """`set_attention` within the block."""

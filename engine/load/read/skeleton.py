@@ -135,4 +135,5 @@ def install_hooks(model: Any) -> bool:
     """Install the attention and recurrence hooks; whether some layers keep a recurrent state."""
     hooks.install_latent(model)
     hooks.install_bias(model)
+    hooks.set_tower_attention(model)
     return recurrence.install(model)
