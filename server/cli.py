@@ -18,11 +18,14 @@ from rich.console import Console
 from bench.options import BenchOptions
 from server.commands.option_sources import EXIT_USAGE, SECTIONS, Environment, File, check_environment
 from server.commands.usage_errors import format_usage_error
-from server.configuration.config_file import exposes_keys, find
+from server.configuration.config_file import exposes_keys, find, model_sections
 from server.configuration.logs import configure_logging
 from server.configuration.options import serve_arguments, serve_environment
 from server.configuration.settings import ENVIRONMENT_PREFIX, Settings, is_world_readable, make_disk_cache
 from server.http.version import version
+from server.models.configured import configured_entries, serves_several
+from server.models.entry import ModelEntry
+from server.models.keep_alive import parse_keep_alive
 from server.replicas.options import RayOptions
 from server.store.database import StoreError
 from server.store.store import check_store
@@ -69,22 +72,45 @@ def main() -> None:
     make_app()()
 
 
-def serve(model: str | None = None, *, options: Annotated[Settings | None, Parameter(name="*")] = None) -> None:
-    """Serve a model over HTTP until SIGTERM or Ctrl-C.
+def serve(
+    model: str | None = None,
+    *others: Annotated[str, Parameter(show_env_var=False)],
+    options: Annotated[Settings | None, Parameter(name="*")] = None,
+) -> None:
+    """Serve a model, or several, over HTTP until SIGTERM or Ctrl-C.
 
     Parameters
     ----------
     model
         A folder, or a hub id such as Qwen/Qwen3-0.6B. Default: the small bundled model.
+    others
+        More models: all are then loaded on demand.
     """
     settings = replace(options or Settings(), model=model)
     with _usage_errors(print_line):
         check_environment()
-        settings.check()
+        entries = _entries_of_several(settings, () if model is None else (model, *others))
+        if not entries:
+            settings.check()
         check_store(settings.store)
         make_disk_cache(settings.disk_cache_folder)
     _warn_of_exposed_keys(settings)
-    sys.exit(run(settings))
+    sys.exit(run_several(settings, entries) if entries else run(settings))
+
+
+def _entries_of_several(settings: Settings, sources: tuple[str, ...]) -> tuple[ModelEntry, ...]:
+    """The models that are loaded on demand; none if the server has one model."""
+    file = find(settings.config)
+    sections = {} if file is None else model_sections(file, settings)
+    if not serves_several(settings, sources, sections):
+        return ()
+    if settings.keep_alive is not None:
+        parse_keep_alive(settings.keep_alive)
+    from server.models.several import names_of
+
+    entries = configured_entries(settings, sources, sections)
+    names_of(entries)
+    return entries
 
 
 def chat(
@@ -407,6 +433,7 @@ def _run(settings: Settings, screen: LoadScreen) -> int:
 
     # It imports transformers' templates meanwhile.
     template_process().start()
+    from server.hosting import Hosting
     from server.lifecycle import Lifecycle, listen
 
     configure_logging(settings.log_level, settings.log_format)
@@ -416,7 +443,36 @@ def _run(settings: Settings, screen: LoadScreen) -> int:
         screen.print(f"cellar: cannot listen on {settings.host}:{settings.port}: {error}")
         return EXIT_ADDRESS
     with listening:
-        return asyncio.run(Lifecycle(_engine(settings, screen), settings, screen.print).run(listening))
+        hosting = Hosting(_engine(settings, screen), settings)
+        return asyncio.run(Lifecycle(hosting, settings, screen.print).run(listening))
+
+
+def run_several(settings: Settings, entries: tuple[ModelEntry, ...]) -> int:
+    """Serve models that are loaded on demand, until a signal; the exit code."""
+    from engine.load.machine.resources import limit_spinning
+    from engine.remote.planning import measure_budget
+    from engine.remote.zygote import Zygote
+    from server.hosting import ModelsHosting
+    from server.lifecycle import Lifecycle, listen
+
+    limit_spinning()
+    zygote = Zygote()
+    zygote.start()
+    configure_logging(settings.log_level, settings.log_format)
+    try:
+        listening = listen(settings.host, settings.port)
+    except OSError as error:
+        zygote.close()
+        _print_status(f"cellar: cannot listen on {settings.host}:{settings.port}: {error}")
+        return EXIT_ADDRESS
+
+    async def serve_models() -> int:
+        budget_bytes = await measure_budget(replace(settings, model=None).engine_config(), zygote.launch)
+        hosting = ModelsHosting(entries, settings, budget_bytes, zygote)
+        return await Lifecycle(hosting, settings, _print_status).run(listening)
+
+    with listening:
+        return asyncio.run(serve_models())
 
 
 def _engine(settings: Settings, screen: LoadScreen) -> EngineClient:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import threading
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
@@ -16,8 +17,13 @@ from fastapi import FastAPI
 
 from engine.errors import EngineError
 from engine.load.machine.resources import limit_spinning
-from server.app import create_app
+from engine.remote.zygote import Zygote
+from server.app import create_app, create_app_of_several
 from server.configuration.settings import Settings
+from server.models.entry import ModelEntry
+from server.models.keep_alive import parse_keep_alive
+from server.models.launcher import WorkerLauncher
+from server.models.loader import Loader, LoaderLimits
 
 if TYPE_CHECKING:
     from engine.client import EngineClient
@@ -41,6 +47,10 @@ class Hosting:
     def start(self) -> None:
         """Start the engine, which loads its model."""
         self.engine.start()
+
+    async def drain(self, seconds: float) -> None:
+        """Accept no more requests, and end the running ones within `seconds`."""
+        await self.engine.drain(seconds)
 
     async def prepare_when_idle(self) -> None:
         """When the server is idle, build the tokenizer tables that the first grammar needs, part by part.
@@ -67,12 +77,41 @@ class Hosting:
             logger.warning("the first grammar will be slow, its tables are not built: %s", error)
             return False
 
-    def close(self) -> bool:
+    async def close(self) -> bool:
+        """Stop the engine; whether its thread ended."""
+        return await asyncio.to_thread(self._join)
+
+    def _join(self) -> bool:
         """Join the engine thread, with a timeout since it may be loading weights; whether it ended."""
         closing = threading.Thread(target=self.engine.close, name="close", daemon=True)
         closing.start()
         closing.join(CLOSE_SECONDS)
         return not closing.is_alive()
+
+
+class ModelsHosting:
+    """Several models, loaded on demand into worker processes, and their app."""
+
+    def __init__(self, entries: Sequence[ModelEntry], settings: Settings, budget_bytes: int, zygote: Zygote) -> None:
+        self.entries, self.settings, self._zygote = entries, settings, zygote
+        keep_alive = math.inf if settings.keep_alive is None else parse_keep_alive(settings.keep_alive)
+        limits = LoaderLimits(budget_bytes, settings.max_waiting, settings.load_timeout, keep_alive)
+        self.app = create_app_of_several(entries, WorkerLauncher(zygote.launch, budget_bytes), limits, settings)
+        self.loader: Loader = self.app.state.loader
+
+    def start(self) -> None:
+        """Begin to load the models of the start."""
+        self.loader.start()
+
+    async def drain(self, seconds: float) -> None:
+        """Accept no more requests, and end the running ones within `seconds`."""
+        await self.loader.drain(seconds)
+
+    async def close(self) -> bool:
+        """End all processes; whether they ended."""
+        await self.loader.close()
+        await asyncio.to_thread(self._zygote.close)
+        return True
 
 
 @asynccontextmanager
@@ -93,7 +132,7 @@ async def hosted(settings: Settings, engine: EngineClient | None = None) -> Asyn
             yield hosting.app
             await hosting.engine.drain(settings.grace_seconds)
     finally:
-        if not await asyncio.to_thread(hosting.close):
+        if not await hosting.close():
             logger.error("the engine thread did not end within %g s", CLOSE_SECONDS)
 
 

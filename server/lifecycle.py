@@ -19,7 +19,7 @@ import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import uvicorn
 from fastapi import FastAPI
@@ -29,16 +29,13 @@ from engine.load.machine.resources import release_freed_memory
 from engine.types.sizes import format_size
 from engine.types.status import DraftingInfo, EmbeddingModelInfo, MemoryPlan, ModelInfo
 from server.configuration.settings import Settings
-from server.hosting import Hosting
+from server.hosting import Hosting, ModelsHosting
 from server.http.descriptors import ListeningSocket, connection_limit, log_exhaustion
 from server.http.protocol import strict_protocol, strict_websocket
 from server.http.version import version
 from server.models.demonstration import TEXT, is_demonstration, other_model_lines
 from server.store.store import describe_location
 from server.terminal.sizes import format_count
-
-if TYPE_CHECKING:
-    from engine.client import EngineClient
 
 logger = logging.getLogger("cellar")
 
@@ -104,13 +101,12 @@ class Lifecycle:
 
     def __init__(
         self,
-        engine: EngineClient,
+        hosting: Hosting | ModelsHosting,
         settings: Settings,
         print_line: Callable[[str], None],
         end_process: Callable[[int], object] = os._exit,
     ) -> None:
-        self.engine, self.settings, self.print_line = engine, settings, print_line
-        self.hosting = Hosting(engine, settings)
+        self.hosting, self.settings, self.print_line = hosting, settings, print_line
         self.server = SignalFreeServer(_config(self.hosting.app, settings))
         self._exit_code = 0
         self._end_process = end_process
@@ -130,7 +126,10 @@ class Lifecycle:
             loop.add_signal_handler(number, self.stop)
         try:
             self.hosting.start()
-            self._spawn(self._watch(_url(listening)))
+            if isinstance(self.hosting, ModelsHosting):
+                self.print_line(banner_of_several(self.hosting, _url(listening)))
+            else:
+                self._spawn(self._watch(self.hosting, _url(listening)))
             await self.server.serve(sockets=[listening])
         finally:
             for number in SIGNALS:
@@ -138,7 +137,7 @@ class Lifecycle:
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
-            closed = self.hosting.close()
+            closed = await self.hosting.close()
         if not closed:
             # At interpreter shutdown a thread inside torch would abort the process.
             logging.shutdown()
@@ -162,15 +161,15 @@ class Lifecycle:
         deadline.start()
 
     async def _drain_engine(self, seconds: float) -> None:
-        await self.engine.drain(seconds)
+        await self.hosting.drain(seconds)
         self.server.should_exit = True
 
-    async def _watch(self, url: str) -> None:
+    async def _watch(self, hosting: Hosting, url: str) -> None:
         """Wait until the model is loaded, then until the engine ends."""
         try:
-            await self.engine.wait_ready()
+            engine = hosting.engine
+            await engine.wait_ready()
             await asyncio.to_thread(freeze_garbage_collector)
-            engine = self.engine
             self.print_line(
                 banner(
                     engine.info,
@@ -182,9 +181,9 @@ class Lifecycle:
                     chats=engine.tokenizer.has_chat_template,
                 )
             )
-            self._spawn(self.hosting.prepare_when_idle())
-            await self.engine.wait_dead()
-            logger.critical("the engine ended: %s", self.engine.phase)
+            self._spawn(hosting.prepare_when_idle())
+            await engine.wait_dead()
+            logger.critical("the engine ended: %s", engine.phase)
             self._exit_code = EXIT_ENGINE
             # For the error events of open streams, and 503 for probes.
             await asyncio.sleep(FLUSH_SECONDS)
@@ -290,6 +289,20 @@ def banner(
             *_url_lines(settings, url, chats=chats),
         ]
     )
+
+
+def banner_of_several(hosting: ModelsHosting, url: str) -> str:
+    """The start-up screen of several models."""
+    settings = hosting.settings
+    states = {"pinned": "loaded now, never unloaded", "preloads": "loaded now"}
+    budget = format_size(hosting.loader.limits.memory_bytes)
+    lines = [f"Cellar {version()} serves {len(hosting.entries)} models in {budget}"]
+    for entry in hosting.entries:
+        state = next((text for name, text in states.items() if getattr(entry, name)), "loaded on demand")
+        kind = ", embedding model" if entry.kind == "embedding" else ""
+        lines.append(f"  model      {', '.join((entry.name, *entry.aliases))}: {entry.source}{kind}, {state}")
+    example = replace(settings, model=None, served_names=(hosting.entries[0].name,))
+    return "\n".join([*lines, *_url_lines(example, url, chats=True)])
 
 
 def _lines(

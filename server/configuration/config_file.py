@@ -7,21 +7,26 @@ options of one command. The command line wins over environment variables, and en
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields as fields_of
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from cyclopts import App, ArgumentCollection, Token
 
-from engine.types.setting import union_members
+from engine.config import EngineConfig
+from engine.types.setting import Setting, union_members
 from server.configuration.options import Option, options
 from server.configuration.peer_names import missing_option, nearest_option
-from server.configuration.settings import is_world_readable
+from server.configuration.settings import Settings, is_world_readable
 from server.configuration.xdg import config_folder
 
 NAME = "cellar.toml"
 _KEYS_OF_API = "api-key"
 _CONFIG_FLAG = "--config"
+# The sections of models; as a text, the option --models.
+_MODELS = "models"
 
 
 class ConfigFileError(ValueError):
@@ -49,7 +54,7 @@ class ConfigFile:
         section = table.get(commands[0], {}) if commands else {}
         for argument in filter(lambda argument: argument.parse, arguments):
             for key, value in (*table.items(), *section.items()):
-                if f"--{key}" in argument.names and not argument.has_tokens:
+                if not _is_model_table(key, value) and f"--{key}" in argument.names and not argument.has_tokens:
                     for token in _tokens(key, value, path):
                         argument.append(token)
 
@@ -73,7 +78,8 @@ def exposes_keys(path: Path) -> bool:
 def read(path: Path, sections: Mapping[str, type]) -> dict[str, Any]:
     """The checked entries of a file, keys with hyphens. Raises ConfigFileError."""
     table = _normalised(path, _parse(path))
-    _check(path, "", {key: value for key, value in table.items() if key not in sections}, _server_options(), sections)
+    top = {key: value for key, value in table.items() if key not in sections and not _is_model_table(key, value)}
+    _check(path, "", top, _server_options(), sections)
     for name, kind in sections.items():
         section = table.get(name, {})
         if not isinstance(section, dict):
@@ -81,6 +87,64 @@ def read(path: Path, sections: Mapping[str, type]) -> dict[str, Any]:
         table[name] = _normalised(path, section)
         _check(path, f"[{name}] ", table[name], _by_key(options(kind)), ())
     return table
+
+
+def model_sections(path: Path, defaults: Settings) -> dict[str, Settings]:
+    """The settings of the sections [models.NAME], by name: the defaults, changed. Raises ConfigFileError."""
+    sections = _parse(path).get(_MODELS, {})
+    if not _is_model_table(_MODELS, sections):
+        return {}
+    types = _model_options()
+    fields = {key: option.field for option in options() for key in option.keys}
+    models: dict[str, Settings] = {}
+    for name, section in sections.items():
+        section = _normalised(path, section)
+        _check(path, f"[models.{name}] ", section, types, ())
+        if ("model" in section) == ("embedding-model" in section):
+            raise ConfigFileError(f"{path}: [models.{name}] needs model or embedding-model: a folder, file or hub id")
+        values = {
+            fields.get(key, key): _value(path, f"[models.{name}] {key}", types[key], key, value)
+            for key, value in section.items()
+        }
+        models[name] = replace(defaults, **{"embedding_model": None, "served_names": (), **values})
+    return models
+
+
+def _model_options() -> dict[str, Any]:
+    """The types of the keys of a model's section: options of the engine but its memory, and its names."""
+    engine = {field.name for field in fields_of(EngineConfig)} - {"memory", "max_waiting"}
+    return {"model": str, **_by_key(option for option in options() if option.field in {*engine, "served_names"})}
+
+
+def _value(path: Path, place: str, value_type: Any, key: str, value: Any) -> Any:
+    """The value of an option, as the command line would read it."""
+    setting = next((each for each in options() if key in each.keys), None)
+    if setting is None:
+        return value
+    parse = _parsers().get(setting.field)
+    try:
+        if parse is not None:
+            return parse(str(value))
+    except ValueError as error:
+        raise ConfigFileError(f"{path}: {place} {error}") from error
+    if any(get_origin(part) is tuple for part in union_members(value_type)):
+        return (value,) if isinstance(value, str) else tuple(value)
+    return value
+
+
+def _parsers() -> dict[str, Callable[[str], Any]]:
+    """The functions that read texts such as 4k, by field."""
+    parsers: dict[str, Callable[[str], Any]] = {}
+    for name, hint in get_type_hints(EngineConfig, include_extras=True).items():
+        for setting in getattr(hint, "__metadata__", ()):
+            if isinstance(setting, Setting) and setting.parse is not None:
+                parsers[name] = setting.parse
+    return parsers
+
+
+def _is_model_table(key: str, value: Any) -> bool:
+    """Whether a key has sections of models."""
+    return key == _MODELS and isinstance(value, dict) and all(isinstance(section, dict) for section in value.values())
 
 
 def _parse(path: Path) -> dict[str, Any]:

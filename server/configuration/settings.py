@@ -162,6 +162,32 @@ class Settings(EngineConfig):
             show_default="none: images are sent in the request",
         ),
     ] = ()
+    models_dir: Annotated[
+        str | None,
+        Parameter(
+            name="--models",
+            help="Folder of models, loaded on demand: folders with config.json, and GGUF files.",
+            show_default="none",
+        ),
+    ] = None
+    pinned: Annotated[
+        tuple[str, ...],
+        Parameter(
+            name="--pin",
+            help="With several models: one that is loaded at the start and never unloaded. Repeatable.",
+            show_default="none",
+        ),
+    ] = ()
+    keep_alive: Annotated[
+        str | None,
+        Parameter(
+            help="With several models: time without a request after which one is unloaded, such as 5m.",
+            show_default="until its memory is needed",
+        ),
+    ] = None
+    load_timeout: Annotated[
+        float, Parameter(help="With several models: seconds that a request waits for the load of its model.")
+    ] = 300.0
     grace_seconds: Annotated[
         float, Parameter(name="--grace", help="Seconds for running requests to finish after SIGTERM.")
     ] = 30.0
@@ -210,6 +236,7 @@ class Settings(EngineConfig):
             raise ValueError(f"--port must be between 0 and 65535, not {self.port}")
         if not 0 <= self.grace_seconds < math.inf:
             raise ValueError(f"--grace must be a number of seconds from 0 on, not {self.grace_seconds}")
+        self._check_models()
         keys = self.all_keys
         if not keys and not self.insecure_no_auth and not is_loopback(self.host):
             raise ValueError(
@@ -236,6 +263,13 @@ class Settings(EngineConfig):
         for name in self.adapters.keys() & {*self.model_names, self.embedding_name}:
             raise ValueError(f"--lora {name} has the name of a model: give the adapter another one")
 
+    def _check_models(self) -> None:
+        """Raise ValueError for settings of several models that cannot work."""
+        if not 0 < self.load_timeout < math.inf:
+            raise ValueError(f"--load-timeout must be a number of seconds, not {self.load_timeout}")
+        if self.models_dir is not None and not Path(self.models_dir).expanduser().is_dir():
+            raise ValueError(f"--models {self.models_dir} is no folder")
+
     @property
     def all_keys(self) -> tuple[str, ...]:
         """The API keys of `keys` and of the key file; ValueError for a file without a key, OSError."""
@@ -246,7 +280,7 @@ class Settings(EngineConfig):
         """The model's names in requests, the main name first."""
         if names := tuple(name for name in self.served_names if name != ANY_NAME):
             return names
-        return (BUNDLED_NAME if self.model is None else _model_name(self.model),)
+        return (BUNDLED_NAME if self.model is None else model_name(self.model),)
 
     @property
     def serves_any_name(self) -> bool:
@@ -256,7 +290,7 @@ class Settings(EngineConfig):
     @property
     def embedding_name(self) -> str | None:
         """The embedding model's name in requests, if there is one."""
-        return _model_name(self.embedding_model) if self.embedding_model else None
+        return model_name(self.embedding_model) if self.embedding_model else None
 
     @property
     def hosts(self) -> tuple[str, ...]:
@@ -277,7 +311,8 @@ class Settings(EngineConfig):
         return EngineConfig(**{name: value for name, value in values.items() if value != ""})
 
 
-def _model_name(model: str) -> str:
+def model_name(model: str) -> str:
+    """The name in requests of a folder, a file or a model of the hub."""
     path = Path(model)
     if path.is_file():
         return path.stem

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from engine.client import EngineClient
 from engine.config import EngineConfig
 from engine.errors import EngineError, ModelError, ModelMissing
 from engine.remote.engine import RemoteEngine
@@ -69,8 +70,9 @@ class WorkerLauncher:
         task.add_done_callback(self._tasks.discard)
         return engine
 
-    async def stop(self, engine: RemoteEngine) -> None:
+    async def stop(self, engine: EngineClient) -> None:
         """Return when the process has ended; one that makes no progress is killed."""
+        assert isinstance(engine, RemoteEngine), "it was started here"
         if not engine.alive:
             engine.kill()
         await asyncio.to_thread(engine.close)

@@ -33,6 +33,7 @@ from engine.types.request import EmbeddingJob, Grammar, RenderedPrompt, Request
 from engine.types.snapshot import EngineSnapshot
 from engine.types.status import AdapterInfo, DraftingInfo, EmbeddingModelInfo, MemoryPlan, ModelInfo, Stats
 from server.configuration.settings import ClientLimits, Settings
+from server.hosting import Hosting
 from server.lifecycle import Lifecycle, listen
 from tests.server.embedders import FakeEmbeddingTokenizer, count_letters
 
@@ -436,7 +437,7 @@ def settings(**changes: Any) -> Settings:
 def serve_in_thread(engine: Any, using: Settings | None = None) -> Iterator[int]:
     """A real server on a free port of 127.0.0.1, which is given. It listens before the thread has started."""
     listening = listen("127.0.0.1", 0)
-    lifecycle = Lifecycle(engine, using or settings(), print_line=lambda text: None)
+    lifecycle = Lifecycle(Hosting(engine, using or settings()), using or settings(), print_line=lambda text: None)
 
     loops: list[asyncio.AbstractEventLoop] = []
 

@@ -26,6 +26,7 @@ from pathlib import Path
 from engine.errors import ModelMissing
 from engine.types.events import Delta, Event, Failed
 from engine.types.request import RenderedPrompt, Request
+from server.hosting import Hosting
 from server.lifecycle import Lifecycle, listen
 from tests.server.fakes import FakeEngine, finished, settings
 
@@ -91,7 +92,7 @@ async def serve(play: str, flag: Path) -> int:
     print(listening.getsockname()[1], flush=True)
     grace = GRACE_OF_STUCK_SECONDS if play.startswith("stuck") else 30.0
     using = settings(grace_seconds=grace, limits={"write_seconds": 60.0})
-    return await Lifecycle(PlayEngine(play, flag), using, print).run(listening)  # type: ignore[arg-type]
+    return await Lifecycle(Hosting(PlayEngine(play, flag), using), using, print).run(listening)  # type: ignore[arg-type]
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import pytest
 
 from engine.errors import InvalidRequest
 from engine.types.status import Stats
-from server.hosting import IDLE_CHECKS
+from server.hosting import IDLE_CHECKS, Hosting
 from server.lifecycle import Lifecycle, listen
 from tests.selection import quick
 from tests.server.fakes import FakeEngine, settings
@@ -266,7 +266,7 @@ def test_a_failed_preparation_is_logged(
 
 def run_until(engine: FakeEngine, output: list[str], done: Callable[[], bool]) -> int:
     """The exit code of a run in this process, which is stopped when something has happened."""
-    lifecycle = Lifecycle(engine, settings(), output.append, lambda code: None)  # type: ignore[arg-type]
+    lifecycle = Lifecycle(Hosting(engine, settings()), settings(), output.append, lambda code: None)  # type: ignore[arg-type]
 
     async def stop() -> None:
         while not done():

@@ -23,7 +23,7 @@ from tests.selection import quick
 ROOT = Path(__file__).parents[3]
 IN_FILE = [option for option in options() if option.field != "config"]
 # Options that exclude others.
-ALONE = ("tensor_parallel", "batch_invariant")
+ALONE = ("models_dir", "tensor_parallel", "batch_invariant")
 # Options with texts of a certain form.
 TEXTS = {
     "memory": "9GiB",
@@ -36,6 +36,8 @@ TEXTS = {
     "chat_template": "{folder}/keys",
     "drafter": "model",
     "lora_dir": "{folder}",
+    "models_dir": "{folder}/models",
+    "keep_alive": "5m",
 }
 
 
@@ -45,6 +47,9 @@ class Run:
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder, self.file, self.settings, self._patch = folder, folder / "cellar.toml", Settings(), monkeypatch
         monkeypatch.setattr(cli, "run", self._keep)
+        monkeypatch.setattr(cli, "run_several", lambda settings, entries: self._keep(settings))
+        (folder / "models" / "a").mkdir(parents=True)
+        (folder / "models" / "a" / "config.json").write_text("{}")
         (folder / "keys").write_text("from-file")
         (folder / "keys").chmod(0o600)
 
