@@ -18,6 +18,7 @@ from engine.types.content import Upload
 from engine.types.events import Delta, Event, Logprob
 from engine.types.request import EmbeddingInput, EmbeddingJob, Grammar, RenderedPrompt, Request
 from engine.types.snapshot import EngineSnapshot
+from engine.types.speech import SpeechFeatures
 from engine.types.status import DraftingInfo, EmbeddingModelInfo, MemoryPlan, ModelInfo, Stats
 
 
@@ -69,6 +70,13 @@ class TokenizerClient(Protocol):
         breakpoints: Sequence[tuple[int, int]] = (),
         uploads: Sequence[Upload] = (),
     ) -> RenderedPrompt: ...
+
+
+class SpeechClient(Protocol):
+    """The feature extractor of a model that transcribes."""
+
+    def features(self, upload: Upload) -> SpeechFeatures:
+        """Decode a sound and extract its features. Blocks. Raises InvalidContent, and Overloaded."""
 
 
 class EmbeddingTokenizerClient(Protocol):
@@ -138,6 +146,10 @@ class EngineClient(Protocol):
     @property
     def grammars(self) -> GrammarClient:
         """Raises Loading before the model is loaded."""
+
+    @property
+    def speech(self) -> SpeechClient:
+        """The feature extractor of a model whose info has `speech`. Raises Loading before the model is loaded."""
 
     @property
     def embedding(self) -> EmbeddingModelInfo | None:

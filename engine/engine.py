@@ -51,6 +51,7 @@ from engine.loop import (
     Submit,
     UnloadAdapter,
 )
+from engine.media.speech_reader import SpeechReader
 from engine.output.stop_regex import check_stop_regex
 from engine.output.stream import RequestStream
 from engine.parallel.loading import loaded_model
@@ -168,6 +169,13 @@ class Engine(EngineClient):
     def grammars(self) -> GrammarCompiler:
         """For worker threads: its methods block. Raises Loading before the model is loaded."""
         return self._require_model().grammars
+
+    @property
+    def speech(self) -> SpeechReader:
+        """For worker threads: its methods block. Raises Loading before the model is loaded."""
+        reader = self._require_model().speech_reader
+        assert reader is not None, "callers check `info.speech` first"
+        return reader
 
     @property
     def embedding(self) -> EmbeddingModelInfo | None:

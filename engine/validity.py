@@ -10,7 +10,7 @@ from engine.load.load import LoadedModel
 from engine.schedule.sequence import text_tokens
 from engine.step.content import ContentEncoder
 from engine.step.input import FINAL_NORM, StepFeatures
-from engine.types.request import Dry, ReasoningLimit, Request, SamplingParams, Xtc
+from engine.types.request import Dry, ReasoningLimit, Request, SamplingParams, TimestampRule, Xtc
 
 
 def check_request(request: Request, loaded: LoadedModel, *, drafters: Collection[str]) -> None:
@@ -101,6 +101,8 @@ def check_sampling(request: Request, vocabulary: int) -> None:
     )
     if request.reasoning_limit is not None:
         _check_reasoning_limit(request.reasoning_limit, vocabulary)
+    if request.timestamps is not None:
+        _check_timestamps(request.timestamps, vocabulary)
     _check_filters(params)
 
 
@@ -130,6 +132,12 @@ def _check_reasoning_limit(limit: ReasoningLimit, vocabulary: int) -> None:
     _check_token_ids("thinking", (*limit.end_tokens, *start), vocabulary)
     _require("thinking", bool(limit.end_tokens), "it needs an end token")
     _require("thinking", limit.budget >= 0, "the budget must not be negative")
+
+
+def _check_timestamps(rule: TimestampRule, vocabulary: int) -> None:
+    _check_token_ids("timestamps", (*rule.suppressed, *rule.suppressed_first), vocabulary)
+    _require("timestamps", 0 <= rule.end_token < rule.first < vocabulary, "the first timestamp follows the end token")
+    _require("timestamps", rule.max_initial is None or rule.max_initial >= 0, "the latest first one is negative")
 
 
 def _check_token_ids(field: str, tokens: Iterable[int], vocabulary: int) -> None:

@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import astuple, dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -43,8 +43,10 @@ from engine.load.read.skeleton import install_hooks, install_rope, make_skeleton
 from engine.load.read.tokenizer_files import read_model_tokenizer, read_template
 from engine.load.read.weight_bars import reported_weights
 from engine.load.read.weights import read_model
+from engine.load.speech import speech_info, speech_reader
 from engine.media.encoder import CapturingEncoder
 from engine.media.sandbox import MediaSandbox
+from engine.media.speech_reader import SpeechReader
 from engine.model.encoder import Encoder, has_encoder
 from engine.model.layers import CachedLayer, state_bytes
 from engine.model.margins import Margin, recording
@@ -58,6 +60,7 @@ from engine.run.runner import LocalRunner, ModelRunner
 from engine.step.content import ContentEncoder
 from engine.text.template_process import template_process
 from engine.text.tokenizer import Tokenizer
+from engine.types.content import ContentKind
 from engine.types.status import MemoryPlan, ModelInfo, QuantizationEstimate
 from kvcache.cell_pool import CellArray
 
@@ -68,6 +71,7 @@ log = logging.getLogger("cellar.engine")
 class LoadedModel:
     """A checked model, and everything that serving it requires.
 
+    speech_reader    of sounds to transcribe; None: the model does not transcribe
     content_encoder  of images and sounds in prompts; None: the model reads text only
     adapters  of the settings, and later those that are loaded at run time
     adapter_reader  None: the settings permit no adapters
@@ -86,6 +90,7 @@ class LoadedModel:
     eos: frozenset[int]
     grammars: GrammarCompiler
     encoder: Encoder | None = None
+    speech_reader: SpeechReader | None = None
     content_encoder: ContentEncoder | None = None
     on_move: Callable[[int, CellArray, CellArray, int], None] | None = None
     identity: str = ""
@@ -199,6 +204,7 @@ def _load(config: EngineConfig, source: _Source, on_phase: Callable[[str], None]
     encoder = _encoder(name, model, budget_bytes=budget_bytes)
     contents = _content_encoder(source, model, reading, budget_bytes=budget_bytes)
     checks.set_traits(text_config.vocab_size, recurrent=recurrent, encoder=encoder, contents=contents, switch=switch)
+    speech = speech_reader(model, folder)
     on_phase("self-test" if checks.earlier is None else "checked before")
     checks.find_runner(name)
     on_phase("quantize" if quantises and on_cpu else "native step")
@@ -240,7 +246,8 @@ def _load(config: EngineConfig, source: _Source, on_phase: Callable[[str], None]
         kernel_variants=step_variants() if selection.reason is None else (),
         adapters=adapters.infos,
         quantization_estimate=_quantization_estimate(config, model, available, quantised.format),
-        input_modalities=("text",) if contents is None else ("text", *contents.kinds),
+        input_modalities=_modalities(contents, speech),
+        speech=None if speech is None else speech_info(model),
         unread_modalities=() if contents is None else _further_modalities(model_config, contents),
         default_max_tokens=_default_max_tokens(model),
     )
@@ -257,6 +264,7 @@ def _load(config: EngineConfig, source: _Source, on_phase: Callable[[str], None]
         eos=ends,
         grammars=GrammarCompiler(tokenizer, vocabulary_size=text_config.vocab_size, end_tokens=ends),
         encoder=encoder,
+        speech_reader=speech,
         content_encoder=contents,
         adapters=adapters,
         adapter_reader=adapter_reader,
@@ -343,6 +351,13 @@ def _encoder(name: str, model: Any, *, budget_bytes: int) -> Encoder | None:
         return Encoder(model, budget_bytes=budget_bytes)
     except Exception as error:
         raise ModelUnsupported(name, f"its encoder cannot run ({type(error).__name__}: {error})") from error
+
+
+def _modalities(
+    contents: CapturingEncoder | None, speech: SpeechReader | None
+) -> tuple[Literal["text"] | ContentKind, ...]:
+    kinds: tuple[ContentKind, ...] = () if contents is None else tuple(contents.kinds)
+    return ("text", *kinds) if speech is None else ("text", *kinds, "audio")
 
 
 def _identity(checkpoint: Checkpoint, loaded: LoadedModel, int4_key: str) -> str:

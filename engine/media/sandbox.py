@@ -52,12 +52,20 @@ class MediaSandbox:
     """The subprocess, started on demand. For any thread; one content at a time.
 
     folder        with the files of the processor
+    reads_speech  whether sounds are features for transcription, rather than contents of prompts
     max_seconds   processor time of a content
     memory_bytes  of the subprocess, beyond its memory at the start
     """
 
-    def __init__(self, folder: Path, *, max_seconds: float = _MAX_SECONDS, memory_bytes: int = _MEMORY_BYTES) -> None:
-        self._arguments = folder, max_seconds, memory_bytes
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        reads_speech: bool = False,
+        max_seconds: float = _MAX_SECONDS,
+        memory_bytes: int = _MEMORY_BYTES,
+    ) -> None:
+        self._arguments = folder, max_seconds, memory_bytes, "speech" if reads_speech else "contents"
         self._lock = threading.Lock()
         self._process = SandboxProcess(__name__)
         self._is_ready = False
@@ -137,10 +145,10 @@ class MediaSandbox:
         return pipe
 
 
-def serve(pipe: Connection, folder: str, max_seconds: str, memory_bytes: str) -> None:
+def serve(pipe: Connection, folder: str, max_seconds: str, memory_bytes: str, purpose: str) -> None:
     """The main loop of the subprocess, until its pipe is closed or a content exceeds a limit."""
     os.nice(_NICE_INCREMENT)
-    processor = _read_processor(Path(folder))
+    processor = _read_processor(Path(folder), purpose)
     if isinstance(processor, str):
         pipe.send_bytes(json.dumps({"unavailable": processor}).encode())
         return
@@ -160,7 +168,7 @@ def serve(pipe: Connection, folder: str, max_seconds: str, memory_bytes: str) ->
             pipe.send_bytes(array)
 
 
-def _read_processor(folder: Path) -> Any:
+def _read_processor(folder: Path, purpose: str) -> Any:
     """The processor of a checkpoint, or why there is none."""
     warnings.simplefilter("ignore")
     logging.disable()
@@ -168,7 +176,10 @@ def _read_processor(folder: Path) -> Any:
         # Only the subprocess imports decoders and transformers' processors.
         from engine.media.processor import MediaProcessor
         from engine.media.read_processor import read_processor
+        from engine.media.speech import SpeechProcessor
 
+        if purpose == "speech":
+            return SpeechProcessor.read(folder)
         return MediaProcessor(read_processor(folder))
     except Exception as error:
         return str(error).strip().partition("\n")[0] or type(error).__name__

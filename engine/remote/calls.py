@@ -14,6 +14,7 @@ from engine.remote.messages import TokenizerValues
 from engine.types.content import Upload
 from engine.types.events import Logprob
 from engine.types.request import EmbeddingInput, Grammar, RenderedPrompt
+from engine.types.speech import SpeechFeatures
 
 # Calls a method in the worker, and waits for its value.
 Call = Callable[[Invocation], Any]
@@ -77,6 +78,17 @@ class RemoteTokenizer:
             )
         )
         return prompt
+
+
+class RemoteSpeech:
+    """A SpeechClient."""
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+
+    def features(self, upload: Upload) -> SpeechFeatures:
+        features: SpeechFeatures = self._call(invocations.ExtractSpeechFeatures(upload))
+        return features
 
 
 class RemoteEmbeddingTokenizer:

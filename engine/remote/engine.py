@@ -14,7 +14,7 @@ from engine.config import EngineConfig
 from engine.errors import AdapterUnknown, Draining, EngineError, InvalidRequest, Loading
 from engine.output.stream import RequestStream
 from engine.queue_limit import QueueLimit
-from engine.remote.calls import RemoteEmbeddingTokenizer, RemoteGrammars, RemoteTokenizer
+from engine.remote.calls import RemoteEmbeddingTokenizer, RemoteGrammars, RemoteSpeech, RemoteTokenizer
 from engine.remote.error_message import to_error
 from engine.remote.link import WorkerLink, dead, reason
 from engine.remote.messages import (
@@ -145,6 +145,12 @@ class RemoteEngine(EngineClient):
         """For worker threads: its methods block. Raises Loading before the model is loaded."""
         self._require_model()
         return RemoteGrammars(self._link.call)
+
+    @property
+    def speech(self) -> RemoteSpeech:
+        """For worker threads: its methods block. Raises Loading before the model is loaded."""
+        self._require_model()
+        return RemoteSpeech(self._link.call)
 
     @property
     def embedding(self) -> EmbeddingModelInfo | None:

@@ -18,6 +18,7 @@ from engine.client import EngineClient
 from engine.types.content import Upload
 from engine.types.events import Logprob
 from engine.types.request import EmbeddingInput, Grammar, RenderedPrompt
+from engine.types.speech import SpeechFeatures
 
 
 def to_bytes(text: str) -> bytes:
@@ -119,6 +120,15 @@ class RenderChat(Method, frozen=True):
         )
 
 
+class ExtractSpeechFeatures(Method, frozen=True):
+    """SpeechClient.features."""
+
+    upload: Upload
+
+    def run(self, engine: EngineClient) -> SpeechFeatures:
+        return engine.speech.features(self.upload)
+
+
 class EmbeddingPrompt(Method, frozen=True):
     """EmbeddingTokenizerClient.prompt."""
 
@@ -186,6 +196,7 @@ Invocation = (
     | Decode
     | DescribeTokens
     | RenderChat
+    | ExtractSpeechFeatures
     | EmbeddingPrompt
     | EncodeForEmbedding
     | EncodePair

@@ -1,6 +1,7 @@
-"""Constraints of a request on the next token: masks that depend on the text so far alone, so that drafts obey them.
+"""Constraints of a request on the next token: masks that depend on the text so far, so that drafts obey them.
 
-They apply in this order: grammar, allowed tokens, bad words, minimum length, reasoning budget. Where the grammar allows
+They apply in this order: grammar, allowed tokens, bad words, minimum length, reasoning budget, timestamps; the mask of
+timestamps depends on the logits too. Where the grammar allows
 end tokens only, the text ends and the other constraints do not apply.
 """
 
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from engine.grammar import bitmask
 from engine.grammar.matcher import GrammarMatcher
+from engine.sample.timestamps import Timestamps
 from engine.types.request import ReasoningLimit, Request
 
 
@@ -30,12 +32,16 @@ class Constraint(Protocol):
 
 
 class Constraints:
-    """All constraints of one request at one position of its text."""
+    """All constraints of one request at one position of its text.
+
+    reads_logits  whether the allowed tokens depend on the logits: `allowed_bits` is not defined then
+    """
 
     def __init__(
         self, constraints: Iterable[Constraint], matcher: GrammarMatcher | None, *, end_tokens: Iterable[int]
     ) -> None:
         self._constraints = tuple(constraints)
+        self.reads_logits = any(isinstance(constraint, Timestamps) for constraint in self._constraints)
         self._matcher, self._end_tokens = matcher, tuple(end_tokens)
         # Draft tokens after the text of the matcher.
         self._draft_tokens: tuple[int, ...] = ()
@@ -66,6 +72,8 @@ class Constraints:
             constraints.append(_MinTokens(tuple({*end_tokens, *request.stop_token_ids}), request.min_tokens))
         if request.reasoning_limit is not None:
             constraints.append(_ReasoningBudget(request.reasoning_limit, request.reasoning_limit.start_token is None))
+        if request.timestamps is not None:
+            constraints.append(Timestamps(request.timestamps))
         return cls(constraints, matcher, end_tokens=end_tokens) if constraints or matcher is not None else None
 
     def append(self, token: int) -> None:

@@ -1,8 +1,8 @@
 """Sampling on a device, with the tokens of `sample_tokens`: one copy to the device, and one wait for the tokens.
 
 No shape depends on numbers of the device, so nothing but the tokens is waited for. Rows with other filters than top-k,
-top-p and min-p are sampled on the host: one more wait. Sums of a device may round otherwise than sums of the CPU: that
-matters to ties at the border of top-p only.
+top-p and min-p, and with timestamps, are sampled on the host: one more wait. Sums of a device may round otherwise than
+those of the CPU: that matters to ties at the border of top-p only.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class SamplingBatch:
 
     def __init__(self, contexts: Sequence[SamplingContext], vocabulary: int) -> None:
         self._contexts = contexts
-        random = [row for row, context in enumerate(contexts) if not context.greedy]
-        self._random = [row for row in random if contexts[row].has_floor_filters]
-        self.host_rows = [row for row in random if not contexts[row].has_floor_filters]
+        random = [row for row, context in enumerate(contexts) if not context.greedy or context.masks_by_logits]
+        self.host_rows = [row for row in random if _is_for_host(contexts[row])]
+        self._random = [row for row in random if not _is_for_host(contexts[row])]
         modifying = self._contexts if any(context.modifies_logits for context in contexts) else ()
         parts = {
             **_bias_arrays(modifying),
@@ -242,7 +242,11 @@ def _mask_arrays(contexts: Iterable[SamplingContext], vocabulary: int) -> dict[s
     return {"masked_rows": np.asarray(list(masks), np.int64), "allowed_bits": bits}
 
 
+def _is_for_host(context: SamplingContext) -> bool:
+    return context.masks_by_logits or not context.has_floor_filters
+
+
 def _allowed_bits(contexts: Iterable[SamplingContext], vocabulary: int) -> Iterator[tuple[int, bytes]]:
     for row, context in enumerate(contexts):
-        if context.constraints is not None:
+        if context.constraints is not None and not context.masks_by_logits:
             yield row, context.constraints.allowed_bits(vocabulary)

@@ -52,6 +52,11 @@ class SamplingContext:
         return bool(self.params.logit_bias) or self.constraints is not None or not self.history.inactive
 
     @property
+    def masks_by_logits(self) -> bool:
+        """Whether the tokens that constraints allow depend on the logits."""
+        return self.constraints is not None and self.constraints.reads_logits
+
+    @property
     def argmax_only(self) -> bool:
         """Whether the token is the arg max of the raw logits."""
         return self.greedy and not self.modifies_logits

@@ -72,6 +72,26 @@ class ReasoningLimit:
 
 
 @dataclass(frozen=True, slots=True)
+class TimestampRule:
+    """Whisper's rule for its output: timestamps are in pairs around texts, never decrease, and begin the output.
+
+    A timestamp is sampled where all timestamps together are more probable than any other token.
+
+    first             the token of 0 s; larger ones are later timestamps, the one before it disables timestamps
+    end_token         ends the output; smaller tokens are text
+    suppressed        tokens that are never sampled
+    suppressed_first  tokens that are not sampled first
+    max_initial       of the first timestamp, as the number of tokens after `first`; None: any
+    """
+
+    first: int
+    end_token: int
+    suppressed: tuple[int, ...] = ()
+    suppressed_first: tuple[int, ...] = ()
+    max_initial: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Sampling parameters (engine/sample/sampler.py), applied in this order: logit_bias; repetition, frequency and
     presence penalty; dry; constraints (engine/sample/constraints.py); temperature; top_n_sigma; top_k; typical_p;
@@ -173,6 +193,7 @@ class Request:
     grammar          of the answer. The text ends where it is complete, whatever ignore_eos, min_tokens, allowed_tokens
                      and bad_words are
     reasoning_limit  budget of reasoning tokens before the answer
+    timestamps       rule for the output of a model that transcribes speech
     min_tokens       tokens before which no end token and no stop counts
     include_special_tokens  special tokens are part of the text
     score_from       log-probabilities of the prompt's tokens from this position on are computed (`PromptScored`); only
@@ -209,6 +230,7 @@ class Request:
     prediction: tuple[int, ...] = ()
     grammar: Grammar | None = None
     reasoning_limit: ReasoningLimit | None = None
+    timestamps: TimestampRule | None = None
     min_tokens: int = 0
     include_special_tokens: bool = False
     score_from: int | None = None

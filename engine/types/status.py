@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from engine.types.content import ContentKind
+from engine.types.speech import SpeechInfo
 
 # How embedding vectors are compared, as sentence-transformers names it.
 Similarity = Literal["cosine", "dot", "euclidean", "manhattan"]
@@ -57,6 +58,7 @@ class ModelInfo:
     input_modalities         kinds of content in prompts ("text", "image", "audio")
     unread_modalities        further inputs of the model ("image", "video", "audio")
     text_only_reason         why images and audio are unread; empty: they are read, or it has no such inputs
+    speech                   how it transcribes; None: it does not
     default_max_tokens       of answers whose request has no limit (max_new_tokens of the generation configuration);
                              None: the context
     """
@@ -82,6 +84,7 @@ class ModelInfo:
     input_modalities: tuple[Literal["text"] | ContentKind, ...] = ("text",)
     unread_modalities: tuple[str, ...] = ()
     text_only_reason: str = ""
+    speech: SpeechInfo | None = None
     default_max_tokens: int | None = None
 
 
