@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Any
 
 from engine.config import EngineConfig
@@ -13,8 +12,6 @@ from engine.load.read.skeleton import unread_modalities
 _CONTENT_KINDS = ("image", "audio")
 # Files of which a folder has at least one if its model can read images or audio.
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
-# Of the extra `media`.
-_LIBRARIES = ("PIL", "av")
 
 
 def text_only_reason(checkpoint: Checkpoint, config: Any, settings: EngineConfig) -> str | None:
@@ -29,6 +26,4 @@ def text_only_reason(checkpoint: Checkpoint, config: Any, settings: EngineConfig
         return "--tensor-parallel computes text only"
     if not any((checkpoint.path / name).is_file() for name in _PROCESSOR_FILES):
         return f"the folder has no {' or '.join(_PROCESSOR_FILES)}"
-    if not all(map(find_spec, _LIBRARIES)):
-        return "the packages pillow and av, of the extra media, are not installed"
     return None
