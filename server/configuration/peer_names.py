@@ -54,7 +54,7 @@ _REMEDIES = {
     "--lora name=FOLDER, repeatable, and --lora-dir FOLDER are the options of LoRA adapters.": (
         *("enable-lora", "max-lora-rank", "lora-base", "lora-init-without-apply"),
     ),
-    "There is no vision and no audio input: models are served for text only.": (
+    "The vision or audio tower of a checkpoint is loaded with it; docs/images.md has the limits.": (
         *("mmproj", "mmproj-url", "mm", "-mm", "image", "audio", "limit-mm-per-prompt", "enable-multimodal"),
     ),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from http import HTTPStatus
 
 from starlette.types import Message, Send
 
@@ -36,7 +37,7 @@ class WaitingStream:
         if not self._began:
             await self._send(message)
         elif message["type"] == "http.response.start":
-            self._failed = message["status"] >= 400
+            self._failed = message["status"] >= HTTPStatus.BAD_REQUEST
         elif not self._failed:
             await self._send(message)
         else:

@@ -189,7 +189,7 @@ def test_an_unknown_variable_is_an_error(
             "serve --enable-lora",
             "Unknown option: --enable-lora. --lora name=FOLDER, repeatable, and --lora-dir",
         ),
-        ("chat x --mmproj x.gguf", "Unknown option: --mmproj. There is no vision and no audio input"),
+        ("chat x --mmproj x.gguf", "Unknown option: --mmproj. The vision or audio tower of a checkpoint is loaded"),
         ("serve --cors", "Unknown option: --cors. Its name in Cellar is --allowed-host."),
         ("serve --temp 0", "Unknown option: --temp. Requests have it: their parameter temperature, or --temperature"),
         ("serve --top-k 3", "Unknown option: --top-k. Requests have it: their parameter top_k, or --top-k of cellar"),
