@@ -123,7 +123,8 @@ class BatchRun:
         while True:
             with acting_for(self.stored.owner):
                 response = await self.client.post(self.body["endpoint"], content=content, headers=headers)
-            if response.status_code not in RETRIED:
+            # A model that cannot be loaded is an error of the line.
+            if response.status_code not in RETRIED or response.headers.get("x-should-retry") == "false":
                 return response
             await anyio.sleep(min(float(response.headers.get("retry-after", 1)), MAX_RETRY_SECONDS))
 

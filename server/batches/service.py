@@ -219,9 +219,7 @@ class BatchService:
     async def _run(self) -> None:
         """Claim batches and renew their leases, until cancelled."""
         try:
-            with self._models.lease() as service:
-                await service.engine.wait_ready()
-                self._slots = SlotShare(max(service.engine.info.slots // 2, 1))
+            self._slots = SlotShare(max(await self._models.batch_slots() // 2, 1))
         except EngineError:
             return
         while True:

@@ -58,6 +58,11 @@ class ModelRegistry:
         """Count a request of the owner as waiting inside the block: one that is being prepared."""
         return self._service.engine.reserve(owner)
 
+    async def batch_slots(self) -> int:
+        """The slots of a model, when it is loaded. Raises EngineError of a failed load."""
+        await self._service.engine.wait_ready()
+        return self._service.engine.info.slots
+
     @property
     def phase(self) -> str:
         """The phase of the engine."""

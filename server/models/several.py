@@ -27,6 +27,9 @@ from server.models.presets import LATEST_TAG, Presets
 from server.models.registry import MAX_NAME_LENGTH, ModelRegistry
 from server.service import Service
 
+# Of a model whose settings have none (engine/load/plan/needed_memory.py).
+DEFAULT_SLOTS = 4
+
 
 class DuplicateName(ValueError):
     """Two models have the same name."""
@@ -113,6 +116,10 @@ class SeveralModels(ModelRegistry):
     def reserve(self, owner: str) -> AbstractContextManager[None]:
         """Nothing: the model of a request, and so its queue, is not known before the body."""
         return nullcontext()
+
+    async def batch_slots(self) -> int:
+        """The default slots of a model: each line of a batch loads the model that it names."""
+        return DEFAULT_SLOTS
 
     @contextmanager
     def lease(self, name: str | None = None) -> Iterator[Service]:

@@ -6,7 +6,7 @@ import logging
 import time
 import uuid
 from collections.abc import Awaitable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import anyio.to_thread
 from fastapi import FastAPI, Request
@@ -25,10 +25,13 @@ from server.http.lenient import warnings
 from server.http.parsing import run_by_size
 from server.http.stream_encoder import NdjsonStream
 from server.http.version import version
+from server.models.keep_alive import parse_keep_alive
 from server.models.presets import Preset, chat_with_preset, generate_with_preset
 from server.models.registry import ModelRegistry
+from server.models.several import SeveralModels
 from server.ollama.model_cards import ModelCards
 from server.ollama.plain_turn import prepare_plain
+from server.ollama.several_cards import all_cards, loaded_cards
 from server.ollama.translation import (
     OllamaAnswer,
     chat_body,
@@ -73,6 +76,7 @@ def add(app: FastAPI, models: ModelRegistry) -> None:
     _add_chats(app, models)
     _add_embeddings(app, models)
     _add_cards(app, models)
+    _add_details(app, models)
     ollama_models.add(app, models, OLLAMA_ERRORS)
 
 
@@ -81,6 +85,8 @@ def _add_chats(app: FastAPI, models: ModelRegistry) -> None:
     async def chat(body: OllamaChatRequest, request: Request) -> Response:
         """Answer a conversation."""
         preset = models.presets.get(owner(request), body.model)
+        if not body.messages and _is_unloaded(models, body, preset):
+            return JsonResponse({**_load_response(body, [], "unload"), "message": {"role": "assistant", "content": ""}})
         service = _leased(models, body, preset)
         noted = [*warnings(request), *_warnings(service, body)]
         if not body.messages:
@@ -99,6 +105,8 @@ def _add_chats(app: FastAPI, models: ModelRegistry) -> None:
     async def complete(body: GenerateRequest, request: Request) -> Response:
         """Answer a prompt."""
         preset = models.presets.get(owner(request), body.model)
+        if not body.prompt and not body.suffix and _is_unloaded(models, body, preset):
+            return JsonResponse({**_load_response(body, [], "unload"), "response": ""})
         service = _leased(models, body, preset)
         _check_template(service, body)
         noted = [*warnings(request), *_warnings(service, body)]
@@ -165,11 +173,6 @@ def _add_embeddings(app: FastAPI, models: ModelRegistry) -> None:
 
 
 def _add_cards(app: FastAPI, models: ModelRegistry) -> None:
-    def cards(request: Request) -> ModelCards:
-        service = models.use()
-        service.check_ready()
-        return ModelCards(service, models.presets.of(owner(request)))
-
     @app.get("/api/version", responses={**OLLAMA_ERRORS, 200: {"model": Version}})
     async def get_version() -> Response:
         """The version of Ollama whose API this is, and the version of this server."""
@@ -178,19 +181,31 @@ def _add_cards(app: FastAPI, models: ModelRegistry) -> None:
     @app.get("/api/tags", responses=OLLAMA_ERRORS)
     async def tags(request: Request) -> Response:
         """List the names of the models."""
-        return JsonResponse({"models": cards(request).listed()})
+        if isinstance(models, SeveralModels):
+            return JsonResponse({"models": [*all_cards(models, models.presets.of(owner(request)))]})
+        return JsonResponse({"models": _cards(models, request).listed()})
 
     @app.get("/api/ps", responses=OLLAMA_ERRORS)
     async def running(request: Request) -> Response:
-        """List the loaded models: all of them, at any time."""
-        return JsonResponse({"models": cards(request).running()})
+        """List the loaded models."""
+        if isinstance(models, SeveralModels):
+            return JsonResponse({"models": [*loaded_cards(models)]})
+        return JsonResponse({"models": _cards(models, request).running()})
 
+
+def _cards(models: ModelRegistry, request: Request) -> ModelCards:
+    service = models.use()
+    service.check_ready()
+    return ModelCards(service, models.presets.of(owner(request)))
+
+
+def _add_details(app: FastAPI, models: ModelRegistry) -> None:
     @app.post("/api/show", responses=OLLAMA_ERRORS)
     async def show(body: ShowRequest, request: Request) -> Response:
         """Describe a model."""
         if (name := body.named) is None:
             raise missing_parameter("model")
-        card, preset = cards(request), models.presets.get(owner(request), name)
+        card, preset = _cards(models, request), models.presets.get(owner(request), name)
         embedding = models.use().engine.embedding
         if embedding is not None and models.without_tag(name) == models.settings.embedding_name:
             return JsonResponse(card.shown_embedding(embedding))
@@ -199,12 +214,25 @@ def _add_cards(app: FastAPI, models: ModelRegistry) -> None:
         return JsonResponse(await anyio.to_thread.run_sync(card.shown, preset))
 
 
-def _load_response(body: OllamaGenerationFields, noted: list[str]) -> OllamaLine:
-    """The response to a body without a prompt, a request to load the model."""
-    line = OllamaLine(model=body.model, created_at=now(), done=True, done_reason="load")
+def _load_response(
+    body: OllamaGenerationFields, noted: list[str], reason: Literal["load", "unload"] = "load"
+) -> OllamaLine:
+    """The response to a body without a prompt, a request to load or unload the model."""
+    line = OllamaLine(model=body.model, created_at=now(), done=True, done_reason=reason)
     if noted:
         line["warnings"] = noted
     return line
+
+
+def _is_unloaded(models: ModelRegistry, body: OllamaGenerationFields, preset: Preset | None) -> bool:
+    """Unload the model of a body without a prompt whose keep_alive is 0; whether it was one."""
+    if not isinstance(models, SeveralModels) or body.keep_alive is None or parse_keep_alive(body.keep_alive) != 0:
+        return False
+    entry = models.entry_of(body.model if preset is None else preset.base)
+    if entry is None:
+        raise models.unknown(body.model)
+    models.loader.unload(entry.name)
+    return True
 
 
 def _leased(models: ModelRegistry, body: OllamaGenerationFields, preset: Preset | None) -> Service:

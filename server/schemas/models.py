@@ -6,6 +6,8 @@ from typing import Literal, NotRequired
 
 from typing_extensions import TypedDict
 
+from server.schemas.content import Strict
+
 
 class AdapterMeta(TypedDict):
     """A LoRA adapter: its largest rank, the kinds of layers it adapts, and the digest and memory of its matrices."""
@@ -65,3 +67,9 @@ class ModelList(TypedDict):
 
     object: Literal["list"]
     data: list[Model]
+
+
+class ModelCommand(Strict):
+    """The model that is loaded or unloaded."""
+
+    model: str

@@ -254,7 +254,7 @@ class OllamaLine(TypedDict):
     response: NotRequired[str]
     thinking: NotRequired[str]
     logprobs: NotRequired[list[ChatLogprob]]
-    done_reason: NotRequired[Literal["stop", "length", "load"]]
+    done_reason: NotRequired[Literal["stop", "length", "load", "unload"]]
     total_duration: NotRequired[int]
     load_duration: NotRequired[int]
     prompt_eval_count: NotRequired[int]

@@ -199,3 +199,32 @@ def test_a_name_twice_is_an_error_with_both_sources() -> None:
     entries = [ModelEntry("a", settings(model="/x/a")), ModelEntry("b", settings(model="/y/a"), aliases=("a",))]
     with pytest.raises(DuplicateName, match=r"name a: /x/a and /y/a"):
         names_of(entries)
+
+
+def test_ollama_loads_lists_and_unloads() -> None:
+    async def scenario(app: Any, launcher: Launcher) -> None:
+        answer = await call(app, "POST", "/api/generate", json_body={"model": "a", "keep_alive": "5m"})
+        assert answer.json["done_reason"] == "load"
+        [running] = (await call(app, "GET", "/api/ps")).json["models"]
+        assert (running["name"], running["size"]) == ("a", 4)
+        assert running["expires_at"] < "9999"
+        names = [model["name"] for model in (await call(app, "GET", "/api/tags")).json["models"]]
+        assert names == ["a", "a-alias", "b", "b-alias", "c", "c-alias"]
+        answer = await call(app, "POST", "/api/chat", json_body={"model": "a:latest", "messages": [], "keep_alive": 0})
+        assert answer.json["done_reason"] == "unload"
+        await asyncio.sleep(0.05)
+        assert (await call(app, "GET", "/api/ps")).json["models"] == []
+
+    _run(scenario)
+
+
+def test_llama_loads_and_unloads() -> None:
+    async def scenario(app: Any, launcher: Launcher) -> None:
+        for action, state in (("load", "loaded"), ("unload", "unloaded")):
+            answer = await call(app, "POST", f"/models/{action}", json_body={"model": "b"})
+            assert (answer.status, answer.json) == (200, {"success": True})
+            await asyncio.sleep(0.05)
+            assert (await call(app, "GET", "/v1/models/b")).json["status"]["value"] == state
+            assert (await call(app, "POST", f"/models/{action}", json_body={"model": "x"})).status == 404
+
+    _run(scenario)

@@ -1,0 +1,75 @@
+"""Several models as /api/tags and /api/ps list them: loaded ones with their details, others by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+from server.models.presets import Preset
+from server.models.several import SeveralModels
+from server.ollama.model_cards import NEVER, ModelCards
+
+_UNKNOWN = {"format": "", "family": "", "families": [], "parameter_size": "", "quantization_level": ""}
+
+
+def all_cards(models: SeveralModels, presets: Mapping[str, Preset]) -> Iterator[dict[str, Any]]:
+    """Every model under each of its names, then the presets."""
+    for name in models.all_names:
+        yield _card(models, name)
+    for name, preset in presets.items():
+        card = _card(models, preset.base)
+        details = {**card["details"], "parent_model": preset.parent}
+        yield {**card, "name": name, "model": name, "modified_at": preset.created_at, "details": details}
+
+
+def loaded_cards(models: SeveralModels) -> Iterator[dict[str, Any]]:
+    """The loaded models, with the memory of their processes and the time of their unload."""
+    for name in models.loaded_names:
+        entry = models.entries[name]
+        status, engine = models.loader.status(entry.name), models.loader.engine(entry.name)
+        if name != entry.name or engine is None or not engine.ready:
+            continue
+        info = engine.info
+        expires = NEVER
+        if status.expires_in is not None:
+            expires = _text(datetime.now(UTC) + timedelta(seconds=status.expires_in))
+        yield {
+            **_card(models, name),
+            "size": status.memory_bytes,
+            "size_vram": 0 if info.device == "cpu" else status.memory_bytes,
+            "context_length": info.context,
+            "expires_at": expires,
+        }
+
+
+def _card(models: SeveralModels, name: str) -> dict[str, Any]:
+    """A model in any state; never loads it."""
+    entry = models.entries[name]
+    engine = models.loader.engine(entry.name)
+    if engine is not None and engine.ready:
+        cards = ModelCards(models.service(entry, name, engine), {}).listed()
+        card = next((card for card in cards if card["name"] == name), cards[0])
+        return {**card, "name": name, "model": name}
+    return {
+        "name": name,
+        "model": name,
+        "modified_at": _text(datetime.fromtimestamp(models.created, UTC)),
+        "size": _file_bytes(entry.source),
+        "digest": "",
+        "details": {"parent_model": "", **_UNKNOWN},
+    }
+
+
+def _file_bytes(source: str | None) -> int:
+    """Of a local model; 0 for others."""
+    path = Path(source or "").expanduser()
+    if source is None or not path.exists():
+        return 0
+    files = path.glob("*.safetensors") if path.is_dir() else [path]
+    return sum(file.stat().st_size for file in files)
+
+
+def _text(time: datetime) -> str:
+    return time.isoformat().replace("+00:00", "Z")
