@@ -22,6 +22,7 @@ from engine.draft.depth import FixedDepth
 from engine.draft.speculation import Speculation
 from engine.grammar.matcher import GrammarMatcher
 from engine.load.cache import model_cache, offload_config
+from engine.load.contents import with_ranges
 from engine.load.load import LoadedModel
 from engine.schedule.content_inputs import ContentInputs
 from engine.schedule.draft import Draft
@@ -57,6 +58,7 @@ class Core:
         speculation: Speculation | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        config = with_ranges(config, loaded.content_encoder)
         self.capacity = loaded.capacity
         self.cache = model_cache(config, loaded)
         self._loaded, self._config, self._clock = loaded, config, clock
@@ -228,17 +230,11 @@ class Core:
         if not request.contents or encoder is None:
             return TEXT_LAYOUT
         try:
-            layout = encoder.layout(request.prompt, request.contents)
+            return encoder.layout(request.prompt, request.contents)
         except Exception as error:
             log.exception("a prompt with images or sounds has no layout")
             self._events.append((request.id, Failed(f"the prompt failed in the model ({type(error).__name__})")))
             return None
-        longest = max((stop - start for start, stop in layout.bidirectional), default=0)
-        if longest > self._config.chunk:
-            reason = f"an image has {longest} tokens that attend to each other, a step has {self._config.chunk}"
-            self._events.append((request.id, Failed(reason, caused_by_request=True)))
-            return None
-        return layout
 
     def _compute(self, batch: Rows[ScheduledSequence], began: float) -> None:
         """Run a step; `began` is the time before it was scheduled."""

@@ -36,6 +36,7 @@ from engine.errors import (
 )
 from engine.grammar.compiler import GrammarCompiler
 from engine.load.adapters import AdapterReader, adapter_limits
+from engine.load.contents import with_ranges
 from engine.load.load import LoadedModel
 from engine.load.machine.device import resolve_device
 from engine.load.recording import record_steps
@@ -337,7 +338,8 @@ class Engine(EngineClient):
     def _check(self, request: Request) -> None:
         self._check_accepting(request.id)
         loaded = self._require_model()
-        check_request(request, loaded, drafters=self._drafting.kinds)
+        chunk = with_ranges(self._config, loaded.content_encoder).chunk
+        check_request(request, loaded, drafters=self._drafting.kinds, chunk=chunk)
         if self._adapters is not None:
             self._adapters.check(request.adapter)
         elif request.adapter:

@@ -13,14 +13,17 @@ from engine.step.input import FINAL_NORM, StepFeatures
 from engine.types.request import Dry, ReasoningLimit, Request, SamplingParams, TimestampRule, Xtc
 
 
-def check_request(request: Request, loaded: LoadedModel, *, drafters: Collection[str]) -> None:
-    """Raise InvalidRequest with the name of an invalid field, or ContextTooLong."""
+def check_request(request: Request, loaded: LoadedModel, *, drafters: Collection[str], chunk: int) -> None:
+    """Raise InvalidRequest with the name of an invalid field, or ContextTooLong.
+
+    chunk  maximum prompt tokens of a step
+    """
     info, capacity, encoder = loaded.info, loaded.capacity, loaded.encoder
     if not request.prompt:
         raise InvalidRequest("prompt", "the prompt has no tokens")
     if len(request.prompt) > capacity - (0 if request.prefill_only else 1):
         raise ContextTooLong(len(request.prompt), capacity, max_context=info.max_context)
-    _check_contents(request, loaded.content_encoder)
+    _check_contents(request, loaded.content_encoder, chunk)
     _check_prompt(request, info.vocabulary, None if encoder is None else encoder.image_token)
     check_sampling(request, info.vocabulary)
     if encoder is not None:
@@ -45,8 +48,10 @@ def _check_prompt(request: Request, vocabulary: int, image_token: int | None) ->
         _check_token_ids("prompt", (token for token in text_tokens(request) if token != image_token), vocabulary)
 
 
-def _check_contents(request: Request, encoder: ContentEncoder | None) -> None:
-    """Contents lie in the prompt, in order, and the entry of each fits into the memory of all."""
+def _check_contents(request: Request, encoder: ContentEncoder | None, chunk: int) -> None:
+    """Contents lie in the prompt, in order, the entry of each fits into the memory of all, and a step computes those
+    of their tokens that attend to each other.
+    """
     if not request.contents:
         return
     if encoder is None:
@@ -60,6 +65,9 @@ def _check_contents(request: Request, encoder: ContentEncoder | None) -> None:
         reason = f"the {content.kind} at {span} takes {size} bytes, and all may take {encoder.budget_bytes}"
         _require("contents", size <= encoder.budget_bytes, reason)
         end = content.stop
+    length = encoder.range_length(request.prompt, request.contents)
+    reason = f"{length} tokens of an image attend to each other, and a step computes at most {chunk} tokens"
+    _require("contents", length <= chunk, reason)
 
 
 def _check_scores(request: Request, vocabulary: int) -> None:

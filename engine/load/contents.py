@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
+from engine.config import EngineConfig
 from engine.errors import InvalidContent, ModelUnsupported, Overloaded
 from engine.load.read.checkpoint import error_line
 from engine.load.read.text_part import RUN_ERRORS
 from engine.media.capture import ContentsUnsupported
 from engine.media.encoder import CapturingEncoder, ContentSample
-from engine.media.samples import sample_upload
+from engine.media.samples import sample_shapes, sample_upload
 from engine.media.sandbox import MediaSandbox, SandboxUnavailable
+from engine.step.content import ContentEncoder
 from engine.text.template_process import TemplateTooCostly, TemplateUnavailable
 from engine.text.tokenizer import Tokenizer
-from engine.types.content import Content, ContentKind
+from engine.types.content import Content, ContentKind, Upload
 
 
 def content_encoder(
@@ -24,8 +27,11 @@ def content_encoder(
     kinds then. Raises ModelUnsupported.
     """
     try:
-        samples = [_sample(processor, tokenizer, kind) for kind in _kinds(processor, tokenizer)]
-        return CapturingEncoder(model, samples, budget_bytes=budget_bytes)
+        samples = [_sample(processor, tokenizer, sample_upload(kind)) for kind in _kinds(processor, tokenizer)]
+        encoder = CapturingEncoder(model, samples, budget_bytes=budget_bytes)
+        if encoder.bidirectional and "image" in encoder.kinds:
+            encoder.measure_ranges(_sample(processor, tokenizer, upload) for upload in sample_shapes())
+        return encoder
     except ContentsUnsupported as error:
         raise ModelUnsupported(name, error.reason) from error
     except SandboxUnavailable as error:
@@ -36,6 +42,11 @@ def content_encoder(
         raise ModelUnsupported(name, f"its chat template {error}") from error
     except RUN_ERRORS as error:
         raise ModelUnsupported(name, f"its vision or audio tower does not run ({error_line(error)})") from error
+
+
+def with_ranges(config: EngineConfig, encoder: ContentEncoder | None) -> EngineConfig:
+    """The settings with a chunk for the longest range of the encoder: a step computes such a range whole."""
+    return config if encoder is None else replace(config, chunk=max(config.chunk, encoder.longest_range))
 
 
 def _kinds(processor: MediaSandbox, tokenizer: Tokenizer) -> Iterable[ContentKind]:
@@ -49,7 +60,7 @@ def _kinds(processor: MediaSandbox, tokenizer: Tokenizer) -> Iterable[ContentKin
     return sorted(kinds, key=list(processor.markers).index)
 
 
-def _sample(processor: MediaSandbox, tokenizer: Tokenizer, kind: ContentKind) -> ContentSample:
-    processed = processor.process(sample_upload(kind))
+def _sample(processor: MediaSandbox, tokenizer: Tokenizer, upload: Upload) -> ContentSample:
+    processed = processor.process(upload)
     tokens = tuple(tokenizer.encode(processed.replacement, add_special=False))
-    return ContentSample(Content(kind, 0, len(tokens), processed.digest, processed.arrays), tokens)
+    return ContentSample(Content(upload.kind, 0, len(tokens), processed.digest, processed.arrays), tokens)

@@ -23,7 +23,7 @@ from engine.grammar.compiler import GrammarCompiler
 from engine.kernels.cpu.build.libraries import compile_ahead
 from engine.load.adapters import AdapterReader, load_adapters
 from engine.load.check.checking import EarlierChecks, ModelChecks, log_margins, read_earlier_checks
-from engine.load.contents import content_encoder
+from engine.load.contents import content_encoder, with_ranges
 from engine.load.fusion import fuse
 from engine.load.layers import LayersToQuantize, QuantizedLayers, quantize_layers
 from engine.load.machine.device import use_device
@@ -202,7 +202,7 @@ def _load(config: EngineConfig, source: _Source, on_phase: Callable[[str], None]
     on_phase("kernels")
     budget_bytes = encoder_budget(available)
     encoder = _encoder(name, model, budget_bytes=budget_bytes)
-    contents = _content_encoder(source, model, reading, budget_bytes=budget_bytes)
+    contents, config = _content_encoder(source, config, model, reading, budget_bytes=budget_bytes)
     checks.set_traits(text_config.vocab_size, recurrent=recurrent, encoder=encoder, contents=contents, switch=switch)
     speech = speech_reader(model, folder)
     on_phase("self-test" if checks.earlier is None else "checked before")
@@ -332,12 +332,13 @@ def _read_earlier_checks(
 
 
 def _content_encoder(
-    source: _Source, model: Any, reading: Future[Tokenizer], *, budget_bytes: int
-) -> CapturingEncoder | None:
-    """None for a text model."""
+    source: _Source, config: EngineConfig, model: Any, reading: Future[Tokenizer], *, budget_bytes: int
+) -> tuple[CapturingEncoder | None, EngineConfig]:
+    """The encoder, None for a text model; and the settings with a chunk for its bidirectional ranges."""
     if source.processor is None:
-        return None
-    return content_encoder(source.name, model, source.processor, reading.result(), budget_bytes=budget_bytes)
+        return None, config
+    encoder = content_encoder(source.name, model, source.processor, reading.result(), budget_bytes=budget_bytes)
+    return encoder, with_ranges(config, encoder)
 
 
 def _further_modalities(config: Any, contents: CapturingEncoder) -> tuple[str, ...]:

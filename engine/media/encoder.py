@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Lock
@@ -55,6 +55,7 @@ class CapturingEncoder:
     kinds          of contents
     bidirectional  the layers in which placeholders attend to later ones
     budget_bytes   of all entries in memory
+    longest_range  most tokens of a sample that attend to each other
     """
 
     def __init__(self, model: Any, samples: Sequence[ContentSample], *, budget_bytes: int) -> None:
@@ -80,9 +81,16 @@ class CapturingEncoder:
         if len(visible) > 1:
             raise ContentsUnsupported("its layers attend otherwise to images than to sounds")
         self.bidirectional = next(iter(visible), Bidirectional())
+        self.longest_range = 0
+        self.measure_ranges(samples)
         self._token_bytes = max(
             (_token_bytes(self.encode(sample.content, sample.tokens)) for sample in samples), default=0
         )
+
+    def measure_ranges(self, samples: Iterable[ContentSample]) -> None:
+        """Extend `longest_range` to those of these contents."""
+        lengths = (self.range_length(sample.tokens, [sample.content]) for sample in samples)
+        self.longest_range = max((self.longest_range, *lengths))
 
     def entry_bytes(self, content: Content) -> int:
         return (content.stop - content.start) * self._token_bytes
@@ -99,18 +107,17 @@ class CapturingEncoder:
     def layout(self, tokens: Sequence[int], contents: Sequence[Content]) -> PromptLayout:
         if not contents and not self._is_prefix_lm:
             return PromptLayout()
-        kinds = [0] * len(tokens)
-        placeholders: list[tuple[int, int]] = []
-        for content in contents:
-            kinds[content.start : content.stop] = content_kinds = self._kinds(
-                content, tokens[content.start : content.stop]
-            )
-            placeholders += runs([kind > 0 for kind in content_kinds], content.start)
+        kinds = self._prompt_kinds(tokens, contents)
         positions = self._positions(tokens, contents, kinds)
         offset = int(positions[-3:].max()) + 1 - len(tokens)
         is_plain = offset == 0 and bool((positions == torch.arange(len(tokens))).all())
-        ranges = self.bidirectional.ranges(len(tokens), [(a, b) for a, b in placeholders if b > a + 1])
-        return PromptLayout(None if is_plain else positions, offset, ranges)
+        return PromptLayout(None if is_plain else positions, offset, self._ranges(contents, kinds))
+
+    def range_length(self, tokens: Sequence[int], contents: Sequence[Content]) -> int:
+        if not self.bidirectional:
+            return 0
+        ranges = self._ranges(contents, self._prompt_kinds(tokens, contents))
+        return max((stop - start for start, stop in ranges), default=0)
 
     def is_bidirectional(self, layer: int) -> bool:
         return self.bidirectional.holds(self._model.config.get_text_config(decoder=True), layer)
@@ -127,6 +134,22 @@ class CapturingEncoder:
     def text_only(self, tokens: Sequence[int]) -> list[int]:
         """The tokens, with a token of text in place of placeholders."""
         return [self._text_token if token in self._placeholders else token for token in tokens]
+
+    def _prompt_kinds(self, tokens: Sequence[int], contents: Sequence[Content]) -> list[int]:
+        """The kind of each token of a prompt."""
+        kinds = [0] * len(tokens)
+        for content in contents:
+            kinds[content.start : content.stop] = self._kinds(content, tokens[content.start : content.stop])
+        return kinds
+
+    def _ranges(self, contents: Sequence[Content], kinds: Sequence[int]) -> tuple[tuple[int, int], ...]:
+        """The bidirectional ranges of a prompt whose tokens have these kinds."""
+        placeholders: list[tuple[int, int]] = []
+        for content in contents:
+            placeholders += runs([kind > 0 for kind in kinds[content.start : content.stop]], content.start)
+        return self.bidirectional.ranges(
+            len(kinds), [(start, stop) for start, stop in placeholders if stop > start + 1]
+        )
 
     def _positions(self, tokens: Sequence[int], contents: Sequence[Content], kinds: Sequence[int]) -> Tensor:
         """[axes, tokens]"""

@@ -89,10 +89,12 @@ TEXT_LAYOUT = PromptLayout()
 class ContentEncoder(Protocol):
     """The part of a multimodal model before its decoder. Belongs to the engine thread.
 
-    budget_bytes  of all entries in memory
+    budget_bytes   of all entries in memory
+    longest_range  most tokens of one content that attend to each other, of contents of several shapes at load
     """
 
     budget_bytes: int
+    longest_range: int
 
     def entry_bytes(self, content: Content) -> int:
         """Maximum bytes of the entry of a content."""
@@ -104,6 +106,10 @@ class ContentEncoder(Protocol):
 
     def layout(self, tokens: Sequence[int], contents: Sequence[Content]) -> PromptLayout:
         """The layout of a prompt; it needs no entry."""
+        ...
+
+    def range_length(self, tokens: Sequence[int], contents: Sequence[Content]) -> int:
+        """The most tokens of a prompt that attend to each other; callable on any thread."""
         ...
 
     def is_bidirectional(self, layer: int) -> bool:

@@ -50,7 +50,7 @@ class EmbeddingRows:
     """An encoder of token ranges as contents: their rows are the embeddings of their tokens."""
 
     def __init__(self, model: Any, *, budget_bytes: int = 2**30) -> None:
-        self.budget_bytes = budget_bytes
+        self.budget_bytes, self.longest_range = budget_bytes, 0
         self._embeddings = model.get_input_embeddings()
 
     def entry_bytes(self, content: Content) -> int:
@@ -62,6 +62,9 @@ class EmbeddingRows:
 
     def layout(self, tokens: Sequence[int], contents: Sequence[Content]) -> PromptLayout:
         return PromptLayout(bidirectional=tuple((content.start, content.stop) for content in contents))
+
+    def range_length(self, tokens: Sequence[int], contents: Sequence[Content]) -> int:
+        return max(content.stop - content.start for content in contents)
 
     def is_bidirectional(self, layer: int) -> bool:
         return True

@@ -278,7 +278,7 @@ def test_contents_outside_of_the_prompt_or_out_of_order_are_refused(
     request = ask("a", range(8), contents=token_contents(range(8), *ranges))
 
     with pytest.raises(InvalidRequest, match="not after the others in the prompt") as error:
-        check_request(request, with_token_contents(loaded("llama")), drafters=())
+        check_request(request, with_token_contents(loaded("llama")), drafters=(), chunk=64)
 
     assert error.value.field == "contents"
 
@@ -288,7 +288,7 @@ def test_contents_larger_than_the_memory_of_all_are_refused(models: Callable[[st
     small = replace(model.loaded, content_encoder=EmbeddingRows(model.loaded.model, budget_bytes=100))
 
     with pytest.raises(InvalidRequest, match="all may take 100"):
-        check_request(requests(model)[0], small, drafters=())
+        check_request(requests(model)[0], small, drafters=(), chunk=64)
 
 
 def test_tokens_of_contents_are_not_scored(models: Callable[[str], ContentModel]) -> None:
@@ -296,16 +296,27 @@ def test_tokens_of_contents_are_not_scored(models: Callable[[str], ContentModel]
     request = replace(requests(model)[0], score_from=3)
 
     with pytest.raises(InvalidRequest, match="cannot be scored"):
-        check_request(request, model.loaded, drafters=())
+        check_request(request, model.loaded, drafters=(), chunk=64)
 
 
-def test_a_range_longer_than_a_step_fails_its_request(loaded: Callable[..., LoadedModel]) -> None:
-    engine = core(with_token_contents(loaded("llama")), chunk=16)
+def test_a_range_longer_than_a_step_is_refused(loaded: Callable[..., LoadedModel]) -> None:
+    request = ask("a", range(40), contents=token_contents(range(40), (2, 30)))
 
-    answer = play(engine, [Job(ask("a", range(40), contents=token_contents(range(40), (2, 30))))])["a"]
+    reason = "28 tokens of an image attend to each other, and a step computes at most 16 tokens"
+    with pytest.raises(InvalidRequest, match=reason):
+        check_request(request, with_token_contents(loaded("llama")), drafters=(), chunk=16)
 
-    reason = "an image has 28 tokens that attend to each other, a step has 16"
-    assert answer.end == Failed(reason, caused_by_request=True)
+
+def test_the_chunk_computes_the_longest_range(
+    models: Callable[[str], ContentModel], expected: Callable[[str], dict[str, list[int]]]
+) -> None:
+    model = models("gemma3")
+    engine = core(model.loaded, context=CONTEXT, chunk=2)
+
+    answers = play(engine, [Job(request) for request in requests(model)])
+
+    assert model.encoder.longest_range > 2
+    assert texts(answers) == expected("gemma3")
 
 
 def test_steps_have_tokens_of_contents_or_others(models: Callable[[str], ContentModel]) -> None:
