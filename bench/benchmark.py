@@ -84,8 +84,8 @@ class Benchmark:
         places = {(number, server): Measured(server.name, cells[number]) for number, server in pairs(cells, servers)}
         self.measured[:] = places.values()
         self.console.print("probing the servers ...")
-        found = {server: await probe(server, self.options, self.kind, self.seed) for server in servers}
-        seconds = {(number, server): found[server].speed.seconds(cells[number].work) for number, server in places}
+        probed = {server: await probe(server, self.options, self.kind, self.seed) for server in servers}
+        seconds = {(number, server): probed[server].speed.seconds(cells[number].work) for number, server in places}
         self.console.print(self._announcement(servers, cells, sum(seconds.values())), soft_wrap=True)
         columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
         with Progress(*columns, console=self.console, transient=True) as progress:
@@ -96,13 +96,13 @@ class Benchmark:
                 if not self.console.is_terminal:  # no progress bar
                     self.console.print(description)
                 place = places[number, server]
-                place.results.append(await self._measure(found[server], cells[number], round_number))
+                place.results.append(await self._measure(probed[server], cells[number], round_number))
                 self.watch(place)
                 progress.advance(bar, seconds[number, server])
         self.console.print(f"took {format_duration(time.monotonic() - began)}")
 
-    async def _measure(self, found: ProbedServer, cell: Cell, round_number: int) -> CellResult:
-        generator = found.generator.for_round(round_number)
+    async def _measure(self, probed: ProbedServer, cell: Cell, round_number: int) -> CellResult:
+        generator = probed.generator.for_round(round_number)
         if round_number == 0:
             count = cell.work.streams
             wave = [

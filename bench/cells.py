@@ -47,11 +47,11 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One measurement. `at` is its place on the plot's axis, `label` its description."""
+    """One measurement. `axis_position` is its place on the plot's axis, `label` its description."""
 
     scenario: Scenario
     label: str
-    at: float
+    axis_position: float
     work: Workload
     measure: Callable[[LoadGenerator], Awaitable[CellResult]]
 
@@ -85,7 +85,7 @@ def long_context(share: int, context: int, *, answered: int) -> Cell:
     """A single stream with a prompt of `share` per cent of the context."""
     tokens = min(context * share // 100, context - answered - SPARE_TOKENS)
     cell = single_stream(tokens, answered=answered, repeats=1, scenario="long")
-    return replace(cell, label=f"{share} % of {context}", at=share)
+    return replace(cell, label=f"{share} % of {context}", axis_position=share)
 
 
 def streams(count: int, *, asked: int, answered: int, requests: int) -> Cell:
@@ -130,9 +130,11 @@ def chat(history: int, *, turn: int) -> Cell:
 
     async def measure(generator: LoadGenerator) -> CellResult:
         first = generator.prompts.unshared(history, generator.key, "chat")
-        cold = await generator.one(first, turn)
+        cold = await generator.single(first, turn)
         answer = "".join(sample.text for sample in cold.whole)
-        warm = await generator.one(generator.prompts.second_turn(first, answer, turn, generator.key, "second turn"), 1)
+        warm = await generator.single(
+            generator.prompts.second_turn(first, answer, turn, generator.key, "second turn"), 1
+        )
         return reuse_figures(cold, warm)
 
     return Cell("reuse", f"second turn of {history}", 0, Workload(history + CACHED_PREFIX_COST * turn, turn), measure)
@@ -146,7 +148,7 @@ def users(count: int, *, system: int, turn: int) -> Cell:
             generator.prompts.shared_system(system, turn, generator.key, "users", number=number)
             for number in range(count)
         ]
-        cold = await generator.one(prompts[0], 1)
+        cold = await generator.single(prompts[0], 1)
         return reuse_figures(cold, await generator.closed_loop(prompts[1:], 1, streams=1))
 
     label = f"users 2 to {count} of {system}"

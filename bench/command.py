@@ -78,14 +78,16 @@ def measure(options: BenchOptions, serving: ServeArguments, console: Console, re
             asyncio.run(session.run(servers, cells))
         finally:
             # Results of an interrupted run are written too.
-            if found := [one for one in session.measured if one.results]:
+            if measured := [result for result in session.measured if result.results]:
                 about = {**dataclasses.asdict(options), "seed": seed, "out": str(options.out)}
                 about_run = {"environment": around, "options": about}
-                write_json(options.out / "bench.json", document(found, servers=servers, left_out=left_out, **about_run))
-                show(found, left_out, results)
-                for path in (options.out / "bench.json", *plots(options.out, found, around, results)):
+                write_json(
+                    options.out / "bench.json", document(measured, servers=servers, left_out=left_out, **about_run)
+                )
+                show(measured, left_out, results)
+                for path in (options.out / "bench.json", *plots(options.out, measured, around, results)):
                     results.print(str(path), highlight=False, soft_wrap=True)
-    return 0 if all(one.whole for one in found) else EXIT_ERRORS
+    return 0 if all(result.whole for result in measured) else EXIT_ERRORS
 
 
 def servers_of(options: BenchOptions, serving: ServeArguments, stack: ExitStack, console: Console) -> list[Server]:
@@ -121,9 +123,9 @@ def show(measured: Sequence[Measured], left_out: Sequence[str], console: Console
     console.print("Medians of the rounds, lowest and highest in brackets.")
     for text in left_out:
         console.print(f"left out: {text}", markup=False)
-    for one in measured:
-        for outcome, text in one.problems.items():
-            console.print(f"{one.server}, {one.cell.label}: {outcome}: {text}", markup=False, soft_wrap=True)
+    for result in measured:
+        for outcome, text in result.problems.items():
+            console.print(f"{result.server}, {result.cell.label}: {outcome}: {text}", markup=False, soft_wrap=True)
 
 
 def plots(out: Path, measured: Sequence[Measured], around: dict[str, Any], console: Console) -> list[Path]:

@@ -29,7 +29,7 @@ class LoadGenerator:
         """The same in another round."""
         return replace(self, key=key)
 
-    async def one(self, prompt: Prompt, max_tokens: int) -> LoadRun:
+    async def single(self, prompt: Prompt, max_tokens: int) -> LoadRun:
         """Send one request."""
         return await self.closed_loop([prompt], max_tokens, streams=1)
 
@@ -52,15 +52,15 @@ class LoadGenerator:
         answers: list[SentRequest] = []
         begun = time.perf_counter()
 
-        async def one(prompt: Prompt, at: float) -> None:
-            await asyncio.sleep(begun + at - time.perf_counter())
+        async def request(prompt: Prompt, delay: float) -> None:
+            await asyncio.sleep(begun + delay - time.perf_counter())
             answers.append(await self._send(prompt, max_tokens, begun))
 
-        at = 0.0
+        delay = 0.0
         async with asyncio.TaskGroup() as group:
             for prompt in prompts:
-                group.create_task(one(prompt, at))
-                at += source.expovariate(rate)
+                group.create_task(request(prompt, delay))
+                delay += source.expovariate(rate)
         return _finished_run(len(prompts), begun, answers)
 
     async def _send(self, prompt: Prompt, max_tokens: int, begun: float) -> SentRequest:

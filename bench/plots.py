@@ -22,18 +22,17 @@ def draw(path: Path, measured: Sequence[Measured], title: str) -> None:
     from matplotlib.figure import Figure  # half a second of import, and only needed here
 
     names = series(measured)
-    labels = list(dict.fromkeys(one.cell.label for one in measured))
+    labels = list(dict.fromkeys(result.cell.label for result in measured))
     down = -(-max(1, len(names)) // COLUMNS)
     figure = Figure(figsize=(4 * COLUMNS, 3.5 * down), layout="constrained")
     panels = figure.subplots(down, COLUMNS, squeeze=False).flatten()
     for panel in panels[len(names) :]:
         panel.set_axis_off()
     for panel, name in zip(panels, names, strict=False):
-        for number, server in enumerate(dict.fromkeys(one.server for one in measured)):
-            own = [one for one in measured if one.server == server and one.values(name)]
-            line(
-                panel, [labels.index(one.cell.label) for one in own], [one.values(name) for one in own], server, number
-            )
+        for number, server in enumerate(dict.fromkeys(result.server for result in measured)):
+            results = [result for result in measured if result.server == server and result.values(name)]
+            places = [labels.index(result.cell.label) for result in results]
+            line(panel, places, [result.values(name) for result in results], server, number)
         panel.set_title(name)
         panel.set_xticks(range(len(labels)), labels, rotation=20, ha="right", fontsize="small")
         panel.set_ylim(bottom=0)

@@ -68,7 +68,7 @@ async def one_token_answer(server: Server, options: RequestOptions, prompt: Prom
 
 async def measure_speed(generator: LoadGenerator) -> StreamSpeed:
     """How fast one stream is, from a single answer."""
-    run = await generator.one(generator.prompts.unshared(SPEED_PROMPT_TOKENS, "pace"), SPEED_ANSWER_TOKENS)
+    run = await generator.single(generator.prompts.unshared(SPEED_PROMPT_TOKENS, "pace"), SPEED_ANSWER_TOKENS)
     sample = check_sample(generator.server, run.samples[0])
     first = sample.first_token_seconds or sample.finished
     return StreamSpeed(
@@ -82,11 +82,11 @@ def chat_of(words: list[str]) -> Chat:
     return (("user", " ".join(words)),)
 
 
-def measure_length(few: Sample, many: Sample) -> TokenRatio:
+def measure_length(short: Sample, long: Sample) -> TokenRatio:
     """How the server counts words."""
-    if few.prompt_tokens is None or many.prompt_tokens is None:
+    if short.prompt_tokens is None or long.prompt_tokens is None:
         return DEFAULT_LENGTH
-    return fit_ratio((len(FEW), few.prompt_tokens), (len(MANY), many.prompt_tokens))
+    return fit_ratio((len(FEW), short.prompt_tokens), (len(MANY), long.prompt_tokens))
 
 
 def check_sample(server: Server, sample: Sample) -> Sample:

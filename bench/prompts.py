@@ -49,10 +49,10 @@ class TokenRatio:
         return max(1, round((tokens - self.template_tokens) / self.word))
 
 
-def fit_ratio(few: tuple[int, int], many: tuple[int, int]) -> TokenRatio:
+def fit_ratio(short: tuple[int, int], long: tuple[int, int]) -> TokenRatio:
     """The line through two (words, tokens) that a server counted."""
-    word = max((many[1] - few[1]) / (many[0] - few[0]), 0.1)
-    return TokenRatio(template_tokens=few[1] - word * few[0], word=word)
+    word = max((long[1] - short[1]) / (long[0] - short[0]), 0.1)
+    return TokenRatio(template_tokens=short[1] - word * short[0], word=word)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,12 +26,12 @@ TITLES = {
 
 def by_scenario(measured: Iterable[Measured]) -> list[tuple[str, list[Measured]]]:
     """All of them, as they share a table and a plot."""
-    return [(name, list(group)) for name, group in groupby(measured, key=lambda one: one.cell.scenario)]
+    return [(name, list(group)) for name, group in groupby(measured, key=lambda result: result.cell.scenario)]
 
 
 def series(measured: Iterable[Measured]) -> list[str]:
     """The names of all their figures."""
-    return list(dict.fromkeys(name for one in measured for name in one.series))
+    return list(dict.fromkeys(name for result in measured for name in result.series))
 
 
 def table(scenario: str, measured: Sequence[Measured]) -> Table:
@@ -42,9 +42,9 @@ def table(scenario: str, measured: Sequence[Measured]) -> Table:
         result.add_column(name, no_wrap=True)
     for name in names:
         result.add_column(name, justify="right")
-    for one in measured:
-        ended = ", ".join(f"{count} {outcome}" for outcome, count in one.outcomes.items())
-        result.add_row(one.server, one.cell.label, ended, *(spread(one.values(name)) for name in names))
+    for row in measured:
+        ended = ", ".join(f"{count} {outcome}" for outcome, count in row.outcomes.items())
+        result.add_row(row.server, row.cell.label, ended, *(spread(row.values(name)) for name in names))
     return result
 
 
@@ -74,9 +74,12 @@ def document(
         "format": 2,
         "environment": environment,
         "options": options,
-        "servers": [{"name": one.name, "url": one.url, "model": one.model, "context": one.context} for one in servers],
+        "servers": [
+            {"name": server.name, "url": server.url, "model": server.model, "context": server.context}
+            for server in servers
+        ],
         "left_out": list(left_out),
-        "cells": [cell_entry(one) for one in measured],
+        "cells": [cell_entry(result) for result in measured],
     }
 
 
@@ -86,7 +89,7 @@ def cell_entry(measured: Measured) -> dict[str, Any]:
         "server": measured.server,
         "scenario": measured.cell.scenario,
         "label": measured.cell.label,
-        "at": measured.cell.at,
+        "at": measured.cell.axis_position,
         "outcomes": measured.outcomes,
         "problems": measured.problems,
         "figures": {

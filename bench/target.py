@@ -41,8 +41,8 @@ def find(name: str, url: str, *, model: str | None, api_key: str | None, context
         if not listed:
             raise BenchError(f"{url}/models lists no model: add --served-model-name")
         model = str(listed[0].get("id"))
-    own = next((entry for entry in listed if entry.get("id") == model), {})
-    return Server(name, url, model, api_key, context or context_of(own))
+    entry = next((entry for entry in listed if entry.get("id") == model), {})
+    return Server(name, url, model, api_key, context or context_of(entry))
 
 
 def ask_models(url: str, api_key: str | None) -> list[dict[str, Any]]:

@@ -138,8 +138,8 @@ class MtpDrafter:
             self._slots.rewind(slot, len(request.tokens))
             # The state before the last token stays: the same draft may be requested once more.
             states.release(states.base + len(slot.tokens) - 1)
-        for at, index in enumerate(ready):
-            drafts[index] = looped.get(at, continuations[at])
+        for i, index in enumerate(ready):
+            drafts[index] = looped.get(i, continuations[i])
         return drafts
 
     def forget(self, sequence_id: str, output: Sequence[int]) -> None:

@@ -118,7 +118,7 @@ def _model_options() -> dict[str, Any]:
 
 def _value(path: Path, place: str, value_type: Any, key: str, value: Any) -> Any:
     """The value of an option, as the command line would read it."""
-    setting = next((each for each in options() if key in each.keys), None)
+    setting = next((option for option in options() if key in option.keys), None)
     if setting is None:
         return value
     parse = _parsers().get(setting.field)

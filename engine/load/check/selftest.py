@@ -103,7 +103,7 @@ def find_runner(name: str, model: Any, traits: ModelTraits) -> PackedRunner | Se
     try:
         hooks.set_attention(model, hooks.default_attention(model))
         batches = _CheckBatches(model, traits, [_test_sequence(model, traits, number) for number in range(2)])
-        checks = [(each.expected_logits(), each) for each in (batches, *_content_batches(model, traits))]
+        checks = [(batch.expected_logits(), batch) for batch in (batches, *_content_batches(model, traits))]
     except Exception as error:
         raise ModelUnsupported(name, f"it does not run ({type(error).__name__}: {error})") from error
     reasons: list[str] = []
