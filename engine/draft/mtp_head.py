@@ -111,6 +111,8 @@ class MtpRunner(PackedRunner):
         positions = self._tensor([position for span in forward.spans for position in range(span.start, span.stop)])
         batch = {"input_ids": self._tensor(tokens)[None], "position_ids": positions[None]}
         rows = self._tensor(logit_rows)
+        # The native step returns float32 whatever the dtype of the weights.
+        states = states.to(self._layer.layers.layers[0].hnorm.weight.dtype)
         with torch.inference_mode(), hooks.use_backend(self._backend(forward, ())):
             output: _LayerOutput = self._layer(
                 **batch, past_key_values=hooks.CacheFacade(positions), logits_to_keep=rows, states=states[None]
@@ -182,9 +184,10 @@ def _native_runner(layer: MtpLayer, modules: MtpRunner, target: LoadedModel) -> 
         # The other weights are the model's, and its native step reads them where they are.
         move_weights(layer.layers.layers)
         make = partial(NativePairRunner, modules, decoder, loaded_library())
-        runner = make()
+        # Described outside of the mode, in which all weights appear as float32.
+        runner, unrounded = make(), make(rounds_to_bfloat16=False)
         with Float32Mode(layer):
-            error = _difference(modules, make(rounds_to_bfloat16=False), layer, vocabulary)
+            error = _difference(modules, unrounded, layer, vocabulary)
     except UnsupportedArchitecture as reason:
         log.info("the MTP layer runs in torch operations, not in one native call: %s", reason.reason)
         return None

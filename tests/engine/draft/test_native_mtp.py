@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -57,11 +58,17 @@ def requests(tokens: int = 24) -> list[Request]:
 
 
 def play_drafted(
-    target: LoadedModel, head: MtpHead, submitted: Sequence[Request], *, pending: int = 256, cells: int | None = None
+    target: LoadedModel,
+    head: MtpHead,
+    submitted: Sequence[Request],
+    *,
+    pending: int = 256,
+    cells: int | None = None,
+    cell_dtype: torch.dtype = torch.float32,
 ) -> tuple[dict[str, list[int]], RecordingDrafter, int]:
     """The output of each request, its drafts, and the number of preemptions."""
     specs = [plan.spec for plan in head.runner.layers]
-    memory = Cache(specs, slots=4, capacity=CONTEXT, cells=4 * CONTEXT, dtype=torch.float32)
+    memory = Cache(specs, slots=4, capacity=CONTEXT, cells=4 * CONTEXT, dtype=cell_dtype)
     drafter = MtpDrafter(memory, head.runner, chunk=16, pending=pending)
     recorder = RecordingDrafter(drafter)
     speculation = Speculation(None, recorder, FixedDepth(DEPTH), lambda: 0.0, reader=drafter)
@@ -121,6 +128,33 @@ def test_a_native_head_resumes_from_its_prefix_tree(headed: Headed) -> None:
         assert outputs["again"] == play(core(target), [Job(again)])["again"].tokens
         drafts = [draft for request, _, draft in recorder.recorded if request.sequence_id == "again"]
         assert any(len(draft) == DEPTH for draft in drafts)
+
+
+@pytest.mark.parametrize("kind", quick(QUICK, KINDS))
+@pytest.mark.parametrize("quantize", ["none", "int8"])
+def test_heads_of_bfloat16_models_are_native(
+    kind: str, quantize: Literal["none", "int8"], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The text is that without drafts, natively and in torch modules, which get float32 states of the native step."""
+    monkeypatch.setattr("engine.load.load.is_small", lambda folder: False)
+    if not torch.cpu._is_avx512_bf16_supported():
+        pytest.skip("this processor does not multiply bfloat16: float32 is what it computes in")
+    folder = save_headed(kind, tmp_path, lambda weights: weights.update({k: v.bfloat16() for k, v in weights.items()}))
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"dtype": "bfloat16"}))
+    target = load_model(folder, "auto", quantize=quantize)
+    assert target.dtype == torch.bfloat16
+    head, submitted = load_mtp(target), requests()[:2]
+    assert type(head.runner) is NativePairRunner
+    with patch.object(mtp_head, "_native_runner", return_value=None):
+        heads = (head, load_mtp(target))
+
+    for head in heads:
+        outputs, recorder, _ = play_drafted(target, head, submitted, cell_dtype=target.kv_dtype)
+
+        for request in submitted:
+            assert outputs[request.id] == play(core(target), [Job(request)])[request.id].tokens
+        assert any(draft for _, _, draft in recorder.recorded)
 
 
 def test_a_head_that_differs_from_its_modules_runs_in_them(
