@@ -219,6 +219,8 @@ def test_axe_finds_nothing_serious(open_tab: Callable[..., Tab], tmp_path: Path,
     match state:
         case "streaming":
             tab.set("JSON schema", ENDLESS_SCHEMA)
+            tab.set("Max tokens", "100000")
+            tab.page.get_by_label("At a full context").select_option("shift")
             tab.open_panel("Engine")
             tab.send("Numbers")
             expect(tab.page.locator(".slot.decode")).to_have_count(1)

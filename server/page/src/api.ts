@@ -1,6 +1,6 @@
 // Calls of the server's API.
 import { promptMessages } from './prompt';
-import type { Capabilities, ChatSettings, EngineState, Failure, Message, ToolCall } from './types';
+import type { Capabilities, ChatSettings, EngineState, Failure, Message, ServedModel, ToolCall } from './types';
 
 const KEY = 'cellar.key';
 
@@ -54,14 +54,25 @@ async function call(path: string, init: RequestInit = {}): Promise<Response> {
   throw new ApiFailure(response.status, message ?? response.statusText, param ?? null, code, phase, fitting);
 }
 
-export async function readCapabilities(): Promise<{ model: Capabilities; names: string[] }> {
-  const body = (await (await call('/v1/capabilities')).json()) as { model: Capabilities };
-  const models = (await (await call('/v1/models')).json()) as { data: { id: string; meta: { n_slots?: number } }[] };
-  return { model: body.model, names: models.data.filter((model) => model.meta.n_slots).map((model) => model.id) };
+// The models that generate: embedding models have no slots, and a model that is not loaded has no `meta`.
+export async function readModels(): Promise<ServedModel[]> {
+  const body = (await (await call('/v1/models')).json()) as { data: ServedModel[] };
+  return body.data.filter((model) => (model.meta ? model.meta.n_slots : model.status));
 }
 
-export async function readEngine(signal: AbortSignal): Promise<EngineState> {
-  return (await (await call('/v1/engine', { signal })).json()) as EngineState;
+// `name`: one of several models, which is not loaded for it; empty for a server of one model.
+export async function readCapabilities(name: string): Promise<Capabilities> {
+  const body = (await (await readOf(name, '/v1/capabilities')).json()) as { model: Capabilities };
+  return body.model;
+}
+
+export async function readEngine(name: string, signal: AbortSignal): Promise<EngineState> {
+  return (await (await readOf(name, '/v1/engine', { signal })).json()) as EngineState;
+}
+
+function readOf(name: string, path: string, init: RequestInit = {}): Promise<Response> {
+  if (!name) return call(path, init);
+  return call(`${path}?model=${encodeURIComponent(name)}`, { ...init, headers: { 'X-Load': 'never' } });
 }
 
 export function failureOf(error: unknown): Failure {
@@ -126,7 +137,8 @@ export function completionBody(prompt: string, settings: ChatSettings): Body {
   return { ...samplingBody(settings), prompt };
 }
 
-export function requestBody(messages: Message[], settings: ChatSettings): Body {
+// With the images that are still stored, by `urlOf` their ids.
+export function requestBody(messages: Message[], settings: ChatSettings, urlOf: Map<string, string>): Body {
   const body: Body = { ...samplingBody(settings), stream_options: { include_usage: true } };
   if (settings.schema.trim()) {
     const schema = parsed(settings.schema, 'The JSON schema');
@@ -134,18 +146,25 @@ export function requestBody(messages: Message[], settings: ChatSettings): Body {
   }
   if (settings.tools.trim()) body['tools'] = parsed(settings.tools, 'The list of tools');
   const system = settings.system.trim() ? [{ role: 'system', content: settings.system }] : [];
-  body['messages'] = [...system, ...promptMessages(messages).map(wireMessage)];
+  body['messages'] = [...system, ...promptMessages(messages).map((message) => wireMessage(message, urlOf))];
   return body;
 }
 
-function wireMessage(message: Message): Record<string, unknown> {
+function wireMessage(message: Message, urlOf: Map<string, string>): Record<string, unknown> {
   if (message.role === 'tool') return { role: 'tool', tool_call_id: message.callId, content: message.content };
   const calls = message.calls?.map((one: ToolCall) => ({
     id: one.id,
     type: 'function',
     function: { name: one.name, arguments: one.arguments },
   }));
-  return { role: message.role, content: message.content, ...(calls?.length ? { tool_calls: calls } : {}) };
+  return { role: message.role, content: wireContent(message, urlOf), ...(calls?.length ? { tool_calls: calls } : {}) };
+}
+
+function wireContent({ content, images = [] }: Message, urlOf: Map<string, string>): unknown {
+  const urls = images.flatMap(({ id }) => urlOf.get(id) ?? []);
+  if (!urls.length) return content;
+  const parts = urls.map((url) => ({ type: 'image_url', image_url: { url } }));
+  return content ? [...parts, { type: 'text', text: content }] : parts;
 }
 
 export function streamChat(body: Body, signal: AbortSignal): AsyncGenerator<Chunk> {

@@ -3,18 +3,21 @@ import { useCallback, useEffect, useMemo, useRef, useState } from 'preact/hooks'
 import { apiKey, readEngine } from './api';
 import { Answering } from './chat';
 import { Completion } from './completion';
-import { Composer, NEW, setDraft } from './composer';
+import { Composer, NEW, setDraft, type Draft } from './composer';
 import { EngineView } from './engine';
+import { deleteImages, deleteUnusedImages } from './image_store';
 import type { MessageActions } from './message';
 import { Messages } from './messages';
+import { ModelPicker } from './model_picker';
 import { usePolling } from './poll';
-import { dropOlder } from './prompt';
-import { useServer } from './server';
+import { dropOlder, promptMessages } from './prompt';
+import { useServer, whyNoImages, type Server } from './server';
 import { SettingsPanel } from './settings';
 import { Sidebar } from './sidebar';
 import { withoutStarter } from './starters';
 import {
   deleteConversation,
+  imagesOf,
   loadConversations,
   newConversation,
   newId,
@@ -47,20 +50,22 @@ export function App() {
   const [notice, setNotice] = useState('');
   const [attempt, setAttempt] = useState(0);
   const [replaced, setReplaced] = useState<Conversation | null>(null);
-  const server = useServer(attempt);
+  const busy = answering !== null;
+  const server = useServer(attempt, current.settings.model, busy);
+  const serverRef = useRef(server);
+  serverRef.current = server;
   // Without a chat template, texts are completed; conversations stay in the storage.
   const completing = server.model?.chat === false;
-  const busy = answering !== null;
   const latest = useRef(current);
   latest.current = current;
   const busyRef = useRef(busy);
   busyRef.current = busy;
 
   const engine = usePolling(
-    panel === 'engine' && server.state !== 'locked',
-    `${attempt} ${busy} ${current.id}`,
+    panel === 'engine' && server.state !== 'locked' && isLoaded(server),
+    `${attempt} ${busy} ${current.id} ${server.chosen?.id}`,
     async (signal) => {
-      const value = await readEngine(signal);
+      const value = await readEngine(server.several ? server.chosen!.id : '', signal);
       return { value, busy: value.counts.running > 0 || value.counts.waiting > 0 || busyRef.current };
     },
   );
@@ -108,7 +113,8 @@ export function App() {
       };
       addEventListener('pagehide', leave);
       document.addEventListener('visibilitychange', keepText);
-      void job.run(asked, history).finally(() => {
+      const settings = requestSettings(serverRef.current, asked.settings);
+      void job.run(settings, history, !whyNoImages(serverRef.current)).finally(() => {
         removeEventListener('pagehide', leave);
         document.removeEventListener('visibilitychange', keepText);
         live.current = null;
@@ -126,13 +132,14 @@ export function App() {
     [keep, show],
   );
 
-  const send = (text: string, settings = current.settings) =>
-    ask({ ...current, settings }, [...current.messages, { id: newId(), role: 'user', content: text }]);
+  const send = (draft: Draft, settings = current.settings) =>
+    ask({ ...current, settings }, [...current.messages, userMessage(draft)]);
   const actions: MessageActions = useMemo(
     () => ({
       edit(id, text) {
         const at = latest.current.messages.findIndex((message) => message.id === id);
-        ask(latest.current, [...latest.current.messages.slice(0, at), { id: newId(), role: 'user', content: text }]);
+        const images = latest.current.messages[at]?.images ?? [];
+        ask(latest.current, [...latest.current.messages.slice(0, at), userMessage({ text, images })]);
       },
       regenerate(id) {
         const at = latest.current.messages.findIndex((message) => message.id === id);
@@ -160,7 +167,7 @@ export function App() {
           .slice(0, at)
           .filter((message) => message.role === 'user')
           .at(-1);
-        setDraft(NEW, question?.content ?? '');
+        setDraft(NEW, { text: question?.content ?? '', images: question?.images ?? [] });
         setCurrent(newConversation(withoutStarter(latest.current.settings)));
       },
       restore:
@@ -211,6 +218,9 @@ export function App() {
     return () => removeEventListener('storage', changed);
   }, []);
 
+  useEffect(() => void deleteUnusedImages(new Set(imagesOf(loadConversations()).map((image) => image.id))), []);
+
+  const sentImages = promptMessages(current.messages).flatMap((message) => message.images ?? []).length;
   const closePanel = () => {
     document.querySelector<HTMLElement>(`[data-panel='${panel}']`)?.focus();
     setPanel(null);
@@ -227,6 +237,7 @@ export function App() {
       live.current = null;
     }
     deleteConversation(id);
+    void deleteImages(imagesOf(conversations.filter((one) => one.id === id)).map((image) => image.id));
     const rest = conversations.filter((one) => one.id !== id);
     setConversations(rest);
     if (current.id === id) select(rest[0] ?? newConversation(withoutStarter(latest.current.settings)));
@@ -284,20 +295,7 @@ export function App() {
             <h1>{completing ? 'Completion' : titleOf(current)}</h1>
             <p class={`server ${server.state}`}>
               <i aria-hidden="true" />
-              {server.names.length > 1 && server.state === 'ready' ? (
-                <select
-                  class="model"
-                  aria-label="Model"
-                  value={current.settings.model || server.names[0]!}
-                  onChange={(event) => change({ ...current.settings, model: event.currentTarget.value })}
-                >
-                  {server.names.map((name) => (
-                    <option key={name}>{name}</option>
-                  ))}
-                </select>
-              ) : (
-                server.text
-              )}
+              <ModelPicker server={server} onChange={(model) => change({ ...current.settings, model })} />
             </p>
           </div>
           <nav aria-label="Panels">
@@ -324,7 +322,7 @@ export function App() {
           </p>
         )}
         {completing ? (
-          <Completion settings={current.settings} onFailure={() => setAttempt((count) => count + 1)} />
+          <Completion settings={requestSettings(server, current.settings)} onFailure={() => setAttempt((count) => count + 1)} />
         ) : (
           <>
             <Messages
@@ -333,14 +331,19 @@ export function App() {
               actions={actions}
               server={server}
               onKey={() => setAttempt((count) => count + 1)}
-              onStarter={({ text, settings }) => send(text, { ...current.settings, ...settings })}
+              onStarter={({ text, settings }) => send({ text, images: [] }, { ...current.settings, ...settings })}
             />
+            {sentImages > 0 && server.chosen?.input_modalities && whyNoImages(server) && (
+              <p class="column hint">{whyNoImages(server)} It does not get those of this conversation.</p>
+            )}
             <Composer
               key={current.id}
               draft={current.messages.length ? current.id : NEW}
               answering={answering?.conversation === current.id}
               disabled={busy && answering.conversation !== current.id}
-              onSend={(text) => send(text)}
+              noImages={whyNoImages(server)}
+              sentImages={sentImages}
+              onSend={(draft) => send(draft)}
               onStop={() => answering?.stop()}
             />
             <p class="visually-hidden" role="status">
@@ -379,6 +382,20 @@ export function App() {
       )}
     </div>
   );
+}
+
+function userMessage({ text, images }: Draft): Message {
+  const message: Message = { id: newId(), role: 'user', content: text };
+  return images.length ? { ...message, images } : message;
+}
+
+// With the name of the model that the server has, where it has several names.
+function requestSettings({ models, chosen }: Server, settings: ChatSettings): ChatSettings {
+  return { ...settings, model: chosen && models.length > 1 ? chosen.id : '' };
+}
+
+function isLoaded({ several, chosen }: Server): boolean {
+  return !several || chosen?.status?.value === 'loaded';
 }
 
 function ThemeButton() {

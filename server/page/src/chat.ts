@@ -1,10 +1,21 @@
 // One conversation with the server: requests, streamed deltas, stopping.
 import { ApiFailure, failureOf, requestBody, streamChat, type Chunk } from './api';
+import { imageUrl } from './image_store';
+import { promptMessages } from './prompt';
 import { newId } from './store';
-import type { AnswerStats, Conversation, Message } from './types';
+import type { AnswerStats, ChatSettings, Message } from './types';
 
 // Updates of the page while an answer streams: one a frame would spend more time on rendering than on text.
 const UPDATE_MS = 50;
+
+async function imageUrls(messages: Message[]): Promise<Map<string, string>> {
+  const urls = new Map<string, string>();
+  for (const { id } of promptMessages(messages).flatMap((message) => message.images ?? [])) {
+    const url = await imageUrl(id);
+    if (url) urls.set(id, url);
+  }
+  return urls;
+}
 
 export class Answering {
   private readonly control = new AbortController();
@@ -29,10 +40,12 @@ export class Answering {
     this.control.abort();
   }
 
-  async run(conversation: Conversation, history: Message[]): Promise<void> {
+  // With the images of the messages if the model reads them.
+  async run(settings: ChatSettings, history: Message[], readsImages: boolean): Promise<void> {
     let timer: ReturnType<typeof setTimeout> | undefined;
     try {
-      for await (const chunk of streamChat(requestBody(history, conversation.settings), this.control.signal)) {
+      const urls = readsImages ? await imageUrls(history) : new Map<string, string>();
+      for await (const chunk of streamChat(requestBody(history, settings, urls), this.control.signal)) {
         this.add(chunk);
         timer ??= setTimeout(() => {
           timer = undefined;

@@ -1,5 +1,6 @@
 // One message: text, reasoning, tool calls with their results, figures, errors, and what can be done with it.
 import { useLayoutEffect, useRef, useState } from 'preact/hooks';
+import { Thumbnails } from './attachments';
 import { CopyButton } from './copy';
 import { Code, Markdown } from './markdown';
 import type { AnswerStats, Message, ToolCall } from './types';
@@ -19,6 +20,8 @@ interface Props {
   message: Message;
   // Whether turns before this message are sent with it.
   older: boolean;
+  // What an answer without text waits for.
+  pending: string;
   results: Map<string, string>;
   busy: boolean;
   last: boolean;
@@ -33,11 +36,13 @@ function UserMessage({ message, busy, actions }: Props) {
   const [draft, setDraft] = useState<string | null>(null);
   const editor = useRef<HTMLTextAreaElement>(null);
   const editing = draft !== null;
+  const images = message.images ?? [];
+  const sendable = !!draft?.trim() || (editing && images.length > 0);
   useLayoutEffect(() => {
     if (editing) editor.current?.focus();
   }, [editing]);
   const save = () => {
-    if (draft?.trim()) actions.edit(message.id, draft);
+    if (sendable) actions.edit(message.id, draft!);
     setDraft(null);
   };
   const keyDown = (event: KeyboardEvent) => {
@@ -61,7 +66,7 @@ function UserMessage({ message, busy, actions }: Props) {
         />
         <p class="hint">The answers after it are replaced.</p>
         <div class="actions">
-          <button type="button" class="primary" onClick={save} disabled={!draft.trim()}>
+          <button type="button" class="primary" onClick={save} disabled={!sendable}>
             Send
           </button>
           <button type="button" onClick={() => setDraft(null)}>
@@ -73,11 +78,14 @@ function UserMessage({ message, busy, actions }: Props) {
   }
   return (
     <article class="message user" aria-label="You">
-      <div class="bubble" dir="auto">
-        {message.content}
-      </div>
+      {images.length > 0 && <Thumbnails images={images} label="Images" />}
+      {message.content && (
+        <div class="bubble" dir="auto">
+          {message.content}
+        </div>
+      )}
       <div class="actions">
-        <CopyButton text={message.content} />
+        {message.content && <CopyButton text={message.content} />}
         <button type="button" class="quiet" disabled={busy} onClick={() => setDraft(message.content)}>
           Edit
         </button>
@@ -86,7 +94,7 @@ function UserMessage({ message, busy, actions }: Props) {
   );
 }
 
-function Answer({ message, older, results, busy, last, actions }: Props) {
+function Answer({ message, older, pending, results, busy, last, actions }: Props) {
   const streaming = message.state === 'streaming';
   const calls = message.calls ?? [];
   const open = calls.length > 0 && last && !streaming && !calls.every((call) => results.has(call.id));
@@ -100,7 +108,7 @@ function Answer({ message, older, results, busy, last, actions }: Props) {
         />
       )}
       {message.content && <Markdown text={message.content} />}
-      {streaming && !message.content && !message.reasoning && <p class="pending">Waiting for the first token</p>}
+      {streaming && !message.content && !message.reasoning && <p class="pending">{pending}</p>}
       {open ? (
         <OpenCalls message={message} calls={calls} onSend={(texts) => actions.answerCalls(message.id, texts)} />
       ) : (

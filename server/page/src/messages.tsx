@@ -60,6 +60,7 @@ export function Messages({ conversation, busy, actions, server, onKey, onStarter
               )}
               <MessageView
                 message={message}
+                pending={server.loading || 'Waiting for the first token'}
                 older={message === last && !!message.failure && hasOlder(messages.slice(0, -1))}
                 results={results}
                 busy={busy}

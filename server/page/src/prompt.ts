@@ -3,6 +3,8 @@ import type { Message } from './types';
 
 // Of the context, after older messages were dropped: the rest is for the answer and the next turns.
 const FILLED_SHARE = 0.6;
+// Characters of text with about as many tokens as an image.
+const IMAGE_CHARACTERS = 2000;
 
 function turns(messages: Message[]): Message[][] {
   const found: Message[][] = [];
@@ -30,7 +32,8 @@ export function hasOlder(messages: Message[]): boolean {
 }
 
 function size(turn: Message[]): number {
-  return JSON.stringify(turn.map(({ content, calls }) => ({ content, calls }))).length;
+  const images = turn.reduce((count, message) => count + (message.images?.length ?? 0), 0);
+  return JSON.stringify(turn.map(({ content, calls }) => ({ content, calls }))).length + images * IMAGE_CHARACTERS;
 }
 
 // The messages with older turns marked as dropped, so that the newest ones fit. `fitting` is the share of the prompt that

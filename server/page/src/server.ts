@@ -1,49 +1,86 @@
-// The state of the server: its model, or why it does not answer; asked again until the model is ready.
+// The state of the server: its models, or why it does not answer; asked again until the chosen model is ready and, where
+// models are loaded and unloaded, after that as well.
 import { useEffect, useState } from 'preact/hooks';
-import { ApiFailure, readCapabilities } from './api';
+import { ApiFailure, readCapabilities, readModels } from './api';
 import { usePolling } from './poll';
-import type { Capabilities } from './types';
+import type { Capabilities, ServedModel } from './types';
 
 export interface Server {
+  // The capabilities of the chosen model, if they are known.
   model: Capabilities | null;
-  names: string[];
+  models: ServedModel[];
+  // The entry that requests are for.
+  chosen: ServedModel | null;
+  // Whether models are loaded on demand: requests name theirs.
+  several: boolean;
+  // The phase of the chosen model while it is loaded.
+  loading: string;
   state: 'connecting' | 'ready' | 'loading' | 'unreachable' | 'locked';
   text: string;
 }
 
-export function useServer(attempt: number): Server {
-  const [model, setModel] = useState<Capabilities | null>(null);
-  const [names, setNames] = useState<string[]>([]);
+interface Known {
+  models: ServedModel[];
+  capabilities: Capabilities | null;
+}
+
+// The model of a conversation, or the first one if it names none that is served.
+function chosenOf(models: ServedModel[], name: string): ServedModel | null {
+  return models.find((model) => model.id === name) ?? models[0] ?? null;
+}
+
+async function readServer(name: string): Promise<Known> {
+  const models = await readModels();
+  const chosen = chosenOf(models, name);
+  if (!chosen?.status) return { models, capabilities: await readCapabilities('') };
+  return { models, capabilities: chosen.status.value === 'loaded' ? await readCapabilities(chosen.id) : null };
+}
+
+export function useServer(attempt: number, name: string, busy: boolean): Server {
+  const [known, setKnown] = useState<Known | null>(null);
   const [failure, setFailure] = useState<ApiFailure | null>(null);
-  const waiting = !model || failure !== null;
-  usePolling(waiting, attempt, async () => {
+  const models = known?.models ?? [];
+  const chosen = chosenOf(models, name);
+  const several = !!chosen?.status;
+  const read = async () => {
     try {
-      const read = await readCapabilities();
-      setModel(read.model);
-      setNames(read.names);
+      const now = await readServer(name);
+      setKnown(now);
       setFailure(null);
-      return { value: true, busy: false };
+      return chosenOf(now.models, name);
     } catch (error) {
-      const known = error instanceof ApiFailure ? error : new ApiFailure(0, String(error));
-      setFailure(known);
+      setFailure(error instanceof ApiFailure ? error : new ApiFailure(0, String(error)));
       throw error;
     }
+  };
+  const polls = !known || failure !== null || several;
+  usePolling(polls, several ? `${attempt} ${name} ${busy}` : attempt, async () => {
+    const now = await read();
+    return { value: true, busy: now?.status?.value === 'loading' };
   });
   // A failed answer may mean that the server is gone.
   useEffect(() => {
-    if (!attempt) return;
-    readCapabilities().catch((error: unknown) =>
-      setFailure(error instanceof ApiFailure ? error : new ApiFailure(0, String(error))),
-    );
+    if (attempt && !polls) read().catch(() => undefined);
   }, [attempt]);
-  if (!failure)
-    return {
-      model,
-      names,
-      state: model ? 'ready' : 'connecting',
-      text: model ? `${model.id}, ${model.context.toLocaleString('en')} tokens` : 'connecting',
-    };
-  if (failure.status === 401) return { model, names, state: 'locked', text: 'needs an API key' };
-  if (failure.code === 'model_loading') return { model, names, state: 'loading', text: `loading: ${failure.phase}` };
-  return { model, names, state: 'unreachable', text: failure.status ? failure.message : 'no connection' };
+  const base = { model: known?.capabilities ?? null, models, chosen, several, loading: loadingPhase(chosen) };
+  if (!failure) return { ...base, state: known ? 'ready' : 'connecting', text: readyText(known?.capabilities ?? null) };
+  if (failure.status === 401) return { ...base, state: 'locked', text: 'needs an API key' };
+  if (failure.code === 'model_loading') return { ...base, state: 'loading', text: `loading: ${failure.phase}` };
+  return { ...base, state: 'unreachable', text: failure.status ? failure.message : 'no connection' };
+}
+
+function readyText(model: Capabilities | null): string {
+  return model ? `${model.id}, ${model.context.toLocaleString('en')} tokens` : 'connecting';
+}
+
+function loadingPhase(model: ServedModel | null): string {
+  if (model?.status?.value !== 'loading') return '';
+  return `Loading ${model.id}${model.status.progress ? `: ${model.status.progress}` : ''}`;
+}
+
+// Why the model gets no images; empty if it reads them.
+export function whyNoImages({ chosen }: Server): string {
+  if (!chosen) return 'The server does not answer yet.';
+  if (!chosen.input_modalities) return `Whether ${chosen.id} reads images is known once it is loaded, by a first message.`;
+  return chosen.input_modalities.includes('image') ? '' : `${chosen.id} does not read images.`;
 }

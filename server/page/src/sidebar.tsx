@@ -18,8 +18,8 @@ interface Props {
 
 const LICENCES = document.querySelector<HTMLMetaElement>('meta[name="licences"]')?.content ?? '';
 
-function download(name: string, text: string): void {
-  const url = URL.createObjectURL(new Blob([text], { type: 'application/json' }));
+async function download(name: string, conversations: Conversation[]): Promise<void> {
+  const url = URL.createObjectURL(new Blob([await exported(conversations)], { type: 'application/json' }));
   const link = document.createElement('a');
   link.href = url;
   link.download = name;
@@ -39,7 +39,7 @@ export function Sidebar(props: Props) {
     const chosen = input.files?.[0];
     if (!chosen) return;
     try {
-      onImport(imported(await chosen.text()));
+      onImport(await imported(await chosen.text()));
     } catch (error) {
       onNotice((error as Error).message);
     }
@@ -66,7 +66,7 @@ export function Sidebar(props: Props) {
           type="button"
           class="quiet"
           disabled={!conversations.length}
-          onClick={() => download('cellar-conversations.json', exported(conversations))}
+          onClick={() => void download('cellar-conversations.json', conversations)}
         >
           Export all
         </button>
@@ -153,7 +153,7 @@ function Entry({
               type="button"
               class="quiet"
               aria-label={`Export ${title}`}
-              onClick={() => download('cellar-conversation.json', exported([conversation]))}
+              onClick={() => void download('cellar-conversation.json', [conversation])}
             >
               Export
             </button>

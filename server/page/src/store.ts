@@ -1,8 +1,10 @@
 // Conversations in the browser's local storage, one entry each.
-import type { ChatSettings, Conversation, Message } from './types';
+import { imageUrl, keepImage } from './image_store';
+import type { ChatSettings, Conversation, Message, MessageImage } from './types';
 
 const PREFIX = 'cellar.conversation.';
 const FORMAT = 'cellar-conversations';
+const IMAGE_URL = /^data:image\/(png|jpeg|webp|gif);base64,[A-Za-z0-9+/=]+$/;
 
 export const DEFAULT_SETTINGS: ChatSettings = {
   model: '',
@@ -64,22 +66,32 @@ export function deleteConversation(id: string): void {
 
 export function titleOf(conversation: Conversation): string {
   if (conversation.named) return conversation.title;
-  const first =
-    conversation.messages
-      .find((message) => message.role === 'user')
-      ?.content.trimStart()
-      .slice(0, 200)
-      .trimEnd()
-      .replace(/\s+/g, ' ') ?? '';
+  const question = conversation.messages.find((message) => message.role === 'user');
+  const text = question?.content.trim() || question?.images?.[0]?.name || '';
+  const first = text.slice(0, 200).trimEnd().replace(/\s+/g, ' ');
   return first ? (first.length > 60 ? `${first.slice(0, 59)}…` : first) : 'New conversation';
 }
 
-export function exported(conversations: Conversation[]): string {
-  return JSON.stringify({ format: FORMAT, version: 1, conversations }, null, 2);
+export function imagesOf(conversations: Conversation[]): MessageImage[] {
+  return conversations.flatMap((conversation) => conversation.messages.flatMap((message) => message.images ?? []));
 }
 
-// The conversations of an exported file, with new ids; an Error with the reason for any other file.
-export function imported(text: string): Conversation[] {
+// With the images as data URLs.
+export async function exported(conversations: Conversation[]): Promise<string> {
+  const urls = new Map<string, string | null>();
+  for (const { id } of imagesOf(conversations)) urls.set(id, await imageUrl(id));
+  const listed = conversations.map((conversation) => ({
+    ...conversation,
+    messages: conversation.messages.map((message) => ({
+      ...message,
+      ...(message.images && { images: message.images.map((image) => ({ ...image, url: urls.get(image.id) })) }),
+    })),
+  }));
+  return JSON.stringify({ format: FORMAT, version: 1, conversations: listed }, null, 2);
+}
+
+// The conversations of an exported file, with new ids; an Error with the reason for any other file. Their images are kept.
+export async function imported(text: string): Promise<Conversation[]> {
   let file: unknown;
   try {
     file = JSON.parse(text);
@@ -90,11 +102,25 @@ export function imported(text: string): Conversation[] {
   if ((file as { format?: unknown } | null)?.format !== FORMAT || !Array.isArray(list)) {
     throw new Error('The file is not an export of this page.');
   }
-  return list.map((entry, at) => {
+  const conversations = list.map((entry, at) => {
     const conversation = checked(entry);
     if (!conversation) throw new Error(`Conversation ${at + 1} of the file is damaged.`);
     return { ...conversation, id: newId() };
   });
+  for (const { messages } of conversations)
+    for (const message of messages)
+      if (message.images) message.images = await Promise.all(message.images.map(importedImage));
+  return conversations;
+}
+
+interface ExportedImage extends MessageImage {
+  url?: string;
+}
+
+async function importedImage({ url, ...image }: ExportedImage): Promise<MessageImage> {
+  const id = newId();
+  if (url) await keepImage(id, url);
+  return { ...image, id };
 }
 
 function valid(text: string | null): Conversation | null {
@@ -128,6 +154,7 @@ function isMessage(entry: unknown): entry is Message {
 // The message without what this page does not know; a file may hold anything.
 function checkedMessage(given: Message): Message {
   const message: Message = { id: given.id, role: given.role, content: given.content };
+  if (Array.isArray(given.images)) message.images = given.images.flatMap(checkedImage);
   if (typeof given.reasoning === 'string') message.reasoning = given.reasoning;
   if (typeof given.reasoningSeconds === 'number') message.reasoningSeconds = given.reasoningSeconds;
   if (typeof given.callId === 'string') message.callId = given.callId;
@@ -150,6 +177,14 @@ function checkedMessage(given: Message): Message {
     if (typeof fitting === 'number') message.failure.fitting = fitting;
   }
   return message;
+}
+
+// None for what is no image. Those of an exported file have data URLs.
+function checkedImage(given: Partial<ExportedImage> | null): ExportedImage[] {
+  const { id, name, width, height, url } = given ?? {};
+  if (typeof id !== 'string' || typeof name !== 'string') return [];
+  const image = { id, name, width: Number(width) || 1, height: Number(height) || 1 };
+  return [typeof url === 'string' && IMAGE_URL.test(url) ? { ...image, url } : image];
 }
 
 function checkedSettings(entry: unknown): ChatSettings {

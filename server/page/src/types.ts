@@ -27,10 +27,19 @@ export interface Failure {
   fitting?: number;
 }
 
+// Its data URL is in the image store.
+export interface MessageImage {
+  id: string;
+  name: string;
+  width: number;
+  height: number;
+}
+
 export interface Message {
   id: string;
   role: 'user' | 'assistant' | 'tool';
   content: string;
+  images?: MessageImage[];
   reasoning?: string;
   reasoningSeconds?: number;
   calls?: ToolCall[];
@@ -130,6 +139,15 @@ export interface EngineState {
   slots: EngineSlot[];
   finished: EngineFinished[];
   prefixes: EnginePrefix[];
+}
+
+// An entry of /v1/models. One of several models has a `status`, and no other properties until it is loaded.
+export interface ServedModel {
+  id: string;
+  parent?: string;
+  input_modalities?: string[];
+  meta?: { n_slots?: number };
+  status?: { value: 'unloaded' | 'loading' | 'loaded' | 'failed'; progress?: string; reason?: string };
 }
 
 export interface Capabilities {
