@@ -24,7 +24,7 @@ from engine.grammar.matcher import GrammarMatcher
 from engine.load.cache import model_cache, offload_config
 from engine.load.contents import with_ranges
 from engine.load.load import LoadedModel
-from engine.schedule.content_inputs import ContentInputs
+from engine.schedule.content_inputs import ContentInputs, EncodingFailed
 from engine.schedule.draft import Draft
 from engine.schedule.encoder_inputs import EncoderInputs
 from engine.schedule.inspection import Inspection
@@ -65,9 +65,9 @@ class Core:
         self._cost = speculation.cost if speculation else StepCost()
         self._speculation = speculation or self._no_speculation()
         self._stepper = Stepper(loaded, self.cache)
-        budget = Budget(self._cost, max_tokens=config.chunk, target_seconds=config.itl_target_seconds)
+        self._budget = Budget(self._cost, max_tokens=config.chunk, target_seconds=config.itl_target_seconds)
         scored = max(_SCORED_LOGITS_BYTES // (4 * loaded.info.vocabulary), _MIN_SCORED_TOKENS)
-        self._scheduler = Scheduler(self.cache, budget, max_scored=scored, on_start=self._on_slot_assigned)
+        self._scheduler = Scheduler(self.cache, self._budget, max_scored=scored, on_start=self._on_slot_assigned)
         self._inspection = Inspection(self.cache, self._scheduler, clock)
         encoder_files = EncoderFiles(offload_config(config, loaded.identity), torch.device(config.device))
         self.encoder_inputs = EncoderInputs(loaded.encoder, encoder_files)
@@ -112,6 +112,10 @@ class Core:
         self._sequences[request.id] = sequence
         self._scheduler.submit(sequence)
 
+    def close(self) -> None:
+        """End the thread of an encoding in progress."""
+        self.content_inputs.close()
+
     def load_adapter(self, adapter: Adapter) -> None:
         """Load an adapter: requests name it from now on; sequences of an earlier one with its name keep that."""
         self._loaded.adapters.load(adapter)
@@ -143,7 +147,7 @@ class Core:
             self._compute(scheduled, scheduling)
             self._totals["steps"] += 1
             self._step_seconds += self._clock() - began
-        self._encode_contents()
+        self._encode_contents(began)
         events, self._events = self._events, []
         return events
 
@@ -211,18 +215,24 @@ class Core:
                 log.exception("an encoder failed")
                 self._fail(sequence, f"the media could not be encoded ({type(error).__name__})")
 
-    def _encode_contents(self) -> None:
-        """Encode at most one content that a running sequence computes next; a failure fails its own request."""
-        self.content_inputs.release_computed(self._scheduler.cached_length)
-        for sequence in tuple(self._scheduler.running):
-            if sequence.contents is None or self._scheduler.waits_for_leader(sequence):
-                continue
-            try:
-                if not self.content_inputs.prepare(sequence, self._scheduler.cached_length(sequence)):
-                    return
-            except Exception as error:
-                log.exception("an encoder failed")
-                self._fail(sequence, f"an image or a sound could not be encoded ({type(error).__name__})")
+    def _encode_contents(self, began: float) -> None:
+        """Encode a content that running sequences compute next, after the step that `began`; a failure fails these."""
+        scheduler = self._scheduler
+        self.content_inputs.release_computed(scheduler.cached_length)
+        sequences = [
+            sequence
+            for sequence in scheduler.running
+            if sequence.contents is not None and not scheduler.waits_for_leader(sequence)
+        ]
+        try:
+            self.content_inputs.prepare(sequences, scheduler.cached_length, lambda: self._encoding_seconds(began))
+        except EncodingFailed as error:
+            log.exception("an encoder failed")
+            for sequence in error.sequences:
+                self._fail(sequence, f"{error} ({type(error.__cause__).__name__})")
+
+    def _encoding_seconds(self, began: float) -> float:
+        return self._budget.encoding_seconds(self._scheduler.decode_work, self._clock() - began)
 
     def _layout(self, request: Request) -> PromptLayout | None:
         """The layout of a prompt; None: the request has failed."""

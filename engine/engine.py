@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractContextManager, AsyncExitStack, ExitStack, asynccontextmanager
+from contextlib import AbstractContextManager, AsyncExitStack, ExitStack, asynccontextmanager, closing
 from dataclasses import replace
 from functools import partial
 
@@ -449,7 +449,8 @@ class Engine(EngineClient):
         embedding = None
         if embedder is not None:
             embedding = EmbeddingScheduler(embedder.embedder, max_batch_tokens=config.chunk)
-        EngineLoop(core, embedding).run(self._inbox, self._deliver_from_thread, self._watchdog)
+        with closing(core):
+            EngineLoop(core, embedding).run(self._inbox, self._deliver_from_thread, self._watchdog)
 
     def _lose_rank(self, reason: str) -> None:
         """A process of tensor parallelism ended: in its thread."""

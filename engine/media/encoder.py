@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from engine.media.capture import ContentsUnsupported, DecoderCapture
 from engine.media.visibility import Bidirectional, read_bidirectional, runs
@@ -56,6 +56,7 @@ class CapturingEncoder:
     bidirectional  the layers in which placeholders attend to later ones
     budget_bytes   of all entries in memory
     longest_range  most tokens of a sample that attend to each other
+    modules        of the towers, between which an encoding may pause; none on a GPU, where it takes milliseconds
     """
 
     def __init__(self, model: Any, samples: Sequence[ContentSample], *, budget_bytes: int) -> None:
@@ -67,6 +68,8 @@ class CapturingEncoder:
         self.budget_bytes = budget_bytes
         self._model, self._capture, self._lock = model, DecoderCapture(model), Lock()
         self._device = next(model.parameters()).device
+        towers = hooks.tower_modules(model)
+        self.modules: Collection[nn.Module] = towers if self._device.type == "cpu" else ()
         self._accepted = frozenset(inspect.signature(type(model).forward).parameters)
         self._offset_modules = [module for module in model.modules() if hasattr(module, "rope_deltas")]
         self._placeholders = _placeholders(model.config)

@@ -105,6 +105,13 @@ def set_attention(model: Any, name: str) -> None:
     model.set_attn_implementation({"": name, **({} if key is None else {key: name})} if has_parts else name)
 
 
+def tower_modules(model: Any) -> frozenset[nn.Module]:
+    """The modules other than the decoder, the embeddings and the output layer."""
+    parts = (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings())
+    text = {module for part in parts if part is not None for module in part.modules()}
+    return frozenset(module for module in model.modules() if text.isdisjoint(module.modules()))
+
+
 def set_tower_attention(model: Any) -> None:
     """Set the default attention implementation for the parts other than the text: they need masks of padding."""
     config, text = model.config, model.config.get_text_config(decoder=True)

@@ -1,18 +1,47 @@
 """Entries of the images and sounds that running sequences compute next: encoded once, pinned while in use.
 
 A sequence needs an entry only for tokens that the prefix cache does not have; its tokens before them are computed
-meanwhile. Entries that are not pinned stay while there is memory for them.
+meanwhile. One content is encoded at a time, in slices between the steps (engine/media/slices.py). Entries that are not
+pinned stay while there is memory for them.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 
+from engine.media.slices import CallFailed, SlicedCall
+from engine.schedule.fairness import OwnerTurns
 from engine.schedule.sequence import Sequence
 from engine.step.content import ContentEncoder, ContentEntry
 from kvcache.encoder_cache import EncoderCache
+
+
+class EncodingFailed(Exception):
+    """The encoder failed for a content that `sequences` need."""
+
+    def __init__(self, sequences: Iterable[Sequence]) -> None:
+        super().__init__("an image or a sound could not be encoded")
+        self.sequences = tuple(sequences)
+
+
+@dataclass(frozen=True, slots=True)
+class _Need:
+    """The next content of a sequence without an entry, by its number in the prompt, and the key of its entry."""
+
+    sequence: Sequence
+    number: int
+    key: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Encoding:
+    """An encoding in progress; `entry_bytes`: maximum bytes of its entry."""
+
+    key: bytes
+    entry_bytes: int
+    call: SlicedCall[ContentEntry]
 
 
 class ContentInputs:
@@ -22,6 +51,8 @@ class ContentInputs:
         self._encoder = encoder
         self.store = EncoderCache[ContentEntry](0 if encoder is None else encoder.budget_bytes)
         self._holders: set[Sequence] = set()
+        self._turns = OwnerTurns()
+        self._encoding: _Encoding | None = None
 
     def release_computed(self, cached_length: Callable[[Sequence], int]) -> None:
         """Unpin entries with computed tokens, and entries of sequences that lost their slot."""
@@ -29,13 +60,26 @@ class ContentInputs:
             if sequence.slot is None or not _holds_next(sequence, cached_length(sequence)):
                 self.release(sequence)
 
-    def prepare(self, sequence: Sequence, cached_length: int) -> bool:
-        """Pin the next entry of a sequence with a slot; whether another one may be prepared in the same step.
+    def prepare(
+        self, sequences: Iterable[Sequence], cached_length: Callable[[Sequence], int], seconds: Callable[[], float]
+    ) -> None:
+        """Pin the next entries of sequences with slots, and encode a missing one for about `seconds`.
 
-        At most one content is encoded a step, which bounds the delay of running sequences. While pinned entries leave
-        no memory for another one, later sequences wait too.
+        Owners take turns, the first sequence of an owner first. While pinned entries leave no memory for another one,
+        all wait. An encoding that no sequence needs any more ends. Raises EncodingFailed.
         """
-        return _holds_next(sequence, cached_length) or self._acquire(sequence, cached_length)
+        needs = [
+            _need(sequence, cached_length(sequence))
+            for sequence in sequences
+            if not _holds_next(sequence, cached_length(sequence))
+        ]
+        needs = [need for need in needs if not self._pin(need)]
+        if self._encoding is not None and all(need.key != self._encoding.key for need in needs):
+            self.close()
+        if needs and self._encoding is None:
+            self._start(needs)
+        if self._encoding is not None and self._advance(self._encoding, needs, seconds()):
+            self.close()
 
     def release(self, sequence: Sequence) -> None:
         """Unpin the entry of a sequence; that of an uncached request is removed with its last pin."""
@@ -48,26 +92,50 @@ class ContentInputs:
         contents.entry, contents.entry_number = None, None
         self._holders.discard(sequence)
 
-    def _acquire(self, sequence: Sequence, cached_length: int) -> bool:
-        """Give a sequence its next entry; whether other sequences may have theirs in the same call."""
-        contents = sequence.contents
-        assert contents is not None, "a request without contents"
+    def close(self) -> None:
+        """End the encoding in progress."""
+        if self._encoding is not None:
+            self._encoding.call.close()
+            self._encoding = None
+
+    def _pin(self, need: _Need) -> bool:
+        """Give a sequence its entry; whether there is one."""
+        contents, entry = need.sequence.contents, self.store.pin(need.key)
+        if contents is None or entry is None:
+            return False
+        contents.entry, contents.entry_number = entry, need.number
+        self._holders.add(need.sequence)
+        return True
+
+    def _start(self, needs: list[_Need]) -> None:
+        """Start the next encoding if there is memory for its entry."""
         assert self._encoder is not None, "requests are checked before"
-        number = contents.next_number(cached_length)
-        assert number is not None, "all contents are computed"
-        content = sequence.request.contents[number]
-        key = _entry_key(sequence.request.salt, content.digest)
-        entry = self.store.pin(key)
-        is_cached = entry is not None
-        if entry is None:
-            if self.store.evict_for(self._encoder.entry_bytes(content)):
-                return False
-            tokens = sequence.request.prompt[content.start : content.stop]
-            entry = replace(self._encoder.encode(content, tokens), digest=key)
-            self.store.put(entry)
-        contents.entry, contents.entry_number = entry, number
-        self._holders.add(sequence)
-        return is_cached
+        encoder, sequence = self._encoder, self._turns.choose([need.sequence for need in needs])
+        need = next(need for need in needs if need.sequence is sequence)
+        content = sequence.request.contents[need.number]
+        size = encoder.entry_bytes(content)
+        if self.store.evict_for(size):
+            return
+        tokens = sequence.request.prompt[content.start : content.stop]
+        call = SlicedCall(lambda: replace(encoder.encode(content, tokens), digest=need.key), encoder.modules)
+        self._encoding = _Encoding(need.key, size, call)
+
+    def _advance(self, encoding: _Encoding, needs: list[_Need], seconds: float) -> bool:
+        """Compute a slice; whether the entry is complete and pinned by the sequences that need it."""
+        users = [need for need in needs if need.key == encoding.key]
+        try:
+            is_complete = encoding.call.advance(seconds)
+        except CallFailed as error:
+            self.close()
+            raise EncodingFailed(need.sequence for need in users) from error.__cause__
+        # Sequences may have pinned other entries meanwhile.
+        if not is_complete or self.store.evict_for(encoding.entry_bytes):
+            return False
+        self.store.put(encoding.call.result)
+        for need in users:
+            self._pin(need)
+        self.store.unpin(encoding.key)
+        return True
 
 
 def _holds_next(sequence: Sequence, cached_length: int) -> bool:
@@ -75,6 +143,10 @@ def _holds_next(sequence: Sequence, cached_length: int) -> bool:
     return sequence.contents is None or sequence.contents.next_number(cached_length) == sequence.contents.entry_number
 
 
-def _entry_key(salt: bytes, digest: bytes) -> bytes:
-    """The key of an entry: contents under another salt never match."""
-    return hashlib.sha256(salt + digest).digest()
+def _need(sequence: Sequence, cached_length: int) -> _Need:
+    """The need of a sequence that does not hold its next entry."""
+    number = None if sequence.contents is None else sequence.contents.next_number(cached_length)
+    assert number is not None, "all contents are computed"
+    digest = sequence.request.contents[number].digest
+    # Contents under another salt never match.
+    return _Need(sequence, number, hashlib.sha256(sequence.request.salt + digest).digest())

@@ -81,6 +81,25 @@ class DeficitRoundRobin(Generic[Flow]):
         self._credit.move_to_end(flow, last=False)
 
 
+class OwnerTurns:
+    """Turns of owners that come and go: the owner with the fewest is next, of equal ones the first in the queue.
+
+    A new owner has as many turns as the latest one, so that it delays no other owner more than once.
+    """
+
+    def __init__(self) -> None:
+        self._turns: dict[str, int] = {}
+        self._latest = 0
+
+    def choose(self, queue: Rows[Sequence]) -> Sequence:
+        """The sequence with the next turn."""
+        self._turns = {sequence.owner: self._turns.get(sequence.owner, self._latest + 1) for sequence in queue}
+        chosen = min(queue, key=lambda sequence: self._turns[sequence.owner])
+        self._latest = self._turns[chosen.owner]
+        self._turns[chosen.owner] += 1
+        return chosen
+
+
 class Fairness:
     """Decides admission and preemption for the slots of one scheduler."""
 

@@ -146,6 +146,12 @@ class Scheduler:
         return self._cache.cached_length(_slot(sequence))
 
     @property
+    def decode_work(self) -> Work:
+        """The work of the next token of all sequences in decode."""
+        decoding = (sequence for sequence in self.running if self._uncomputed_tokens(sequence) == 1)
+        return Work.of(Span(_slot(sequence), len(sequence.tokens) - 1, 1) for sequence in decoding)
+
+    @property
     def busy(self) -> bool:
         """Whether there is anything to compute."""
         return bool(self.waiting or self.running)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from engine.types.content import Content
 
@@ -89,10 +89,12 @@ TEXT_LAYOUT = PromptLayout()
 class ContentEncoder(Protocol):
     """The part of a multimodal model before its decoder. Belongs to the engine thread.
 
+    modules        of the part, between which an encoding may pause
     budget_bytes   of all entries in memory
     longest_range  most tokens of one content that attend to each other, of contents of several shapes at load
     """
 
+    modules: Collection[nn.Module]
     budget_bytes: int
     longest_range: int
 

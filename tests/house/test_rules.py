@@ -21,6 +21,7 @@ BOUNDARIES = {
     "engine/load/fusion.py": "a function that cannot be compiled stays as it is",
     "engine/media/processor.py": "an image that a processor fails on is refused",
     "engine/media/sandbox.py": "a model whose processor cannot be built reads text only",
+    "engine/media/slices.py": "an encoding that fails in its thread fails the requests that need it",
     "engine/text/template_process.py": "a template that fails refuses its conversation",
     "engine/draft/mtp_head.py": "an MTP head that cannot be loaded is refused with a message",
     "engine/remote/worker.py": "a command of a front end that fails is refused with an error",

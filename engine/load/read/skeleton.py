@@ -100,9 +100,7 @@ def tower_modules(model: Any) -> frozenset[nn.Module]:
     """The modules of a multimodal model beside its decoder, embeddings and output layer."""
     if has_encoder(model.config) or _multimodal_class(model.config) is None:
         return frozenset()
-    parts = (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings())
-    text = {module for part in parts if part is not None for module in part.modules()}
-    return frozenset(module for module in model.modules() if text.isdisjoint(module.modules()))
+    return hooks.tower_modules(model)
 
 
 def _multimodal_class(config: Any) -> Any | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -51,6 +51,7 @@ class EmbeddingRows:
 
     def __init__(self, model: Any, *, budget_bytes: int = 2**30) -> None:
         self.budget_bytes, self.longest_range = budget_bytes, 0
+        self.modules: Collection[torch.nn.Module] = ()
         self._embeddings = model.get_input_embeddings()
 
     def entry_bytes(self, content: Content) -> int:

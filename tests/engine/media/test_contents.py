@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 
 import pytest
 import torch
@@ -23,7 +25,7 @@ from engine.types.request import Request
 from engine.validity import check_request
 from tests.engine.kit.contents import Prompt
 from tests.engine.kit.models import core
-from tests.engine.kit.play import Answer, Job, ask, play, texts
+from tests.engine.kit.play import Answer, Job, ask, play, take, texts
 from tests.engine.kit.served_contents import (
     CONTEXT,
     ContentModel,
@@ -43,6 +45,8 @@ NAMES = ("llava", "qwen2_vl", "qwen3_vl", "gemma3", "gemma4")
 MORE_NAMES = (*NAMES, "qwen2_5_vl", "qwen3_5", "internvl", "mistral3", "glm4v", "voxtral", "lfm2_vl", "idefics3")
 # Longest bidirectional range of the models.
 LONGEST = 7
+# A target between tokens so short that each slice of an encoding is the least: one module.
+SLICES = 0.001
 TEXT = tuple(torch.randint(3, 250, (40,), generator=torch.Generator().manual_seed(5)).tolist())
 
 
@@ -208,6 +212,124 @@ def test_an_image_of_many_requests_is_encoded_once(models: Callable[[str], Conte
 
     assert len(model.encoder.encoded) == 1
     assert texts(answers) == {f"{number}": model.expected(prompt) for number, prompt in enumerate(asked)}
+
+
+def test_an_image_of_64_requests_is_encoded_once_in_slices(models: Callable[[str], ContentModel]) -> None:
+    model = models("llava")
+    engine = core(model.loaded, slots=64, context=CONTEXT, itl_target_ms=SLICES)
+    first = model.images[0]
+    asked = {f"{number}": model.prompt(1, number + 5, *TEXT[3:7], first, *TEXT[9:12]) for number in range(64)}
+    model.encoder.encoded.clear()
+
+    answers = play(
+        engine, [Job(content_request(name, prompt), number) for number, (name, prompt) in enumerate(asked.items())]
+    )
+
+    assert len(model.encoder.encoded) == 1
+    assert texts(answers) == {name: model.expected(prompt) for name, prompt in asked.items()}
+
+
+def _streams(count: int) -> list[Request]:
+    """Of text that is decoded in every step."""
+    return [ask(f"text {number}", TEXT[number : number + 4], 150, ignore_eos=True) for number in range(count)]
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen3_vl", "gemma3"])
+def test_streams_decode_beside_encodings(models: Callable[[str], ContentModel], name: str) -> None:
+    """Each of eight streams has a token in every step but those with tokens of images, in slices of one module."""
+    model = models(name)
+    engine = core(model.loaded, slots=9, context=CONTEXT, itl_target_ms=SLICES)
+    prompt = prompts(model)[1]
+    streams = _streams(8)
+    answers = {request.id: Answer() for request in (*streams, content_request("images", prompt))}
+    for request in streams:
+        engine.submit(request)
+    for _ in range(20):
+        _step(engine, answers)
+    engine.submit(content_request("images", prompt))
+
+    tokens = []
+    while not answers["images"].tokens:
+        tokens.append(_step(engine, answers))
+
+    # Two images of many modules; a step with tokens of images has no other tokens.
+    assert len(tokens) > 20
+    assert all(max(pair) >= len(streams) for pair in pairwise(tokens))
+    while engine.busy:
+        _step(engine, answers)
+    assert answers["images"].tokens == model.expected(prompt)
+
+
+def _step(engine: Core, answers: dict[str, Answer]) -> int:
+    """The number of tokens that the step generated."""
+    before = engine.stats().generated_tokens_total
+    for id, event in engine.step():
+        take(answers[id], event)
+    return engine.stats().generated_tokens_total - before
+
+
+def _begin_encoding(model: ContentModel, **settings: object) -> Core:
+    """A core in the middle of an encoding, beside a stream."""
+    engine = core(model.loaded, slots=9, context=CONTEXT, itl_target_ms=SLICES)
+    engine.submit(_streams(1)[0])
+    for _ in range(3):
+        engine.step()
+    model.encoder.encoded.clear()
+    engine.submit(content_request("images", prompts(model)[1], **settings))
+    while not model.encoder.encoded:
+        engine.step()
+    return engine
+
+
+def test_an_encoding_that_no_request_needs_ends(models: Callable[[str], ContentModel]) -> None:
+    model, threads = models("llava"), threading.active_count()
+    engine = _begin_encoding(model)
+    assert threading.active_count() == threads + 1
+
+    engine.cancel("images")
+    engine.step()
+
+    assert threading.active_count() == threads
+    assert len(engine.content_inputs.store) == 0
+
+
+def test_an_encoding_ends_with_its_engine(models: Callable[[str], ContentModel]) -> None:
+    model, threads = models("llava"), threading.active_count()
+    engine = _begin_encoding(model)
+
+    engine.close()
+
+    assert threading.active_count() == threads
+
+
+def test_a_failing_encoding_in_slices_fails_all_that_need_it(models: Callable[[str], ContentModel]) -> None:
+    model, threads = models("llava"), threading.active_count()
+    model.encoder.broken.add(model.images[1].content.digest)
+    engine = core(model.loaded, slots=9, context=CONTEXT, itl_target_ms=SLICES)
+
+    answers = play(engine, [*map(Job, _streams(2)), *map(Job, requests(model))])
+    model.encoder.broken.clear()
+
+    reason = "an image or a sound could not be encoded (RuntimeError)"
+    assert {name for name, answer in answers.items() if answer.end == Failed(reason)} == {"1", "4"}
+    assert threading.active_count() == threads
+
+
+def test_owners_take_turns(models: Callable[[str], ContentModel]) -> None:
+    """The only image of an owner is encoded before the second one of an earlier owner."""
+    model = models("llava")
+    engine = core(model.loaded, slots=9, context=CONTEXT)
+    first, second, third = model.images
+    model.encoder.encoded.clear()
+    asked = [("a", "one", first), ("b", "one", second), ("c", "other", third)]
+
+    jobs = [
+        Job(content_request(id, model.prompt(1, number + 5, image, 9), owner=owner))
+        for number, (id, owner, image) in enumerate(asked)
+    ]
+    play(engine, jobs)
+
+    assert model.encoder.encoded == [image.content.digest for image in (first, third, second)]
 
 
 def test_another_salt_encodes_again(models: Callable[[str], ContentModel]) -> None:
