@@ -25,6 +25,7 @@ SECTIONS = {
         "Responses",
         "OpenAI's newer API, with a store, background work and WebSockets ([more](responses.md)).",
     ),
+    "audio": ("Transcriptions", "Speech to text, by Whisper models ([more](audio.md))."),
     "batches": (
         "Files and batches",
         "Requests from a file, computed with at most half of the slots ([more](batches.md)).",

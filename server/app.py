@@ -34,6 +34,7 @@ from server.models.several import SeveralModels
 from server.routes import (
     adapters,
     anthropic,
+    audio,
     batches,
     capabilities,
     completions,
@@ -138,6 +139,7 @@ def _make_app(registry: ModelRegistry, media: MediaReader, metrics: Metrics, clo
         model_loads,
         models,
         anthropic,
+        audio,
         ollama,
         monitoring,
         engine_state,

@@ -12,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import astuple, dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -37,7 +38,7 @@ from engine.load.read.checkpoint import (
     is_small,
     resolve,
 )
-from engine.load.read.configuration import choose_dtype, max_context, read_config
+from engine.load.read.configuration import NO_ENCODER_INPUT, choose_dtype, max_context, read_config
 from engine.load.read.modalities import text_only_reason
 from engine.load.read.skeleton import install_hooks, install_rope, make_skeleton, unread_modalities
 from engine.load.read.tokenizer_files import read_model_tokenizer, read_template
@@ -204,7 +205,7 @@ def _load(config: EngineConfig, source: _Source, on_phase: Callable[[str], None]
     encoder = _encoder(name, model, budget_bytes=budget_bytes)
     contents, config = _content_encoder(source, config, model, reading, budget_bytes=budget_bytes)
     checks.set_traits(text_config.vocab_size, recurrent=recurrent, encoder=encoder, contents=contents, switch=switch)
-    speech = speech_reader(model, folder)
+    speech = _speech_reader(name, model, folder, config)
     on_phase("self-test" if checks.earlier is None else "checked before")
     checks.find_runner(name)
     on_phase("quantize" if quantises and on_cpu else "native step")
@@ -352,6 +353,14 @@ def _encoder(name: str, model: Any, *, budget_bytes: int) -> Encoder | None:
         return Encoder(model, budget_bytes=budget_bytes)
     except Exception as error:
         raise ModelUnsupported(name, f"its encoder cannot run ({type(error).__name__}: {error})") from error
+
+
+def _speech_reader(name: str, model: Any, folder: Path, config: EngineConfig) -> SpeechReader | None:
+    """The reader of sounds. Raises ModelUnsupported for a model whose encoder could read nothing else."""
+    reader = speech_reader(model, folder)
+    if model.config.is_encoder_decoder and reader is None and not config.media:
+        raise ModelUnsupported(name, NO_ENCODER_INPUT)
+    return reader
 
 
 def _modalities(

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from transformers import AutoFeatureExtractor
+from transformers.models.whisper.tokenization_whisper import LANGUAGES
 
 from engine.media.speech_reader import SpeechReader
 from engine.types.request import TimestampRule
-from engine.types.speech import SpeechInfo
+from engine.types.speech import SpeechInfo, SpeechLanguage
 
 log = logging.getLogger("cellar.engine")
 
@@ -68,7 +69,7 @@ def speech_info(model: Any) -> SpeechInfo:
         start_token=settings.decoder_start_token_id,
         previous_token=getattr(settings, "prev_sot_token_id", None),
         no_speech_token=settings.no_timestamps_token_id - 1,
-        languages=tuple((token.strip("<|>"), number) for token, number in languages.items()),
+        languages=tuple(_language(token.strip("<|>"), number) for token, number in languages.items()),
         tasks=tuple((getattr(settings, "task_to_id", None) or {}).items()) if languages else (),
         rule=rule,
         window_frames=2 * config.max_source_positions,
@@ -76,6 +77,10 @@ def speech_info(model: Any) -> SpeechInfo:
         frames_per_timestamp=_FRAMES_PER_TIMESTAMP,
         max_tokens=config.max_target_positions,
     )
+
+
+def _language(code: str, token: int) -> SpeechLanguage:
+    return SpeechLanguage(code, LANGUAGES.get(code, code), token)
 
 
 def _first(tokens: int | list[int]) -> int:

@@ -12,6 +12,7 @@ from engine.types.speech import SpeechFeatures
 
 # Processor time of a sound: an hour took 15 s (measured).
 _MAX_SECONDS = 120.0
+_FRAMES_PER_SECOND = 100
 
 
 class SpeechReader:
@@ -29,7 +30,9 @@ class SpeechReader:
         """Decode a sound and extract its features. Raises InvalidContent, and Overloaded."""
         arrays = dict(self._sandbox.process(upload).arrays)
         samples = int(np.frombuffer(arrays["samples"].data, np.int64)[0])
-        return SpeechFeatures(arrays["input_features"], samples / self._sampling_rate)
+        array = arrays["input_features"]
+        content_frames = min(samples * _FRAMES_PER_SECOND // self._sampling_rate, array.shape[1])
+        return SpeechFeatures(array, samples / self._sampling_rate, content_frames)
 
     def close(self) -> None:
         """End the subprocess."""

@@ -12,13 +12,22 @@ _FLOAT = struct.Struct("<f")
 
 
 @dataclass(frozen=True, slots=True)
+class SpeechLanguage:
+    """A language that a model transcribes: its code, its English name and its token."""
+
+    code: str
+    name: str
+    token: int
+
+
+@dataclass(frozen=True, slots=True)
 class SpeechInfo:
     """How a loaded model transcribes (Whisper).
 
     start_token       begins the prompt of a window
     previous_token    precedes text before the window; None: there is no token for it
     no_speech_token   its probability after `start_token` is that of a window without speech
-    languages         (code, token); empty: the model has one language, and prompts have neither language nor task
+    languages         empty: the model transcribes English, and prompts have neither language nor task
     tasks             (name, token): "transcribe" and "translate"
     rule              of the timestamps in its output
     window_frames     frames of features that the encoder reads at once
@@ -30,7 +39,7 @@ class SpeechInfo:
     start_token: int
     previous_token: int | None
     no_speech_token: int
-    languages: tuple[tuple[str, int], ...]
+    languages: tuple[SpeechLanguage, ...]
     tasks: tuple[tuple[str, int], ...]
     rule: TimestampRule
     window_frames: int
@@ -41,15 +50,15 @@ class SpeechInfo:
 
 @dataclass(frozen=True, slots=True)
 class SpeechFeatures:
-    """Features of a sound: float32 [bins, frames], at least one window; `seconds` is its duration."""
+    """Features of a sound: float32 [bins, frames], at least one window.
+
+    seconds         its duration
+    content_frames  frames of the sound, without the silence at its end that fills a window
+    """
 
     array: Array
     seconds: float
-
-    @property
-    def frames(self) -> int:
-        """The number of frames."""
-        return self.array.shape[1]
+    content_frames: int
 
     def window(self, start: int, count: int) -> Media:
         """Encoder input of the frames [start, start + count), zeros beyond the end. For worker threads."""

@@ -29,6 +29,8 @@ GENERATION_PATHS = frozenset(
         "/v1/responses/compact",
         "/v1/messages",
         "/v1/embeddings",
+        "/v1/audio/transcriptions",
+        "/v1/audio/translations",
         "/v1/decisions",
         "/v1/rerank",
         "/v2/rerank",

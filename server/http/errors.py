@@ -113,6 +113,8 @@ PROMPT_FIELDS: Mapping[str, str | None] = {
 
 # The end of the field of a sound; OpenAI's codes of contents are for images.
 AUDIO_MEMBER = "input_audio.data"
+# The field of a sound in a form.
+AUDIO_FILE = "file"
 CONTENT_PROBLEMS: Mapping[engine_errors.ContentProblem, ErrorKind] = {
     "format": INVALID_IMAGE_FORMAT,
     "damaged": IMAGE_PARSE_ERROR,
@@ -179,7 +181,8 @@ def from_engine_error(error: engine_errors.EngineError, path: str) -> ApiError:
             field = next((name for end, name in PROMPT_FIELDS.items() if path.endswith(end)), "prompt")
             return context_too_long(error, field, subject="the prompt", advice=more)
         case engine_errors.InvalidContent():
-            kind = INVALID_VALUE if error.field.endswith(AUDIO_MEMBER) else CONTENT_PROBLEMS[error.problem]
+            is_audio = error.field == AUDIO_FILE or error.field.endswith(AUDIO_MEMBER)
+            kind = INVALID_VALUE if is_audio else CONTENT_PROBLEMS[error.problem]
             return invalid_value(error.field, error.reason, kind)
         case engine_errors.InvalidRequest():
             return invalid_value(error.field, error.reason)

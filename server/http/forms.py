@@ -20,11 +20,13 @@ class FileForm:
     field     the name of the file's part; parts of other files are skipped
     filename  of the file, once its part has begun
     fields    texts of the other parts so far
+    lists     texts of parts whose name ends in [], which may occur several times
     """
 
     def __init__(self, request: Request, field: str) -> None:
         self.filename: str | None = None
         self.fields: dict[str, str] = {}
+        self.lists: dict[str, list[str]] = {}
         self._field, self._body = field, request.stream()
         _, options = parse_options_header(request.headers.get("content-type"))
         if b"boundary" not in options:
@@ -49,6 +51,15 @@ class FileForm:
             while len(self._content) >= size or (self._content and not more):
                 yield bytes(self._content[:size])
                 del self._content[:size]
+
+    def parse(self, body: bytes) -> bytes:
+        """The content of the file in a whole body, which takes the place of the request's. For worker threads."""
+        for piece in (body, b""):
+            if piece or not self._complete:
+                self._write(piece)
+        if self.filename is None:
+            raise missing_parameter(self._field)
+        return bytes(self._content)
 
     def on_part_begin(self) -> None:
         """Called by the parser, as the other methods below."""
@@ -94,9 +105,15 @@ class FileForm:
     def on_part_end(self) -> None:
         """The end of a part."""
         if self._part_name:
-            self.fields[self._part_name] = _text(bytes(self._part))
-            if len(self.fields) > MAX_FIELDS:
+            self._add_field(self._part_name, _text(bytes(self._part)))
+            if len(self.fields) + sum(map(len, self.lists.values())) > MAX_FIELDS:
                 raise _unreadable()
+
+    def _add_field(self, name: str, text: str) -> None:
+        if name.endswith("[]"):
+            self.lists.setdefault(name, []).append(text)
+        else:
+            self.fields[name] = text
 
     def on_end(self) -> None:
         """The end of the form."""
@@ -105,13 +122,17 @@ class FileForm:
     async def _read(self) -> bool:
         """Parse the next piece of the body; whether there was one."""
         piece = await anext(self._body, b"")
+        self._write(piece)
+        return bool(piece)
+
+    def _write(self, piece: bytes) -> None:
+        """Parse a piece of the body; an empty one is its end."""
         try:
             self._parser.write(piece)
         except FormParserError as error:
             raise _unreadable() from error
         if not piece and not self._complete:
             raise _unreadable()
-        return bool(piece)
 
 
 def _parser(boundary: bytes, form: FileForm) -> MultipartParser:

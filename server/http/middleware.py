@@ -52,6 +52,12 @@ _methods_with_body = frozenset({"POST", "PUT", "PATCH", "DELETE"})
 _OLLAMA_PREFIX, _CURL_TYPES = "/api/", frozenset({"", "application/x-www-form-urlencoded"})
 # Paths with forms of files. Pages of other origins may send forms without a preflight request, too.
 UPLOAD_PATHS, _FORM = frozenset({"/v1/files"}), "multipart/form-data"
+TRANSCRIPTIONS, TRANSLATIONS = "/v1/audio/transcriptions", "/v1/audio/translations"
+# Paths with forms that are buffered: a sound, and fields.
+AUDIO_PATHS = frozenset({TRANSCRIPTIONS, TRANSLATIONS})
+MAX_AUDIO_BYTES = 25 * 2**20
+# Of the parts of a form besides its file.
+FORM_BYTES = 2**17
 # The key of a request's state that tells that its connection is reserved for probes.
 RESERVED = "reserved"
 CONNECTION_RETRY_SECONDS = 10
@@ -211,6 +217,8 @@ class BodyLimitMiddleware:
                 await self.app(scope, replay(body, receive), send)
 
     def _limit(self, scope: Scope, announced: int) -> int:
+        if scope["path"] in AUDIO_PATHS and announced:
+            return MAX_AUDIO_BYTES + FORM_BYTES
         is_large = announced > self.limits.body_bytes and scope["path"] in MEDIA_PATHS
         return self.limits.media_body_bytes if is_large and self.reads_media() else self.limits.body_bytes
 
@@ -290,7 +298,7 @@ def _media_type_error(scope: Scope) -> str:
     if "content-encoding" in headers:
         return "Send the body without a Content-Encoding."
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-    if _is_upload(scope):
+    if _is_upload(scope) or scope["path"] in AUDIO_PATHS:
         return "" if kind == _FORM else f"Send the file as Content-Type: {_FORM}."
     if kind == "application/json" or _has_no_body(headers):
         return ""

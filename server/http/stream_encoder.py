@@ -17,7 +17,7 @@ from engine.errors import EngineError
 from engine.types.events import Event
 from server.http.direct_writer import DirectWriter
 from server.http.encoding import dumps
-from server.http.errors import error_body, from_engine_error, internal_error
+from server.http.errors import ApiError, error_body, from_engine_error, internal_error
 from server.http.events import ChoiceEvents
 
 logger = logging.getLogger("cellar.http")
@@ -65,6 +65,20 @@ async def encode_stream(
         return
     if end:
         yield end
+
+
+async def with_error_frame(frames: Frames, scope: Scope, encode_error: EncodeError) -> Frames:
+    """The frames; an error ends them with a frame of its own."""
+    try:
+        async for body in frames:
+            yield body
+    except (EngineError, ApiError) as error:
+        shown = error if isinstance(error, ApiError) else from_engine_error(error, scope["path"])
+        yield encode_error(error_body(shown, scope["path"]))
+    except Exception:
+        # The status has been sent, so no outer layer can answer this error.
+        logger.exception("a stream failed")
+        yield encode_error(error_body(internal_error(), scope["path"]))
 
 
 class NdjsonStream(Response):

@@ -23,7 +23,16 @@ if TYPE_CHECKING:
     from server.metrics.engine_totals import EngineStatistics
 
 Endpoint = Literal[
-    "chat", "completions", "ollama", "responses", "anthropic", "embeddings", "rerank", "score", "decisions"
+    "chat",
+    "completions",
+    "ollama",
+    "responses",
+    "anthropic",
+    "embeddings",
+    "rerank",
+    "score",
+    "decisions",
+    "transcriptions",
 ]
 
 TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)

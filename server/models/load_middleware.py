@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import suppress
 from dataclasses import dataclass
 from urllib.parse import parse_qs
 
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.errors import EngineError
 from server.http.admission import GENERATION_PATHS
 from server.http.auth import caller
 from server.http.errors import OLLAMA_PREFIX, ApiError, error_response, from_engine_error, invalid_value
+from server.http.forms import FileForm
+from server.http.middleware import AUDIO_PATHS
 from server.models.entry import ModelEntry
 from server.models.instance import Lease
 from server.models.keep_alive import parse_keep_alive
@@ -172,6 +176,8 @@ async def _parsed(scope: Scope, body: bytes) -> ModelFields:
 def _fields(scope: Scope, body: bytes) -> ModelFields:
     """The fields of a body, or the query's model. Errors of other fields are the route's to find."""
     [query] = parse_qs(scope["query_string"].decode("latin-1")).get("model", [""])[:1]
+    if scope["path"] in AUDIO_PATHS:
+        return ModelFields(_form_model(scope, body) or query)
     try:
         value = json.loads(body) if body else {}
     except (ValueError, RecursionError):
@@ -189,6 +195,14 @@ def _fields(scope: Scope, body: bytes) -> ModelFields:
         keep_alive=keep_alive,
         unloads=path in ("/api/chat", "/api/generate") and keep_alive == 0 and not has_prompt,
     )
+
+
+def _form_model(scope: Scope, body: bytes) -> str:
+    """The model that a form names; errors of the form are the route's to find."""
+    form = FileForm(Request(scope), "file")
+    with suppress(ApiError):
+        form.parse(body)
+    return form.fields.get("model", "")
 
 
 def _keep_alive(value: object) -> float | None:

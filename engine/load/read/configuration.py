@@ -30,6 +30,8 @@ _DEFAULT_CONTEXT = 8192
 # Names of tokenizer files.
 _TOKENIZER_FILES = ("tokenizer*", "*.model", "*.tiktoken", "vocab*")
 
+NO_ENCODER_INPUT = "its decoder needs audio or a text for its encoder, and no request can have media"
+
 
 def choose_dtype(settings: EngineConfig, config: Any, *, small: bool) -> torch.dtype:
     """The dtype of weights and activations; `small`: see checkpoint.is_small.
@@ -63,8 +65,9 @@ def read_config(name: str, folder: Path, settings: EngineConfig) -> tuple[Checkp
 def read_headers(name: str, folder: Path, settings: EngineConfig) -> tuple[Checkpoint, Any]:
     """As `read_config`, of a folder that may lack weights."""
     checkpoint, config = _configuration(name, folder)
-    if config.is_encoder_decoder and not settings.media:
-        raise ModelUnsupported(name, "its decoder needs audio or a text for its encoder, and no request can have media")
+    # A model that reads spectrograms may transcribe uploaded sounds, which its files tell later.
+    if config.is_encoder_decoder and not (settings.media or hasattr(config, "num_mel_bins")):
+        raise ModelUnsupported(name, NO_ENCODER_INPUT)
     longest = max_context(config.get_text_config())
     if settings.context is not None and settings.context > longest:
         raise ModelUnsupported(name, f"its context is at most {longest} tokens; lower --context")

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    GenerationConfig,
     PreTrainedTokenizerFast,
     WhisperConfig,
     WhisperFeatureExtractor,
@@ -71,7 +72,7 @@ def save_speech_model(folder: Path, *, seed: int = 0, multilingual: bool = True,
     for parameter in model.parameters():
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=2.0 * parameter.shape[-1] ** -0.5)
-    settings = model.generation_config
+    settings = model.generation_config = GenerationConfig()
     settings.eos_token_id = settings.pad_token_id = settings.bos_token_id = END
     settings.decoder_start_token_id, settings.max_length = START, max_tokens
     settings.no_timestamps_token_id, settings.prev_sot_token_id = NO_TIMESTAMPS, PREVIOUS
