@@ -15,7 +15,7 @@ from rich.text import Text
 from engine.config import BUNDLED_NAME
 from engine.errors import ModelKept
 from engine.load.hub.hub_cache import CachedModel, cached_models, find_cached, remove_revisions
-from server.terminal.client import ChatClient, ServerError
+from server.terminal.client import ChatClient, ServerError, model_label
 from server.terminal.printable import printable
 from server.terminal.sizes import format_file_size
 
@@ -37,7 +37,7 @@ def list_models(*, as_json: bool, url: str, api_key: str | None) -> int:
         return 0
     console = Console(highlight=False)
     console.print(_table(cached))
-    names = printable(", ".join(entry["id"] for entry in served))
+    names = printable(", ".join(map(model_label, served)))
     console.print(Text(f"served at {url}: {names}" if names else f"served: none ({problem})"), soft_wrap=True)
     return 0
 

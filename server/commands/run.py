@@ -98,7 +98,7 @@ def _request(served: ServedModel, text: str, schema: Any, options: RunOptions) -
     if schema is not None:
         json_schema = {"name": "answer", "schema": schema, "strict": True}
         conversation.parameters["response_format"] = {"type": "json_schema", "json_schema": json_schema}
-    described = served.client.capabilities().get("model") or {}
+    described = served.client.capabilities(served.name).get("model") or {}
     if described.get("chat", True):
         conversation.add_user(text)
         return CHAT_PATH, conversation.body(served.name)

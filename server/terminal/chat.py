@@ -23,19 +23,16 @@ PATH = "/v1/chat/completions"
 class Chat:
     """A chat with a model on a terminal.
 
-    prefilled       text of the next input line, to be edited
-    parameters      names of the server's parameters; empty if unknown
-    accepts_images  None: unknown
+    prefilled   text of the next input line, to be edited
+    parameters  names of the server's parameters; empty if unknown
     """
 
     def __init__(self, served: ServedModel, conversation: Conversation, console: Console) -> None:
         self.served, self.conversation, self.console = served, conversation, console
-        self.model, self.models, self.prefilled = served.name, served.models, ""
-        capabilities = served.client.capabilities()
+        self.model, self.prefilled = served.name, ""
+        capabilities = served.client.capabilities(self.model)
         self.parameters = _parameter_names(capabilities)
         self._demonstration = (capabilities.get("model") or {}).get("demonstration") or {}
-        modalities = (capabilities.get("model") or {}).get("input_modalities")
-        self.accepts_images = None if modalities is None else "image" in modalities
         self._input = LineInput([command.name for command in COMMANDS], FILE_COMMANDS)
         self._answers: list[AnswerFigures] = []
 
@@ -99,6 +96,10 @@ class Chat:
     def note(self, text: str) -> None:
         """Show a line of the chat itself."""
         self.console.print(Text(printable(text), style="dim"), soft_wrap=True)
+
+    def use_model(self, name: str) -> None:
+        """Send the next messages to another model. Raises ServerError."""
+        self.model, self.parameters = name, _parameter_names(self.served.client.capabilities(name))
 
     def statistics(self) -> Iterator[str]:
         """Totals of the answers, and the use of the context."""

@@ -71,10 +71,10 @@ class ChatClient:
         entries = self._get("/v1/models", seconds).get("data")
         return [entry for entry in entries or [] if isinstance(entry, dict) and isinstance(entry.get("id"), str)]
 
-    def capabilities(self) -> dict[str, Any]:
-        """The answer of Cellar's /v1/capabilities; empty for other servers."""
+    def capabilities(self, model: str) -> dict[str, Any]:
+        """The answer of Cellar's /v1/capabilities; empty for other servers, and for a model that is not loaded."""
         try:
-            return self._get("/v1/capabilities", CONNECT_SECONDS)
+            return self._get("/v1/capabilities", CONNECT_SECONDS, {"model": model})
         except ConnectionFailed:
             raise
         except ServerError:
@@ -89,9 +89,10 @@ class ChatClient:
                 raise _refusal(response)
             yield from _pieces(response.iter_lines())
 
-    def _get(self, path: str, seconds: float) -> dict[str, Any]:
+    def _get(self, path: str, seconds: float, parameters: dict[str, str] | None = None) -> dict[str, Any]:
+        """The JSON object at a path. Loads no model."""
         with _connection_errors(self.url):
-            response = self._http.get(path, timeout=seconds)
+            response = self._http.get(path, params=parameters, timeout=seconds, headers={"X-Load": "never"})
         if response.is_error:
             raise _refusal(response)
         try:
@@ -99,6 +100,15 @@ class ChatClient:
         except ValueError as error:
             raise ServerError(f"{self.url}{path} is answered with a text that is not JSON") from error
         return document if isinstance(document, dict) else {}
+
+
+def model_label(entry: dict[str, Any]) -> str:
+    """The name of an entry of /v1/models and, of an adapter or one of several models, what it is."""
+    status = entry.get("status") or {}
+    state = ": ".join(filter(None, (status.get("value"), status.get("progress"), status.get("reason"))))
+    adapted = f"adapter of {entry['parent']}" if entry.get("parent") else ""
+    notes = ", ".join(filter(None, (adapted, state)))
+    return f"{entry['id']} ({notes})" if notes else entry["id"]
 
 
 @contextmanager

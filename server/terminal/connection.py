@@ -32,14 +32,12 @@ _LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 class ServedModel:
     """A model of a server.
 
-    models   names of all models of the server
     context  tokens of a sequence, if known
     log      of a server that was started for this command
     """
 
     client: ChatClient
     name: str
-    models: tuple[str, ...]
     context: int | None = None
     log: Path | None = None
 
@@ -90,7 +88,7 @@ def _model_of(client: ChatClient, listed: Sequence[dict[str, Any]], model: str |
     if model is not None and model not in names:
         raise ServerError(f"{client.url} has no model {model}, only {', '.join(names)}")
     entry = next(entry for entry in listed if model in (None, entry["id"]))
-    return ServedModel(client, entry["id"], names, context_of(entry))
+    return ServedModel(client, entry["id"], context_of(entry))
 
 
 def _running(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import base64
 from pathlib import Path
 
-# A request has up to 4 MiB, and base64 makes four bytes of three.
-MAX_BYTES = 3 * 2**20 - 2**16
+# Of a file, as the server reads at most.
+MAX_BYTES = 20 * 2**20
 # Type by the first bytes, and by bytes 8 to 12 of a RIFF file.
 _STARTS = {b"\x89PNG\r\n\x1a\n": "png", b"\xff\xd8\xff": "jpeg", b"GIF87a": "gif", b"GIF89a": "gif"}
 

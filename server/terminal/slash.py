@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from server.terminal.client import ServerError, model_label
 from server.terminal.conversation import ConversationError
 from server.terminal.images import ImageError, data_url
 
@@ -47,7 +48,7 @@ def run_command(chat: Chat, line: str) -> None:
         raise CommandError(f"{name} takes no argument")
     try:
         command.run(chat, argument.strip())
-    except (ConversationError, ImageError) as error:
+    except (ConversationError, ImageError, ServerError) as error:
         raise CommandError(str(error)) from error
 
 
@@ -104,8 +105,11 @@ def _json_or_text(value: str) -> Any:
 
 
 def _image(chat: Chat, text: str) -> None:
-    if chat.accepts_images is False:
-        raise CommandError(f"{chat.model} on this server reads text only, no images")
+    entries = chat.served.client.models()
+    modalities = next((entry.get("input_modalities") for entry in entries if entry["id"] == chat.model), None)
+    # Other servers, and models that are not loaded, do not say what they read.
+    if modalities is not None and "image" not in modalities:
+        raise CommandError(f"{chat.model} on this server does not read images")
     chat.conversation.images.append(data_url(_path(text)))
     chat.note("The image is sent with the next message.")
 
@@ -144,12 +148,14 @@ def _edit(chat: Chat, _: str) -> None:
 
 
 def _model(chat: Chat, name: str) -> None:
-    if name and name not in chat.models:
-        raise CommandError(f"the server has no model {name}, only {', '.join(chat.models)}")
+    entries = chat.served.client.models()
+    names = [entry["id"] for entry in entries]
+    if name and name not in names:
+        raise CommandError(f"the server has no model {name}, only {', '.join(names)}")
     if name:
-        chat.model = name
-    for known in chat.models:
-        chat.note(f"{'*' if known == chat.model else ' '} {known}")
+        chat.use_model(name)
+    for entry in entries:
+        chat.note(f"{'*' if entry['id'] == chat.model else ' '} {model_label(entry)}")
 
 
 def _stats(chat: Chat, _: str) -> None:

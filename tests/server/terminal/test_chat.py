@@ -12,12 +12,16 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
 import pytest
 
+from server.terminal.client import model_label
 from server.terminal.images import MAX_BYTES
+from tests.server.fakes import HERMES, serve_in_thread
+from tests.server.media.requests import PNG, MediaTokenizer, media_engine
 from tests.server.terminal.session import CTRL_C, CTRL_D, PROMPT, ROOT, TerminalSession
 
 FIGURES = re.compile(r"\d+ tokens, \d+\.\d tokens/s, first token after \d+\.\d\d s")
@@ -201,7 +205,7 @@ def test_commands_and_their_errors(url: str, home: Home, tmp_path: Path) -> None
         assert "no model other, only cellar-tiny" in session.ask("/model other")
         assert "/clear takes no argument" in session.ask("/clear all")
         for file in (image, large, fake):
-            assert "cellar-tiny on this server reads text only, no images" in session.ask(f"/image {file}")
+            assert "cellar-tiny on this server does not read images" in session.ask(f"/image {file}")
         session.ask("/set temperature 9")
         refused = session.ask("What is a slot?")
         assert "less than or equal to 2. (400)" in refused
@@ -210,6 +214,39 @@ def test_commands_and_their_errors(url: str, home: Home, tmp_path: Path) -> None
         assert ANSWER in session.ask("What is a slot?")
         session.type("/bye\r")
         assert 0 == session.end()
+
+
+def test_an_image_reaches_a_model_that_reads_images(home: Home, tmp_path: Path) -> None:
+    """With the next message only, before its text."""
+    image, engine = tmp_path / "a.png", media_engine("image")
+    image.write_bytes(PNG)
+    engine.tokenizer = MediaTokenizer(HERMES)
+    with serve_in_thread(engine) as port, chat(f"http://127.0.0.1:{port}", home) as session:
+        session.wait(PROMPT)
+        assert "The image is sent with the next message." in session.ask(f"/image {image}")
+        session.ask("What is it?")
+        [upload] = engine.tokenizer.rendered[-1]["uploads"]
+        assert upload.data == PNG
+        assert [part["type"] for part in engine.tokenizer.rendered[-1]["messages"][0]["content"]] == ["image", "text"]
+        assert "* fake" in session.ask("/model")
+        session.ask("/model org/alias")
+        session.ask("And now?")
+        assert [upload.data for upload in engine.tokenizer.rendered[-1]["uploads"]] == [PNG]
+        session.type(CTRL_D)
+        assert session.end() == 0
+
+
+@pytest.mark.parametrize(
+    ("entry", "label"),
+    [
+        ({"id": "a"}, "a"),
+        ({"id": "a", "parent": "b"}, "a (adapter of b)"),
+        ({"id": "a", "status": {"value": "loading", "progress": "weights 43 %"}}, "a (loading: weights 43 %)"),
+        ({"id": "a", "status": {"value": "failed", "reason": "wrong outputs"}}, "a (failed: wrong outputs)"),
+    ],
+)
+def test_a_model_is_shown_with_its_state(entry: dict[str, Any], label: str) -> None:
+    assert model_label(entry) == label
 
 
 def test_completion_of_commands_and_files(url: str, home: Home) -> None:
@@ -264,5 +301,5 @@ def test_images_are_limited_in_size(tmp_path: Path) -> None:
     with pytest.raises(ImageError, match="is no PNG, JPEG, WebP or GIF image"):
         data_url(file)
     file.write_bytes(b"\xff\xd8\xff" + bytes(MAX_BYTES))
-    with pytest.raises(ImageError, match="at most 2.9 MiB can be sent"):
+    with pytest.raises(ImageError, match=r"at most 20\.0 MiB can be sent"):
         data_url(file)
