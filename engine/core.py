@@ -243,7 +243,8 @@ class Core:
             return encoder.layout(request.prompt, request.contents)
         except Exception as error:
             log.exception("a prompt with images or sounds has no layout")
-            self._events.append((request.id, Failed(f"the prompt failed in the model ({type(error).__name__})")))
+            reason = f"the model refuses this order of texts, images and sounds ({type(error).__name__})"
+            self._events.append((request.id, Failed(reason, caused_by_request=True)))
             return None
 
     def _compute(self, batch: Rows[ScheduledSequence], began: float) -> None:

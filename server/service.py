@@ -24,6 +24,7 @@ from server.http.admission import release_reservation
 from server.http.auth import caller
 from server.http.events import ChoiceEvents, DeltaSink
 from server.http.version import version
+from server.media.threads import MediaThreads
 from server.media.uploads import MediaReader
 from server.metrics.metrics import Endpoint, Metrics
 from server.metrics.timer import GenerationTimer
@@ -44,6 +45,7 @@ class Service:
     media            reads images and sounds of requests
     adapter          name of the LoRA adapter that requests run with; "": none
     grammar_threads  limits the worker threads that wait for grammars, so that others stay free
+    media_threads    worker threads that render prompts with images or sounds
     """
 
     engine: EngineClient
@@ -55,6 +57,7 @@ class Service:
     adapter: str = ""
     media: MediaReader = field(default_factory=MediaReader)
     grammar_threads: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(MAX_GRAMMAR_THREADS))
+    media_threads: MediaThreads = field(default_factory=MediaThreads)
 
     def check_alive(self) -> None:
         """Raise EngineDead if a restart would help: the engine thread ended or makes no progress."""

@@ -150,7 +150,7 @@ class Finished:
 class Failed:
     """The last event of a failed request; `reason` may be shown to the client.
 
-    caused_by_request  its constraints left no token: the same request would fail again
+    caused_by_request  its constraints left no token, or the model refuses its images: it would fail again
     """
 
     reason: str

@@ -14,8 +14,6 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-import anyio.to_thread
-
 from engine.chat_format.chat_format import AnswerParser, ChatFormat
 from engine.chat_format.message import AnswerDelta, ReasoningDelta, TextDelta, ToolCallStart
 from engine.types.content import Upload
@@ -29,6 +27,7 @@ from server.generation.support import SupportedRequest, supported_request
 from server.generation.tools import ToolSet
 from server.http.errors import UNSUPPORTED_VALUE, ApiError, invalid_value, unsupported_parameter
 from server.http.events import ChoiceEvents
+from server.media.threads import MediaThreads, run_in_thread
 from server.schemas.chat import ChatRequest
 from server.service import Service
 
@@ -43,16 +42,18 @@ class MessageLocator:
     Only the chat template defines where messages are in the prompt. The start of a message is found by rendering the
     messages with a changed first character and comparing the tokens; the message of a token by bisection.
 
-    render  tokens of messages, rendered as `prompt` was; runs in worker threads
+    render   tokens of messages, rendered as `prompt` was; runs in worker threads
+    threads  of requests with images or sounds; None: those of all requests
     """
 
     messages: Messages
     prompt: tuple[int, ...]
     render: Callable[[Messages], Sequence[int]]
+    threads: MediaThreads | None = None
 
     async def message_at(self, token: int) -> int | None:
         """Index of the message that contains or precedes a token; None: before the text of the first message."""
-        return await anyio.to_thread.run_sync(self._message, token)
+        return await run_in_thread(self.threads, lambda: self._message(token))
 
     def _message(self, token: int) -> int | None:
         following = bisect_right(range(len(self.messages)), token, key=self._start)
@@ -138,7 +139,8 @@ async def prepare_chat(service: Service, body: ChatRequest, id: str) -> ChatTurn
     service.check_ready()
     _check(body)
     uploads = await service.media.read(placed_parts(body.messages), service.name, service.engine.info)
-    supported, prepared, render, rendered = await anyio.to_thread.run_sync(_rendered, service, body, uploads)
+    threads = service.media_threads if uploads else None
+    supported, prepared, render, rendered = await run_in_thread(threads, lambda: _rendered(service, body, uploads))
     chat_format = service.engine.tokenizer.chat_format
     prompt = truncated_prompt(service, body, rendered, _max_tokens(body))
     compiled = await answer_grammar(service, body, chat_format, supported.tool_set, prompt.generation_prompt)
@@ -153,7 +155,9 @@ async def prepare_chat(service: Service, body: ChatRequest, id: str) -> ChatTurn
         body=body,
         requests=requests,
         chat_format=chat_format,
-        message_locator=MessageLocator(prepared.messages, prompt.tokens, lambda messages: render(messages).tokens),
+        message_locator=MessageLocator(
+            prepared.messages, prompt.tokens, lambda messages: render(messages).tokens, threads
+        ),
         cache_bypassed=_with_cache_mode(body).cache_prompt is False,
         tool_set=supported.tool_set,
         include_reasoning=supported.reasoning.included,

@@ -441,6 +441,19 @@ def test_the_chunk_computes_the_longest_range(
     assert texts(answers) == expected("gemma3")
 
 
+def test_an_order_of_contents_that_the_model_refuses_fails_its_request(models: Callable[[str], ContentModel]) -> None:
+    """Qwen2-VL has no positions for images without a token between them; other requests go on."""
+    model = models("qwen2_vl")
+    first, second, _ = model.images
+    refused = content_request("refused", model.prompt(1, first, second, 5))
+
+    answers = play(core(model.loaded, context=CONTEXT), [Job(refused), Job(requests(model)[0])])
+
+    reason = "the model refuses this order of texts, images and sounds (RuntimeError)"
+    assert answers["refused"].end == Failed(reason, caused_by_request=True)
+    assert isinstance(answers["0"].end, Finished)
+
+
 def test_steps_have_tokens_of_contents_or_others(models: Callable[[str], ContentModel]) -> None:
     """So that a faster runner of text alone rounds the same whatever stands beside it."""
     model = models("qwen2_vl")
