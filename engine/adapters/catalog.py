@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from engine.adapters.adapter import Adapter
+from engine.adapters.checkpoint import least_bytes
 from engine.adapters.folder import AdapterFolder
 from engine.errors import AdapterLoaded, AdapterPathRefused, AdaptersFull, AdapterUnknown, Draining, InvalidRequest
 from engine.types.status import AdapterInfo
@@ -171,6 +172,8 @@ class AdapterCatalog:
             self._retiring = None
 
     async def _read_in_thread(self, name: str, path: Path) -> Adapter:
+        # A file that can never fit is not read into memory.
+        self._require_fit(await asyncio.to_thread(least_bytes, path), ())
         async with self._reading:
             return await asyncio.to_thread(self._read, name, path)
 

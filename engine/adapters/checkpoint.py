@@ -32,7 +32,7 @@ def read_adapter(
     dtype: torch.dtype = torch.float32,
     root: Path | None = None,
 ) -> Adapter:
-    """The adapter in a folder. Raises AdapterUnsupported.
+    """The adapter in a folder. Raises AdapterUnsupported, without the path: clients get the text.
 
     shapes  [outputs, columns] of the layers that can be adapted, by the name of the module
     dtype   of its factors in memory
@@ -55,10 +55,10 @@ def read_adapter(
 def _read_files(name: str, folder: Path, root: Path | None) -> tuple[bytes, bytes]:
     """The contents of the configuration and of the weights, of one version of the folder."""
     if not (folder / CONFIG_FILE).is_file():
-        raise AdapterUnsupported(name, f"{folder} is not the folder of an adapter: it has no {CONFIG_FILE}")
+        raise AdapterUnsupported(name, f"its folder has no {CONFIG_FILE}")
     if not (folder / WEIGHTS_FILE).is_file():
         remedy = f"; {_PICKLE_FILE} is not read: save it as safetensors" if (folder / _PICKLE_FILE).exists() else ""
-        raise AdapterUnsupported(name, f"{folder} has no {WEIGHTS_FILE}{remedy}")
+        raise AdapterUnsupported(name, f"its folder has no {WEIGHTS_FILE}{remedy}")
     files = (folder / CONFIG_FILE, folder / WEIGHTS_FILE)
     try:
         if root is not None and not all(file.resolve().is_relative_to(root) for file in files):
@@ -74,7 +74,17 @@ def _read_files(name: str, folder: Path, root: Path | None) -> tuple[bytes, byte
             raise AdapterUnsupported(name, "its files changed while they were read")
         return content, weights
     except OSError as error:
-        raise AdapterUnsupported(name, f"{folder} cannot be read ({error.strerror})") from error
+        raise AdapterUnsupported(name, f"its files cannot be read ({error.strerror})") from error
+
+
+def least_bytes(path: Path) -> int:
+    """The least memory of the adapter in a folder or a GGUF file, by the size of its file; 0 if there is none."""
+    try:
+        size = (path if path.suffix == ".gguf" else path / WEIGHTS_FILE).stat().st_size
+    except OSError:
+        return 0
+    # A file of float64 numbers; the factors of others are no smaller than their files, but for a header.
+    return size // 2
 
 
 def file_version(file: Path) -> tuple[int, ...]:

@@ -51,7 +51,7 @@ def read_gguf_adapter(
     except (ValueError, Inexpressible) as error:
         raise AdapterUnsupported(name, str(error)) from error
     except OSError as error:
-        raise AdapterUnsupported(name, f"{file} cannot be read ({error.strerror})") from error
+        raise AdapterUnsupported(name, f"its file cannot be read ({error.strerror})") from error
     if not layers:
         raise AdapterUnsupported(name, "it has no matrices")
     return Adapter(name, hashlib.sha256(content.data).hexdigest(), layers)

@@ -12,6 +12,7 @@ import torch
 
 from engine.adapters.adapter import Adapter, LowRank
 from engine.adapters.catalog import AdapterCatalog, AdapterLimits
+from engine.adapters.checkpoint import WEIGHTS_FILE
 from engine.adapters.config import CONFIG_FILE
 from engine.adapters.folder import AdapterFolder
 from engine.errors import (
@@ -90,6 +91,29 @@ async def settle() -> None:
 def test_names_of_the_folder_never_leave_it(root: Path, name: str) -> None:
     """No adapter has them."""
     assert AdapterFolder(str(root)).find(name) is None
+
+
+@pytest.mark.parametrize("file", [f"a/{WEIGHTS_FILE}", "large.gguf"])
+def test_a_file_that_cannot_fit_is_not_read(root: Path, file: str) -> None:
+    """Neither by a call nor by a request; a smaller one is."""
+
+    async def story() -> None:
+        adapters = Adapters(root, bytes=2 * SIZE)
+        name, path = file.removesuffix(f"/{WEIGHTS_FILE}").removesuffix(".gguf"), root / file
+        with path.open("wb") as large:
+            large.truncate(4 * SIZE + 2)
+        with pytest.raises(AdaptersFull, match="lora-memory"):
+            await adapters.catalog.load("mine", str(path.parent if name == "a" else path), in_place=False)
+        with pytest.raises(AdaptersFull):
+            async with adapters.catalog.hold(name):
+                raise AssertionError("it does not fit")
+        assert adapters.versions == 0
+        with path.open("wb") as smaller:
+            smaller.truncate(4 * SIZE)
+        async with adapters.catalog.hold(name):
+            assert adapters.names == [name]
+
+    run(story)
 
 
 def test_names_of_the_folder_are_subfolders(root: Path) -> None:

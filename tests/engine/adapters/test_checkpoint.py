@@ -152,10 +152,27 @@ def test_other_folders_are_refused(copied: Path, tmp_path: Path) -> None:
     with pytest.raises(AdapterUnsupported, match=r"has no adapter_model\.safetensors$"):
         read(copied)
     (copied / CONFIG_FILE).unlink()
-    with pytest.raises(AdapterUnsupported, match="not the folder of an adapter"):
+    with pytest.raises(AdapterUnsupported, match=r"its folder has no adapter_config\.json$"):
         read(copied)
-    with pytest.raises(AdapterUnsupported, match="not the folder of an adapter"):
+    with pytest.raises(AdapterUnsupported, match="its folder has no"):
         read(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("file", [CONFIG_FILE, WEIGHTS_FILE])
+def test_no_refusal_has_the_path(copied: Path, file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients get the text: of missing files, and of files that fail to be read."""
+
+    def fail(path: Path, *arguments: object) -> bytes:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    with monkeypatch.context() as context:
+        context.setattr(Path, "open", fail)
+        with pytest.raises(AdapterUnsupported, match="Permission denied") as unreadable:
+            read(copied)
+    (copied / file).unlink()
+    with pytest.raises(AdapterUnsupported) as missing:
+        read(copied)
+    assert copied.name not in f"{unreadable.value} {missing.value}"
 
 
 def test_no_path_of_the_configuration_is_opened(copied: Path, tmp_path: Path) -> None:
