@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -20,6 +20,8 @@ from engine.draft.speculation import Speculation
 from engine.errors import InvalidRequest
 from engine.load.load import LoadedModel
 from engine.run.runner import FirstSupporting
+from engine.step.content import PromptLayout
+from engine.types.content import Content
 from engine.types.events import Failed, Finished
 from engine.types.request import Request
 from engine.validity import check_request
@@ -441,17 +443,23 @@ def test_the_chunk_computes_the_longest_range(
     assert texts(answers) == expected("gemma3")
 
 
-def test_an_order_of_contents_that_the_model_refuses_fails_its_request(models: Callable[[str], ContentModel]) -> None:
-    """Qwen2-VL has no positions for images without a token between them; other requests go on."""
-    model = models("qwen2_vl")
-    first, second, _ = model.images
-    refused = content_request("refused", model.prompt(1, first, second, 5))
+class RefusingEncoder(EmbeddingRows):
+    """Has no positions for any prompt with contents, as Qwen2-VL for images without a token between them."""
 
-    answers = play(core(model.loaded, context=CONTEXT), [Job(refused), Job(requests(model)[0])])
+    def layout(self, tokens: Sequence[int], contents: Sequence[Content]) -> PromptLayout:
+        raise RuntimeError("shape mismatch")
+
+
+def test_an_order_of_contents_that_the_model_refuses_fails_its_request(models: Callable[[str], ContentModel]) -> None:
+    """Not the requests beside it; a retry would fail, too."""
+    model = models("llava")
+    engine = core(replace(model.loaded, content_encoder=RefusingEncoder(model.loaded.model)), context=CONTEXT)
+
+    answers = play(engine, [Job(request) for request in requests(model)[1:3]])
 
     reason = "the model refuses this order of texts, images and sounds (RuntimeError)"
-    assert answers["refused"].end == Failed(reason, caused_by_request=True)
-    assert isinstance(answers["0"].end, Finished)
+    assert answers["1"].end == Failed(reason, caused_by_request=True)
+    assert isinstance(answers["2"].end, Finished)
 
 
 def test_steps_have_tokens_of_contents_or_others(models: Callable[[str], ContentModel]) -> None:
