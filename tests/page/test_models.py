@@ -19,6 +19,7 @@ from server.models.entry import ModelEntry
 from server.models.loader import LoaderLimits
 from tests.page.tab import Tab
 from tests.page.test_images import attach, attached, dispatch, image_engine, picture, sent
+from tests.page.test_layout import PHONE
 from tests.server.fakes import HERMES, FakeEngine, FakeTokenizer, serve_in_thread, settings
 
 pytestmark = pytest.mark.browser
@@ -170,6 +171,27 @@ def test_a_picked_model_is_loaded_by_its_first_message(open_tab: Callable[..., T
         expect(tab.page.get_by_role("alert")).to_contain_text("Remove the images, or choose another model.")
         expect(tab.button("Send")).to_be_disabled()
         expect(attached(tab)).to_have_count(1)
+        tab.page.goto("about:blank")
+
+
+def test_the_picker_fits_a_phone(open_tab: Callable[..., Tab]) -> None:
+    """Also while the phase of a load makes its text longer than the line."""
+    with several() as (address, launcher):
+        tab = open_tab(address, **PHONE).ready()
+        picker(tab).select_option("vision")
+        tab.send("Hello")
+        expect(picker(tab).locator("option").nth(1)).to_have_text("vision, loading: weights 43 %")
+        heading, box = tab.page.locator(".heading").bounding_box(), picker(tab).bounding_box()
+        assert heading is not None
+        assert box is not None
+        assert box["height"] >= 44
+        assert box["x"] + box["width"] <= heading["x"] + heading["width"]
+        # An ellipsis in place of the picker has none of its points.
+        point = [box["x"] + box["width"] / 2, box["y"] + box["height"] / 2]
+        assert tab.page.evaluate("(point) => document.elementFromPoint(...point).className", point) == "model"
+        assert tab.overflow == 0
+        launcher.loaded["vision"].set()
+        assert tab.answer() == "Hello world"
         tab.page.goto("about:blank")
 
 
