@@ -318,6 +318,8 @@ def ray(
     settings, cluster_options = replace(options or Settings(), model=model), ray_options or RayOptions()
     with _usage_errors(print_line):
         check_environment()
+        if _entries_of_several(settings, () if model is None else (model,)):
+            raise ValueError("cellar ray serves one model: without --models and [models.NAME] in cellar.toml")
         settings.check()
         cluster_options.check()
         check_store(settings.store)
@@ -449,11 +451,12 @@ def _run(settings: Settings, screen: LoadScreen) -> int:
 
 def run_several(settings: Settings, entries: tuple[ModelEntry, ...]) -> int:
     """Serve models that are loaded on demand, until a signal; the exit code."""
+    from engine.errors import EngineError
     from engine.load.machine.resources import limit_spinning
     from engine.remote.planning import measure_budget
     from engine.remote.zygote import Zygote
     from server.hosting import ModelsHosting
-    from server.lifecycle import Lifecycle, listen
+    from server.lifecycle import EXIT_MODEL, Lifecycle, listen
 
     limit_spinning()
     zygote = Zygote()
@@ -467,7 +470,12 @@ def run_several(settings: Settings, entries: tuple[ModelEntry, ...]) -> int:
         return EXIT_ADDRESS
 
     async def serve_models() -> int:
-        budget_bytes = await measure_budget(replace(settings, model=None).engine_config(), zygote.launch)
+        try:
+            budget_bytes = await measure_budget(replace(settings, model=None).engine_config(), zygote.launch)
+        except EngineError as error:
+            zygote.close()
+            _print_status(f"cellar: {error}")
+            return EXIT_MODEL
         hosting = ModelsHosting(entries, settings, budget_bytes, zygote)
         return await Lifecycle(hosting, settings, _print_status).run(listening)
 

@@ -20,7 +20,7 @@ from server.http.middleware import AUDIO_PATHS
 from server.models.entry import ModelEntry
 from server.models.instance import Lease
 from server.models.keep_alive import parse_keep_alive
-from server.models.several import SelectedModel, SeveralModels, selected
+from server.models.several import SeveralModels
 from server.models.waiting_stream import WaitingStream
 
 # Other routes whose body names a model that has to be loaded.
@@ -88,12 +88,8 @@ class LoadMiddleware:
             return
         if lease is None:
             return
-        with lease:
-            token = selected.set(SelectedModel(fields.model, entry, lease))
-            try:
-                await self.app(scope, _replay(body, receive), stream.send)
-            finally:
-                selected.reset(token)
+        with self._models.hold(fields.model, entry, lease):
+            await self.app(scope, _replay(body, receive), stream.send)
 
     def _entry(self, scope: Scope, name: str) -> ModelEntry | None:
         """The model to load; None if the request names none, or one that does not exist."""

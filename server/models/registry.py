@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from dataclasses import replace
+from pathlib import Path
 
+from engine.client import EngineClient
 from engine.types.model_name import plain_name
 from server.http.errors import MODEL_NOT_FOUND, ApiError
 from server.models.lease import LeaseCount, hold_for_request
@@ -73,6 +75,11 @@ class ModelRegistry:
         """The names of the loaded models."""
         return self.all_names if self._service.engine.ready else ()
 
+    @property
+    def loaded_engines(self) -> tuple[EngineClient, ...]:
+        """The engines of the loaded models."""
+        return (self._service.engine,) if self._service.engine.ready else ()
+
     def check_alive(self) -> None:
         """Raise EngineDead if a restart would help."""
         self._service.check_alive()
@@ -84,6 +91,14 @@ class ModelRegistry:
     def render_metrics(self) -> bytes:
         """The text of a scrape."""
         return self._service.metrics.render()
+
+    def embeds(self, name: str) -> bool:
+        """Whether a name is of the embedding model."""
+        return name == self.settings.embedding_name
+
+    def name_of_folder(self, path: str) -> str | None:
+        """The name of the model that was loaded from a path; None if there is none."""
+        return self.names[0] if Path(path) == Path(self._service.engine.info.folder) else None
 
     @property
     def reads_media(self) -> bool:
@@ -100,6 +115,14 @@ class ModelRegistry:
         """
         with self.leases.hold():
             yield self._service_of(name)
+
+    @asynccontextmanager
+    async def loaded(self, name: str | None) -> AsyncGenerator[None, None]:
+        """Inside the block the model is the one of the current request, and stays loaded; an unknown name is no error.
+
+        Raises ApiError and EngineError of a failed load.
+        """
+        yield
 
     def use(self, name: str | None = None) -> Service:
         """The service of a model as by `lease`, until the current request has ended."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
@@ -103,6 +104,16 @@ class SeveralModels(ModelRegistry):
             return next(iter(self.entries.values()))
         return None
 
+    def embeds(self, name: str) -> bool:
+        """Whether a name is of an embedding model."""
+        entry = self.entry_of(name)
+        return entry is not None and entry.kind == "embedding"
+
+    def name_of_folder(self, path: str) -> str | None:
+        """The name of the model of a path; None if there is none."""
+        sources = {Path(entry.source).expanduser(): name for name, entry in self.entries.items() if entry.source}
+        return sources.get(Path(path))
+
     @property
     def reads_media(self) -> bool:
         """Yes: the model of a request is not known before its body."""
@@ -128,13 +139,34 @@ class SeveralModels(ModelRegistry):
         if not name:
             if current is None:
                 raise missing_parameter("model")
-            name = current.name
+            # A preset's name is of no entry.
+            name = current.name if self.entry_of(current.name) else current.entry.name
         entry = self.entry_of(name)
         if entry is None:
             raise self.unknown(name)
         holds = current is not None and current.entry is entry
         with current.lease.share() if current and holds else self.loader.acquire_loaded(entry.name) as engine:
             yield self.service(entry, name, engine)
+
+    @asynccontextmanager
+    async def loaded(self, name: str | None) -> AsyncGenerator[None, None]:
+        """Load the model; inside the block `selected` has its lease."""
+        entry = self.entry_of(name) if name else None
+        if name is None or entry is None:
+            yield
+            return
+        with self.hold(name, entry, await self.loader.acquire(entry.name)):
+            yield
+
+    @contextmanager
+    def hold(self, name: str, entry: ModelEntry, lease: Lease) -> Iterator[None]:
+        """Inside the block `selected` has the lease, which is released at its end."""
+        with lease:
+            token = selected.set(SelectedModel(name, entry, lease))
+            try:
+                yield
+            finally:
+                selected.reset(token)
 
     def use_for_embeddings(self, name: str | None) -> Service:
         """The service of the named model."""
@@ -168,6 +200,12 @@ class SeveralModels(ModelRegistry):
         """The names of loaded models."""
         return tuple(name for name, entry in self.entries.items() if self.loader.status(entry.name).state == "ready")
 
+    @property
+    def loaded_engines(self) -> tuple[EngineClient, ...]:
+        """The engines of the loaded models."""
+        engines = [self.loader.engine(name) for name in {entry.name for entry in self.entries.values()}]
+        return tuple(engine for engine in engines if engine is not None and engine.ready)
+
     def check_ready(self) -> None:
         """Raise the error of a server that cannot accept a request now."""
         if self.loader.is_draining:
@@ -197,6 +235,10 @@ class SeveralModels(ModelRegistry):
         served = ", ".join(f"'{name}'" for name in self.entries)
         message = f"The model '{name[:128]}' does not exist here. This server serves {served}."
         return ApiError(MODEL_NOT_FOUND, message, param="model")
+
+    def _is_adapter(self, name: str) -> bool:
+        """No: adapters are names of their entries."""
+        return False
 
     def _used_by_kind(self, name: str | None) -> Service:
         service = self.use(name)

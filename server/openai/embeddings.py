@@ -74,7 +74,8 @@ async def embed(
     """Run the inputs; results in order, see `vector`."""
     service.check_ready()
     if service.embedder is not None:
-        return await run_embedding_job(service, _readers(service, inputs, options), id, endpoint)
+        readers = await anyio.to_thread.run_sync(_readers, service, inputs, options)
+        return await run_embedding_job(service, readers, id, endpoint)
     prompts = await anyio.to_thread.run_sync(_read, service, inputs, options.max_tokens)
     requests = [Request(f"{id}-{index}", prompt, pooling=options.pooling) for index, prompt in enumerate(prompts)]
     results = await run_all(service, requests, endpoint)

@@ -6,7 +6,7 @@ import asyncio
 import copy
 import logging
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 
 import anyio.to_thread
@@ -75,6 +75,10 @@ class ResponseService:
         service._owner = owner
         service._archive = None if self._store is None else Archive(self._store, owner)
         return service
+
+    def loaded(self, model: str | None) -> AbstractAsyncContextManager[None]:
+        """Inside the block the model is loaded: outside a HTTP request nothing else loads it."""
+        return self._models.loaded(model)
 
     async def create(
         self, body: ResponseRequest, warnings: Sequence[str] = (), latest: LatestResponse | None = None

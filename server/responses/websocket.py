@@ -119,7 +119,8 @@ class WebSocketSession:
         try:
             with admitted(self._socket):
                 body, warnings = await _read_request(text, self._socket.app.state.large_bodies)
-                task = await self._service.create(body, warnings, latest=self._latest)
+                async with self._service.loaded(body.model):
+                    task = await self._service.create(body, warnings, latest=self._latest)
         except (ApiError, EngineError) as error:
             self._forget_latest(body)
             await self._send_error(error)

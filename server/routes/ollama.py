@@ -205,9 +205,11 @@ def _add_details(app: FastAPI, models: ModelRegistry) -> None:
         """Describe a model."""
         if (name := body.named) is None:
             raise missing_parameter("model")
-        card, preset = _cards(models, request), models.presets.get(owner(request), name)
-        embedding = models.use().engine.embedding
-        if embedding is not None and models.without_tag(name) == models.settings.embedding_name:
+        preset = models.presets.get(owner(request), name)
+        if preset is None and isinstance(models, SeveralModels) and models.entry_of(name) is None:
+            raise models.unknown(name)
+        card, embedding = _cards(models, request), models.use().engine.embedding
+        if embedding is not None and models.embeds(models.without_tag(name)):
             return JsonResponse(card.shown_embedding(embedding))
         if preset is None:
             models.use(models.without_tag(name))

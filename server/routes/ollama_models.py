@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import aclosing
-from pathlib import Path
 from typing import Any
 
 import anyio.to_thread
@@ -71,8 +70,8 @@ class _Names:
             return preset
         short = self.models.without_tag(name)
         if short not in self.models.names:
-            if field == "from" and self._is_folder_of_model(name):
-                return Preset(self.models.names[0], name)
+            if field == "from" and (base := self.models.name_of_folder(name)) is not None:
+                return Preset(base, name)
             if "/" in name:
                 message = f"This server has another model than '{name[:128]}'. {OTHER_MODEL}"
                 raise ApiError(MODEL_NOT_FOUND, message, param=field)
@@ -83,9 +82,6 @@ class _Names:
         """Raise ApiError for a name that a served model has."""
         if self.is_served(name):
             raise invalid_value(field, "a served model has this name")
-
-    def _is_folder_of_model(self, path: str) -> bool:
-        return Path(path) == Path(self.models.use().engine.info.folder)
 
 
 def _add_downloads(
@@ -111,10 +107,10 @@ def _add_downloads(
         name = _required(body.named)
         if names.presets.remove(owner(request), name):
             return Response()
-        names.models.use().check_ready()
+        names.models.check_ready()
         if names.is_served(name):
             raise invalid_value("model", "this server uses it; stop the server first")
-        await anyio.to_thread.run_sync(remove_cached, names.models.use(), name)
+        await anyio.to_thread.run_sync(remove_cached, names.models.loaded_engines, name)
         return Response()
 
 
@@ -125,15 +121,15 @@ def _add_presets(
     async def create(body: CreateRequest, request: Request) -> Response:
         """Give the served model another name, with a system prompt, parameters and first messages."""
         permission.check(request)
-        names.models.use().check_ready()
+        names.models.check_ready()
         name = _required(body.named)
         _check_files(body)
         names.check_new(name, "model")
         if body.from_ is None:
             raise missing_parameter("from")
-        if body.template and body.template != names.models.use().engine.tokenizer.template:
-            raise unsupported_parameter("template", "its own chat template is used")
         parent = names.preset_of(request, body.from_, "from")
+        if body.template:
+            await _check_template(names.models, parent, body.template)
         names.presets.set(owner(request), name, parent.derived(body))
         steps = ("reading model metadata", f"{name} is kept until the server stops", "success")
         return await _status_response(request, _constant_lines(steps), body.stream)
@@ -142,7 +138,7 @@ def _add_presets(
     async def copy(body: CopyRequest, request: Request) -> Response:
         """Give a served or created model another name."""
         permission.check(request)
-        names.models.use().check_ready()
+        names.models.check_ready()
         names.check_new(body.destination, "destination")
         preset = names.preset_of(request, body.source, "source")
         names.presets.set(owner(request), body.destination, preset.renewed())
@@ -165,6 +161,12 @@ def _add_refusals(app: FastAPI, errors: dict[int | str, dict[str, Any]]) -> None
         """Refused: another model needs a restart."""
         message = "This server accepts no model files. Put them into a folder and restart it: cellar serve FOLDER"
         raise ApiError(UNSUPPORTED_PARAMETER, message)
+
+
+async def _check_template(models: ModelRegistry, parent: Preset, template: str) -> None:
+    async with models.loaded(parent.base):
+        if template != models.use(parent.base).engine.tokenizer.template:
+            raise unsupported_parameter("template", "its own chat template is used")
 
 
 def _check_files(body: CreateRequest) -> None:

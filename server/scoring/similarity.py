@@ -46,7 +46,8 @@ async def _similarities(
     readers: list[tuple[str, InputReader]] = []
     for side, purpose, texts in zip(sides, ("query", "document"), (queries, documents), strict=True):
         tokenizer = service.engine.embedding_tokenizer
-        read = functools.partial(tokenizer.encode, prompt=tokenizer.prompt(purpose), max_tokens=max_tokens)
+        prompt = await anyio.to_thread.run_sync(tokenizer.prompt, purpose)
+        read = functools.partial(tokenizer.encode, prompt=prompt, max_tokens=max_tokens)
         readers += [(side, functools.partial(read, text)) for text in texts]
     result = await run_embedding_job(service, readers, id, endpoint)
     assert service.embedder is not None, "an embedding model is a reranker or returns embeddings"

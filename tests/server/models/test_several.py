@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ from server.models.loader import LoaderLimits
 from server.models.several import DuplicateName, names_of
 from tests.server.fakes import FakeEngine, call, settings
 
-CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 5}
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 5}
 SERVER = settings(limits={"ping_seconds": 0.05})
 
 
@@ -180,6 +181,42 @@ def test_the_list_has_all_models_with_their_states() -> None:
     _run(scenario)
 
 
+def test_a_websocket_loads_the_model_of_each_response() -> None:
+    async def scenario(app: Any, launcher: Launcher) -> None:
+        scope = {"type": "websocket", "path": "/v1/responses", "raw_path": b"/v1/responses", "query_string": b""}
+        scope |= {"headers": [(b"host", b"127.0.0.1")], "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 80)}
+        received: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        sent: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        serving = asyncio.create_task(app({**scope, "scheme": "ws", "subprotocols": []}, received.get, sent.put))
+        await received.put({"type": "websocket.connect"})
+        assert (await sent.get())["type"] == "websocket.accept"
+        for name, last in (("a", "response.completed"), ("b", "response.completed"), ("nope", "error")):
+            body = {"type": "response.create", "store": False, "input": "Hi", "model": name}
+            await received.put({"type": "websocket.receive", "text": json.dumps(body)})
+            while (event := json.loads((await sent.get())["text"]))["type"] != last:
+                assert event["type"] != "error", event
+        assert event["error"]["code"] == "model_not_found"
+        assert set(launcher.engines) == {"a", "b"}
+        await received.put({"type": "websocket.disconnect", "code": 1000})
+        await serving
+        assert {app.state.loader.status(name).leases for name in "ab"} == {0}
+
+    _run(scenario)
+
+
+def test_a_response_in_the_background_keeps_its_model() -> None:
+    async def scenario(app: Any, launcher: Launcher) -> None:
+        body = {"model": "a", "input": "Hi", "background": True}
+        answer = await call(app, "POST", "/v1/responses", json_body=body)
+        assert (answer.status, answer.json["status"]) == (200, "queued")
+        while (final := await call(app, "GET", f"/v1/responses/{answer.json['id']}")).json["status"] != "completed":
+            assert final.json["status"] in ("queued", "in_progress")
+            await asyncio.sleep(0.02)
+        assert app.state.loader.status("a").leases == 0
+
+    _run(scenario)
+
+
 def test_metrics_have_one_family_of_all_models() -> None:
     async def scenario(app: Any, launcher: Launcher) -> None:
         for name in "aba":
@@ -214,6 +251,39 @@ def test_ollama_loads_lists_and_unloads() -> None:
         assert answer.json["done_reason"] == "unload"
         await asyncio.sleep(0.05)
         assert (await call(app, "GET", "/api/ps")).json["models"] == []
+
+    _run(scenario)
+
+
+def test_ollama_creates_shows_and_deletes() -> None:
+    async def scenario(app: Any, launcher: Launcher) -> None:
+        async def answer_of(path: str, method: str = "POST", **body: Any) -> Any:
+            return await call(app, method, f"/api/{path}", json_body=body)
+
+        created: dict[str, Any] = {
+            "model": "short",
+            "from": "b",
+            "system": "Be brief.",
+            "template": "other",
+            "stream": False,
+        }
+        assert (await answer_of("create", **created)).json["error"].endswith("its own chat template is used.")
+        assert (await answer_of("create", **{**created, "template": None})).status == 200
+        assert (await answer_of("create", model="other", **{"from": "nope"})).status == 404
+        assert (await answer_of("create", model="a", **{"from": "b"})).status == 400
+        chatted = await answer_of("chat", model="short", messages=CHAT["messages"], stream=False)
+        assert (chatted.status, chatted.json["model"]) == (200, "short")
+        assert set(launcher.engines) == {"b"}
+        for name in ("short", "a:latest"):
+            assert "model_info" in (await answer_of("show", model=name)).json
+        assert set(launcher.engines) == {"a", "b"}
+        assert (await answer_of("show", model="nope")).status == 404
+        assert (await answer_of("delete", "DELETE", model="a")).status == 400
+        assert (await answer_of("delete", "DELETE", model="organisation/nope")).status == 404
+        assert (await answer_of("delete", "DELETE", model="short")).status == 200
+        assert (await answer_of("chat", model="short", messages=CHAT["messages"], stream=False)).status == 404
+        chatted = await answer_of("chat", model="b:latest", messages=CHAT["messages"], stream=False)
+        assert chatted.status == 200
 
     _run(scenario)
 
