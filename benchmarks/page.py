@@ -105,6 +105,7 @@ COMMANDS = """\
 | accuracy of quantised weights | `python -m benchmarks.quality.perplexity --program llama-server` |
 | the same GGUF file in Cellar and llama.cpp | `python -m benchmarks.gguf.files FILE.gguf --program llama-server` |
 | kernels and the native step | `python -m benchmarks.cpu.attention`, `benchmarks.cpu.linear`, `benchmarks.cpu.step` |
+| batches with LoRA adapters | `python -m benchmarks.cpu.adapters FILE.gguf` |
 
 `peers`, `gguf`, `speculation` and `quality` write their rows with `--json benchmarks/results/NAME.json`, from
 which `python -m benchmarks.page` writes this page and the plots. The newest row of each kind is shown.

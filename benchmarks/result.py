@@ -17,6 +17,7 @@ Rows by benchmark:
     overload     model, clients, retry, answers, refusals, errors, seconds, tokens_per_processor_second, ratio
     sharing      model, requests, cell, newcomers, median and worst seconds; or tokens/s with and without time slices
     gpu          device, shape, mode, cell, tokens_per_second, step_ms, host_ms, share_of_bandwidth, teraflops
+    adapters     model, streams, rank, dtype, mode, step_ms, speed (relative to steps without adapters)
     gpu_kernels  target, shape, kernel, registers, spilled_bytes, shared_bytes
 """
 
@@ -54,6 +55,7 @@ OTHER_KEYS = {
     "ray_faults": ("step", "replicas"),
     "overload": ("model", "clients", "retry"),
     "sharing": ("model", "requests", "cell"),
+    "adapters": ("model", "streams", "rank", "dtype", "mode"),
     "fleet_validation": ("replicas", "policy"),
 }
 # Names of models on the page, by size.

@@ -35,7 +35,7 @@ def read_adapter(
     """The adapter in a folder. Raises AdapterUnsupported, without the path: clients get the text.
 
     shapes  [outputs, columns] of the layers that can be adapted, by the name of the module
-    dtype   of its factors in memory
+    dtype   of its factors in memory; float32 ones stay bfloat16 where the file has it and the scaling is exact
     root    symbolic links are followed inside of it only; None: everywhere
     """
     # Each file is read once: what is validated, loaded and part of the digest is the same.
@@ -147,7 +147,14 @@ def scaled_factors(
     factors = LowRank(down.to(dtype, copy=True), up.to(dtype, copy=True).mul_(scaling))
     if not (factors.down.isfinite().all() and factors.up.isfinite().all()):
         raise AdapterUnsupported(name, f"the matrices of {layer} have numbers that are not finite")
-    return factors
+    stored = dtype == torch.float32 and down.dtype == up.dtype == torch.bfloat16
+    return _narrowed(factors) if stored else factors
+
+
+def _narrowed(factors: LowRank) -> LowRank:
+    """bfloat16 factors where the scaling leaves the numbers of the file exact, such as 2; else the same ones."""
+    narrow = LowRank(factors.down.bfloat16(), factors.up.bfloat16())
+    return narrow if torch.equal(narrow.up.float(), factors.up) else factors
 
 
 def _digest(content: bytes, weights: bytes) -> str:

@@ -86,9 +86,9 @@ class AdapterLinear(nn.Module):
 
 
 def _adapted(products: Tensor, rows: Tensor, factors: LowRank) -> Tensor:
-    """The products with the low-rank ones added in the dtype of the factors."""
-    dtype = factors.down.dtype
-    low_rank = functional.linear(functional.linear(rows.to(dtype), factors.down), factors.up)
+    """The products with the low-rank ones added in the dtype of the factors, or in float32 for bfloat16."""
+    dtype = torch.promote_types(factors.down.dtype, torch.float32)
+    low_rank = functional.linear(functional.linear(rows.to(dtype), factors.down.to(dtype)), factors.up.to(dtype))
     return (products.to(dtype) + low_rank).to(products.dtype)
 
 

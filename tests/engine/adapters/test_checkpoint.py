@@ -67,11 +67,26 @@ def test_the_digest_is_that_of_the_contents(saved: Path, copied: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_stored_dtypes_are_converted(copied: Path, dtype: torch.dtype) -> None:
-    """Factors are float32, or float64 for a model in float64."""
+    """Factors are float32, or float64 for a model in float64; bfloat16 ones are kept."""
     change_weights(copied, lambda tensors: {name: matrix.to(dtype) for name, matrix in tensors.items()})
 
-    assert read(copied).layers[LAYER].down.dtype == torch.float32
+    kept = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+    assert {read(copied).layers[LAYER].down.dtype, read(copied).layers[LAYER].up.dtype} == {kept}
     assert read(copied, torch.float64).layers[LAYER].up.dtype == torch.float64
+
+
+@pytest.mark.parametrize(("alpha", "dtype"), [(4, torch.bfloat16), (11, torch.float32)])
+def test_scaled_bfloat16_numbers_are_exact(copied: Path, alpha: int, dtype: torch.dtype) -> None:
+    """A scaling that would round them makes them float32."""
+    stored = dict[str, Tensor]()
+    change_weights(copied, lambda tensors: {name: matrix.bfloat16() for name, matrix in tensors.items()})
+    change_weights(copied, lambda tensors: stored.update(tensors) or tensors)
+    change_config(copied, lora_alpha=alpha)
+    factors = read(copied).layers[LAYER]
+
+    assert (factors.down.dtype, factors.up.dtype) == (dtype, dtype)
+    assert torch.equal(factors.down.float(), stored[A].float())
+    assert torch.equal(factors.up.float(), stored[B].float() * (alpha / 8))
 
 
 def _without(*names: str) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:

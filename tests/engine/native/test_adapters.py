@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.engine.kit.adapters import AdaptedReference, save_adapter
+from tests.engine.kit.adapters import AdaptedReference, change_weights, save_adapter
 from tests.engine.kit.models import core, load_model
 from tests.engine.kit.play import Job, ask, play
 
@@ -33,12 +33,13 @@ FAMILIES: dict[str, str | list[str]] = {
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_texts_of_native_families_are_those_of_peft(family: str, folder: Callable[[str], Path], tmp_path: Path) -> None:
-    """Two adapters and the base in one batch, alone, and in chunks."""
+    """Two adapters, of which one has bfloat16 factors, and the base in one batch, alone, and in chunks."""
     kind = {"target_modules": FAMILIES[family], "lora_dropout": 0.0}
     paths = {
         name: save_adapter(folder(family), tmp_path / name, kind | {"r": rank}, rank)
         for name, rank in (("a", 3), ("b", 8))
     }
+    change_weights(paths["b"], lambda tensors: {name: matrix.bfloat16() for name, matrix in tensors.items()})
     model = load_model(folder(family), "float32", lora=tuple(f"{name}={path}" for name, path in paths.items()))
     assert model.info.not_native_reason is None
     asked = [ask(name, PROMPT, COUNT, adapter=name, logprobs=1, ignore_eos=True) for name in ("", "a", "b")]
