@@ -16,6 +16,7 @@ Rows by benchmark:
     ray_faults   step, replicas, streams by their ends, seconds; or requests, errors, cached_share
     overload     model, clients, retry, answers, refusals, errors, seconds, tokens_per_processor_second, ratio
     sharing      model, requests, cell, newcomers, median and worst seconds; or tokens/s with and without time slices
+    encodings    model, streams, cell (with or without images), images, tokens, p50 and p99 between tokens
     gpu          device, shape, mode, cell, tokens_per_second, step_ms, host_ms, share_of_bandwidth, teraflops
     adapters     model, streams, rank, dtype, mode, step_ms, speed (relative to steps without adapters)
     gpu_kernels  target, shape, kernel, registers, spilled_bytes, shared_bytes
@@ -56,6 +57,7 @@ OTHER_KEYS = {
     "overload": ("model", "clients", "retry"),
     "sharing": ("model", "requests", "cell"),
     "adapters": ("model", "streams", "rank", "dtype", "mode"),
+    "encodings": ("model", "streams", "cell"),
     "fleet_validation": ("replicas", "policy"),
 }
 # Names of models on the page, by size.
