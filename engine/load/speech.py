@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ log = logging.getLogger("cellar.engine")
 # Durations of Whisper's output, as in transformers' `generate`.
 _FRAME_SECONDS = 0.01
 _FRAMES_PER_TIMESTAMP = 2
-_PACKAGES = ("av", "PIL")
 _READ_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError)
 
 
@@ -40,8 +38,6 @@ def speech_reader(model: Any, folder: Path) -> SpeechReader | None:
 
 def _extractor(config: Any, folder: Path) -> tuple[str, int]:
     """Why the feature extractor of a model cannot be used, or "", and its samples a second."""
-    if any(find_spec(package) is None for package in _PACKAGES):
-        return "this needs the packages of cellar[media]", 0
     try:
         extractor = AutoFeatureExtractor.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
         frames, bins = extractor.nb_max_frames, extractor.feature_size

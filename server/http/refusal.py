@@ -20,10 +20,12 @@ from server.http.admission import GENERATION_PATHS
 from server.http.auth import ApiKeys
 from server.http.encoding import JsonResponse, dumps
 from server.http.errors import QUEUE_FULL, ApiError, error_body, from_engine_error
-from server.http.middleware import host_of, request_id
+from server.http.middleware import AUDIO_PATHS, host_of, request_id
 from server.metrics.metrics import Metrics
 from server.metrics.traces import TRACE_HEADERS
 
+# Paths with bodies of JSON, whose requests may be refused before the app reads them.
+EARLY_PATHS = GENERATION_PATHS - AUDIO_PATHS
 REQUEST_LINE = rb"POST (/[a-z0-9/_]+) HTTP/1\.1\r\n"
 # Unlike h11's grammar without bytes above 0x7e.
 HEADERS = rb"((?:[!#$%&'*+.^_`|~0-9A-Za-z-]+:[\t\x20-\x7e]*\r\n)+)"
@@ -68,7 +70,7 @@ class EarlyRefusal:
         if match is None or match.end() > self._limits.head_bytes:
             return None
         path = match[1].decode()
-        headers = self._usual_headers(match[2]) if path in GENERATION_PATHS else None
+        headers = self._usual_headers(match[2]) if path in EARLY_PATHS else None
         if headers is None:
             return None
         unread_bytes = int(headers["content-length"]) - (len(data) - match.end())

@@ -13,8 +13,7 @@ import pytest
 from engine.errors import Overloaded
 from engine.types.request import Request
 from server.app import create_app
-from server.http.admission import GENERATION_PATHS
-from server.http.refusal import EarlyRefusal, Refusal
+from server.http.refusal import EARLY_PATHS, EarlyRefusal, Refusal
 from tests.server.fakes import FakeEngine, PlayedStream, ask, serve_in_thread, settings
 from tests.server.wire import connected, exchange, get, post, read_all, read_until, status
 
@@ -179,7 +178,7 @@ def refused_twice(port: int, path: str, *headers: str) -> list[tuple[list[bytes]
     return answers
 
 
-@pytest.mark.parametrize("path", sorted(GENERATION_PATHS))
+@pytest.mark.parametrize("path", sorted(EARLY_PATHS))
 def test_an_early_refusal_is_the_same_response(path: str, full: tuple[FakeEngine, int], early: list[bool]) -> None:
     """In the format of each API, on a connection that stays open."""
     before_app, by_app = refused_twice(full[1], path)
