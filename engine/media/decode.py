@@ -155,6 +155,8 @@ def _blocks(data: bytes, demuxer: str, rate: int) -> Iterator[NDArray[np.float32
             raise DecodeError("has no audio stream", "format")
         stream = container.streams.audio[0]
         codec = stream.codec_context
+        if codec is None:
+            raise DecodeError("has an unknown codec", "format")
         if not codec.name.startswith(_CODECS):
             raise DecodeError(f"has the codec {codec.name}, which is not supported", "format")
         if codec.channels > _MAX_CHANNELS:

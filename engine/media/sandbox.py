@@ -193,6 +193,9 @@ def _answer(processor: Any, upload: Upload) -> tuple[dict[str, object], list[byt
         return {"reason": error.reason, "problem": error.problem}, []
     except MemoryError:
         return {"reason": "it takes too much memory to decode", "problem": "too_large"}, []
+    except Exception as error:
+        # Decoders raise errors of many types; the end of the subprocess would delay other requests by its start.
+        return {"reason": f"it cannot be decoded ({type(error).__name__})", "problem": "damaged"}, []
     header = [(name, array.dtype, array.shape) for name, array in content.arrays]
     described = {"replacement": content.replacement, "digest": content.digest.hex(), "arrays": header}
     return described, [array.data for _, array in content.arrays]

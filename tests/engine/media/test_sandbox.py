@@ -11,6 +11,7 @@ from PIL import Image
 
 from engine import sandbox as process_module
 from engine.errors import InvalidContent, Overloaded
+from engine.media import sandbox as sandbox_module
 from engine.media.sandbox import MediaSandbox, SandboxUnavailable
 from engine.types.content import Upload
 from tests.engine.media.processors import encoded, media_processor, png, save_processor
@@ -70,6 +71,20 @@ def test_a_refused_content_keeps_the_process(sandbox: MediaSandbox) -> None:
 
     assert sandbox.process(UPLOAD)
     assert sandbox._process._process is process
+
+
+@pytest.mark.parametrize(("error", "problem"), [(AttributeError("name"), "damaged"), (MemoryError(), "too_large")])
+def test_any_error_of_a_decoder_is_an_answer(error: Exception, problem: str) -> None:
+    """So that one file does not end the subprocess of all."""
+
+    class Processor:
+        def process(self, _: Upload) -> None:
+            raise error
+
+    answer, arrays = sandbox_module._answer(Processor(), Upload("image", b"", "field"))
+
+    assert answer["problem"] == problem
+    assert arrays == []
 
 
 @pytest.mark.slow
