@@ -431,6 +431,9 @@ class Core:
         self._speculation.forget(sequence)
         self.encoder_inputs.release(sequence)
         self.content_inputs.release(sequence)
+        if not self._sequences:
+            # No step follows.
+            self.content_inputs.close()
 
     def _deliver(self, sequence: Sequence, delta: Delta | None) -> None:
         if delta is not None:

@@ -295,6 +295,17 @@ def test_an_encoding_that_no_request_needs_ends(models: Callable[[str], ContentM
     assert len(engine.content_inputs.store) == 0
 
 
+def test_an_encoding_ends_with_the_last_request(models: Callable[[str], ContentModel]) -> None:
+    model, threads = models("llava"), threading.active_count()
+    engine = _begin_encoding(model)
+
+    for request in ("images", "text 0"):
+        engine.cancel(request)
+
+    assert not engine.busy
+    assert threading.active_count() == threads
+
+
 def test_an_encoding_ends_with_its_engine(models: Callable[[str], ContentModel]) -> None:
     model, threads = models("llava"), threading.active_count()
     engine = _begin_encoding(model)
