@@ -111,7 +111,7 @@ def _print_answer(served: ServedModel, path: str, body: dict[str, Any], note: Ca
     """Print the answer while it arrives; its figures. Raises ServerError, OutputError and BrokenPipeError."""
     figures, text = AnswerFigures(), ""
     note(f"{served.name}: prompt")
-    with closing(served.client.stream(path, body)) as pieces:
+    with closing(served.client.stream(path, body, lambda phase: note(f"{served.name}: {phase}"))) as pieces:
         for piece in pieces:
             figures.add(piece)
             match piece:

@@ -71,7 +71,8 @@ class Chat:
         """Send a message and show its answer. Ctrl-C ends the answer; its text so far stays in the conversation."""
         self.conversation.add_user(text)
         figures, stopped = AnswerFigures(), False
-        pieces = self.served.client.stream(PATH, self.conversation.body(self.model))
+        body = self.conversation.body(self.model)
+        pieces = self.served.client.stream(PATH, body, lambda phase: self.note(f"{self.model}: {phase}"))
         screen = AnswerScreen(self.console)
         try:
             with hidden_typing(), screen, closing(pieces):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +15,8 @@ from server.terminal.printable import printable
 
 # Of a connection; an answer may take any time.
 CONNECT_SECONDS = 10.0
+# Comments of event streams that are no phase.
+KEEP_ALIVE = ("", "keep-alive", "ping")
 
 
 class ServerError(Exception):
@@ -80,14 +82,19 @@ class ChatClient:
         except ServerError:
             return {}
 
-    def stream(self, path: str, body: dict[str, Any]) -> Generator[AnswerPiece | AnswerEnd]:
-        """The pieces of an answer, and its end. Closing the generator cancels the request."""
+    def stream(
+        self, path: str, body: dict[str, Any], on_phase: Callable[[str], None]
+    ) -> Generator[AnswerPiece | AnswerEnd]:
+        """The pieces of an answer, and its end. Closing the generator cancels the request.
+
+        `on_phase` is called with each phase of a load of the model.
+        """
         body = {**body, "stream": True, "stream_options": {"include_usage": True}}
         with _connection_errors(self.url), self._http.stream("POST", path, json=body) as response:
             if response.is_error:
                 response.read()
                 raise _refusal(response)
-            yield from _pieces(response.iter_lines())
+            yield from _pieces(_without_comments(response.iter_lines(), on_phase))
 
     def _get(self, path: str, seconds: float, parameters: dict[str, str] | None = None) -> dict[str, Any]:
         """The JSON object at a path. Loads no model."""
@@ -134,6 +141,19 @@ def _refusal(response: httpx.Response) -> ServerError:
         message = response.text[:200]
     key = "; --api-key takes the key" if response.status_code == httpx.codes.UNAUTHORIZED else ""
     return ServerError(f"{message or response.reason_phrase} ({response.status_code}{key})", response.status_code)
+
+
+def _without_comments(lines: Iterator[str], on_phase: Callable[[str], None]) -> Iterator[str]:
+    """The lines of an event stream; those before its first event tell the phases of the load."""
+    phase, begun = "", False
+    for line in lines:
+        begun = begun or line.startswith("data:")
+        comment = line.removeprefix(":").strip()
+        if line.startswith(":") and not begun and comment not in (phase, *KEEP_ALIVE):
+            phase = comment
+            on_phase(phase)
+        if not line.startswith(":"):
+            yield line
 
 
 def _pieces(lines: Iterator[str]) -> Iterator[AnswerPiece | AnswerEnd]:

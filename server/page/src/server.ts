@@ -19,8 +19,10 @@ export interface Server {
   text: string;
 }
 
+// `capabilities` are those of the model `id`.
 interface Known {
   models: ServedModel[];
+  id: string;
   capabilities: Capabilities | null;
 }
 
@@ -29,11 +31,14 @@ function chosenOf(models: ServedModel[], name: string): ServedModel | null {
   return models.find((model) => model.id === name) ?? models[0] ?? null;
 }
 
-async function readServer(name: string): Promise<Known> {
+async function readServer(name: string, before: Known | null): Promise<Known> {
   const models = await readModels();
   const chosen = chosenOf(models, name);
-  if (!chosen?.status) return { models, capabilities: await readCapabilities('') };
-  return { models, capabilities: chosen.status.value === 'loaded' ? await readCapabilities(chosen.id) : null };
+  const id = chosen?.id ?? '';
+  if (!chosen?.status) return { models, id, capabilities: await readCapabilities('') };
+  if (chosen.status.value !== 'loaded') return { models, id, capabilities: null };
+  const kept = before?.id === id ? before.capabilities : null;
+  return { models, id, capabilities: kept ?? (await readCapabilities(id)) };
 }
 
 export function useServer(attempt: number, name: string, busy: boolean): Server {
@@ -42,9 +47,11 @@ export function useServer(attempt: number, name: string, busy: boolean): Server 
   const models = known?.models ?? [];
   const chosen = chosenOf(models, name);
   const several = !!chosen?.status;
+  // Of one model they hold for all of its names.
+  const capabilities = !several || known?.id === chosen?.id ? (known?.capabilities ?? null) : null;
   const read = async () => {
     try {
-      const now = await readServer(name);
+      const now = await readServer(name, known);
       setKnown(now);
       setFailure(null);
       return chosenOf(now.models, name);
@@ -62,8 +69,8 @@ export function useServer(attempt: number, name: string, busy: boolean): Server 
   useEffect(() => {
     if (attempt && !polls) read().catch(() => undefined);
   }, [attempt]);
-  const base = { model: known?.capabilities ?? null, models, chosen, several, loading: loadingPhase(chosen) };
-  if (!failure) return { ...base, state: known ? 'ready' : 'connecting', text: readyText(known?.capabilities ?? null) };
+  const base = { model: capabilities, models, chosen, several, loading: loadingPhase(chosen) };
+  if (!failure) return { ...base, state: known ? 'ready' : 'connecting', text: readyText(capabilities) };
   if (failure.status === 401) return { ...base, state: 'locked', text: 'needs an API key' };
   if (failure.code === 'model_loading') return { ...base, state: 'loading', text: `loading: ${failure.phase}` };
   return { ...base, state: 'unreachable', text: failure.status ? failure.message : 'no connection' };

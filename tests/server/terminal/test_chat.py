@@ -10,7 +10,9 @@ import stat
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ import httpx
 import psutil
 import pytest
 
-from server.terminal.client import model_label
+from server.terminal.client import AnswerEnd, AnswerPiece, ChatClient, model_label
 from server.terminal.images import MAX_BYTES
 from tests.server.fakes import HERMES, serve_in_thread
 from tests.server.media.requests import PNG, MediaTokenizer, media_engine
@@ -234,6 +236,32 @@ def test_an_image_reaches_a_model_that_reads_images(home: Home, tmp_path: Path) 
         assert [upload.data for upload in engine.tokenizer.rendered[-1]["uploads"]] == [PNG]
         session.type(CTRL_D)
         assert session.end() == 0
+
+
+def test_the_phases_of_a_load_precede_the_answer() -> None:
+    """Comments of the stream before its first event, each once; later ones only keep the connection open."""
+    body = b": weights\n\n: weights\n\n: keep-alive\n\n: self-test\n\n"
+    body += b'data: {"choices": [{"delta": {"content": "Hi"}}]}\n\n: slow\n\ndata: [DONE]\n\n'
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    phases: list[str] = []
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.handle_request)
+        thread.start()
+        with ChatClient(f"http://127.0.0.1:{server.server_port}") as client:
+            pieces = list(client.stream("/v1/chat/completions", {}, phases.append))
+        thread.join()
+    assert pieces == [AnswerPiece("Hi"), AnswerEnd(None, {})]
+    assert phases == ["weights", "self-test"]
 
 
 @pytest.mark.parametrize(

@@ -171,7 +171,7 @@ def test_a_stream_is_parsed(answering: Callable[..., object]) -> None:
         {"choices": [], "usage": {"completion_tokens": 1}},
     )
     with answering(b": comment\n\n" + body + b"data: [DONE]\n\n") as client:  # type: ignore[attr-defined]
-        found = [*client.stream("/v1/chat/completions", {"model": "m"})]
+        found = [*client.stream("/v1/chat/completions", {"model": "m"}, print)]
 
     assert [
         AnswerPiece("r", reasoning=True),
@@ -199,6 +199,6 @@ def test_a_broken_answer_is_an_error(
 ) -> None:
     """With the server's own text."""
     with answering(body, status) as client, pytest.raises(error) as raised:  # type: ignore[attr-defined]
-        [*client.stream("/v1/chat/completions", {})]
+        [*client.stream("/v1/chat/completions", {}, print)]
 
     assert message in str(raised.value)
