@@ -20,6 +20,7 @@ from kvcache.spec import Span
 from tests.engine.kit.adapters import KINDS, AdaptedReference, save_adapter
 from tests.engine.kit.models import core, load_model
 from tests.engine.kit.play import Answer, Job, ask, play
+from tests.selection import quick
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -110,8 +111,13 @@ def test_logits_are_those_of_peft(adapted: Adapted, folder: Folder, adapters: di
         assert (rows - reference.logits(PROMPT)).abs().max() < 1e-9 * rows.abs().max(), name
 
 
-@pytest.mark.parametrize("kernels", ["auto", "torch"])
-@pytest.mark.parametrize("quantize", ["none", "int8"])
+@pytest.mark.parametrize(
+    ("quantize", "kernels"),
+    quick(
+        [("none", "auto"), ("int8", "auto"), ("none", "torch")],
+        [(quantize, kernels) for quantize in ("none", "int8") for kernels in ("auto", "torch")],
+    ),
+)
 def test_bits_do_not_depend_on_the_batch(quantize: str, kernels: str, adapted: Adapted) -> None:
     """Alone, batched, in small chunks, from cached prefixes, after preemptions; with weights in float32 and int8."""
     model = adapted("float32", quantize, kernels)

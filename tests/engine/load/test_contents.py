@@ -127,6 +127,7 @@ def test_model_without_the_weights_of_its_tower_is_served_as_text(
     assert "is served as a text model" in caplog.text
 
 
+@pytest.mark.slow
 def test_broken_processor_is_named(tmp_path: Path) -> None:
     save_content_model("llava", tmp_path)
     (tmp_path / "processor_config.json").write_text('{"processor_class": "NoProcessor"}')

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +23,7 @@ from kvcache.spec import Span
 from tests.engine.kit.tiny import VOCABULARY, settings
 from tests.engine.native.decoders import CONTEXT, TinyModel, model_of_config, native, token
 from tests.libraries import built
+from tests.selection import quick
 
 built("step")
 
@@ -105,8 +107,13 @@ def compare(runner: NativeRunner, params: Sequence[SamplingParams], stored: torc
     return count
 
 
-@pytest.mark.parametrize("weights", [32, 16, 8])
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt_neox", "mixtral"])
+@pytest.mark.parametrize(
+    ("family", "weights"),
+    quick(
+        [("llama", 32), ("mistral", 16), ("gemma2", 8), ("gpt_neox", 32), ("mixtral", 8)],
+        itertools.product(("llama", "mistral", "gemma2", "gpt_neox", "mixtral"), (32, 16, 8)),
+    ),
+)
 def test_draft_loop_equals_single_steps(family: str, weights: Any) -> None:
     """Sequences of different lengths, windows, softcaps and experts, in all weight formats."""
     assert compare(runner_of(native(family, weights)), [GREEDY, WARM]) == 2 * sum(count for _, count in SHAPES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import pytest
@@ -15,6 +16,7 @@ from engine.run.runner import runners_of
 from tests.engine.kit.tiny import settings
 from tests.engine.native.decoders import Steps, TinyModel, model_of_config
 from tests.libraries import built
+from tests.selection import quick
 
 built("step")
 
@@ -44,8 +46,13 @@ def errors(model: TinyModel) -> Tensor:
     return (expected - actual).abs().amax(1) / expected.abs().max()
 
 
-@pytest.mark.parametrize("mix", MIXES)
-@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+@pytest.mark.parametrize(
+    ("family", "mix"),
+    quick(
+        [("llama", "q4_k_m"), ("llama", "small columns"), ("gemma3_text", "all")],
+        itertools.product(("llama", "gemma3_text"), MIXES),
+    ),
+)
 def test_mixed_formats_equal_the_modules(family: str, mix: str) -> None:
     """In the other rows a code of a row differs by rounding, in this layer or a row before."""
     found = errors(quantised(family, MIXES[mix], **SIZES))
@@ -54,8 +61,14 @@ def test_mixed_formats_equal_the_modules(family: str, mix: str) -> None:
     assert float(found.max()) < 0.1
 
 
-@pytest.mark.parametrize("formats", [("mxfp4",), ("q4_k", "q6_k"), ("q5_1", "iq4_xs")], ids=str)
-@pytest.mark.parametrize("family", ["gpt_oss", "mixtral"])
+@pytest.mark.parametrize(
+    ("family", "formats"),
+    quick(
+        [("gpt_oss", ("mxfp4",)), ("mixtral", ("q4_k", "q6_k")), ("gpt_oss", ("q5_1", "iq4_xs"))],
+        itertools.product(("gpt_oss", "mixtral"), (("mxfp4",), ("q4_k", "q6_k"), ("q5_1", "iq4_xs"))),
+    ),
+    ids=str,
+)
 def test_experts_equal_the_modules(family: str, formats: Sequence[WeightFormat]) -> None:
     """In some rows a code of a row or the choice of an expert differs by rounding."""
     found = errors(quantised(family, formats))

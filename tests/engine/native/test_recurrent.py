@@ -20,6 +20,7 @@ from kvcache.spec import Span
 from tests.engine.kit.tiny import VOCABULARY, settings
 from tests.engine.native.decoders import CONTEXT, Steps, TinyModel, Weights, model_of_config, native, token
 from tests.libraries import built
+from tests.selection import quick
 
 built("step")
 
@@ -65,7 +66,13 @@ def run_rows(
     return logits
 
 
-@pytest.mark.parametrize("family", [*DELTA, *GATED_CONVOLUTIONS, *STATE_SPACES])
+@pytest.mark.parametrize(
+    "family",
+    quick(
+        ("qwen3_next", "olmo_hybrid", "lfm2", "bamba", "nemotron_h", "mamba2"),
+        [*DELTA, *GATED_CONVOLUTIONS, *STATE_SPACES],
+    ),
+)
 def test_step_is_as_exact_as_the_modules(family: str) -> None:
     """Compared with float64, for chunks and single rows."""
     model = native(family)

@@ -124,8 +124,10 @@ def test_values_may_be_keys_before_their_norm() -> None:
     assert relative_error(expected[0], actual[0]) < 2e-5
 
 
-@pytest.mark.parametrize("weights", [8, 4])
-@pytest.mark.parametrize("family", ["gpt_oss", "cohere2_moe"])
+@pytest.mark.parametrize(
+    ("family", "weights"),
+    quick([("gpt_oss", 8), ("cohere2_moe", 4)], itertools.product(("gpt_oss", "cohere2_moe"), (8, 4))),
+)
 def test_quantised_experts_equal_the_modules(family: str, weights: Weights) -> None:
     """In some rows a code or the choice of an expert differs by rounding, and in rows that attend to them."""
     model = native(family, weights)
@@ -232,8 +234,13 @@ def test_bits_do_not_depend_on_threads(family: str, weights: Weights) -> None:
         assert torch.equal(expected, model.states(model.runner, steps)[0])
 
 
-@pytest.mark.parametrize("weights", [8, 4])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "phi3", "qwen3_5_text"])
+@pytest.mark.parametrize(
+    ("family", "weights"),
+    quick(
+        [("llama", 8), ("llama", 4), ("qwen2", 4), ("phi3", 8), ("qwen3_5_text", 8)],
+        itertools.product(("llama", "qwen2", "phi3", "qwen3_5_text"), (8, 4)),
+    ),
+)
 def test_quantised_matrices_equal_the_modules(family: str, weights: Weights) -> None:
     model = native(family, weights)
     expected, _ = model.states(model.packed, MIXED)
