@@ -11,7 +11,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from gguf import GGUFWriter
+from gguf import GGMLQuantizationType, GGUFWriter
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -19,6 +19,9 @@ from engine.adapters.checkpoint import WEIGHTS_FILE, read_adapter
 from engine.adapters.modules import AdaptableLayers
 from engine.errors import AdapterUnsupported
 from engine.gguf.adapter import read_gguf_adapter
+from engine.gguf.container import read_model
+from engine.types.events import Finished
+from tests.engine.gguf.files import write_types, write_wide
 from tests.engine.kit.adapters import LINEAR, AdaptedReference, save_adapter
 from tests.engine.kit.models import core, load_model
 from tests.engine.kit.play import Job, ask, play
@@ -95,6 +98,34 @@ def test_texts_equal_those_of_peft(folder: Folder, tmp_path: Path) -> None:
     answer = play(core(model), [Job(ask("a", prompt, 12, adapter="mine", ignore_eos=True))])["a"]
 
     assert answer.tokens == AdaptedReference(folder("llama"), saved, torch.float64).greedy(prompt, 12)
+
+
+def test_a_q4_k_m_model_has_the_same_bits_in_any_batch(tmp_path: Path) -> None:
+    """Natively: a GGUF file as the base, adapters in both formats, alone, batched, in chunks, and shifted contexts."""
+    source, base = write_wide("llama", tmp_path), tmp_path / "model"
+    types = {"ffn_down": GGMLQuantizationType.Q6_K}
+    write_types(read_model(source), tmp_path / "base.gguf", GGMLQuantizationType.Q4_K, others=types)
+    saved = save_adapter(base, tmp_path / "peft", {"r": 8, "target_modules": LINEAR})
+    file = write_adapter(base, saved, tmp_path / "adapter.gguf")
+    other = save_adapter(base, tmp_path / "other", {"r": 3, "target_modules": LINEAR}, 1)
+    lora = (f"a={file}", f"same={saved}", f"b={other}")
+    model = load_model(tmp_path / "base.gguf", "float32", quantize="none", lora=lora, drafter="none")
+    names, prompt = ("", "a", "same", "b"), tuple(range(30, 50))
+    asked = [
+        ask(name, prompt, 60, adapter=name, logprobs=1, ignore_eos=True, overflow="shift", keep=4) for name in names
+    ]
+
+    batched = play(core(model, slots=4, context=48), [Job(request) for request in asked])
+    chunked = play(core(model, slots=3, context=48, chunk=5), [Job(request) for request in asked])
+
+    assert model.info.not_native_reason is None
+    for request in asked:
+        alone = play(core(model, slots=1, context=48), [Job(request)])[request.id]
+        assert alone.logprobs == batched[request.id].logprobs == chunked[request.id].logprobs, request.id
+        assert isinstance(alone.end, Finished)
+        assert alone.end.usage.context_shifts > 0
+    assert batched["a"].logprobs == batched["same"].logprobs
+    assert len({tuple(map(str, answer.logprobs)) for answer in batched.values()}) == 3
 
 
 def _first(change: Callable[[Any], Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
