@@ -22,15 +22,18 @@ from engine.errors import (
     Draining,
     EngineError,
     GrammarTooCostly,
+    InvalidContent,
     InvalidRequest,
     Loading,
     Overloaded,
 )
 from engine.text.fill_in_middle import FillInMiddle
 from engine.text.variables import undeclared_variables
+from engine.types.content import Upload
 from engine.types.events import Delta, Event, Failed, Finished, Logprob, Started, Timings, TokenLogprob, Usage
 from engine.types.request import EmbeddingJob, Grammar, RenderedPrompt, Request
 from engine.types.snapshot import EngineSnapshot
+from engine.types.speech import SpeechFeatures
 from engine.types.status import AdapterInfo, DraftingInfo, EmbeddingModelInfo, MemoryPlan, ModelInfo, Stats
 from server.configuration.settings import ClientLimits, Settings
 from server.hosting import Hosting
@@ -186,6 +189,13 @@ class FakeGrammars:
             raise InvalidRequest("grammar", "unimplemented keyword 'unreadable'")
 
 
+class FakeSpeech:
+    """Refuses every sound."""
+
+    def features(self, upload: Upload) -> SpeechFeatures:
+        raise InvalidContent(upload.field, "the sound is damaged", "damaged")
+
+
 class PlayedStream:
     """engine.output.stream.RequestStream, of a script that goes on when its reader waits for more."""
 
@@ -218,6 +228,7 @@ class FakeEngine:
     left: threading.Event = field(default_factory=threading.Event)
     tokenizer: FakeTokenizer = field(default_factory=FakeTokenizer)
     grammars: FakeGrammars = field(default_factory=FakeGrammars)
+    speech: FakeSpeech = field(default_factory=FakeSpeech)
     memory: MemoryPlan = MEMORY
     drafting: DraftingInfo = DraftingInfo()
     embedding: EmbeddingModelInfo | None = None

@@ -62,11 +62,16 @@ def read_config(name: str, folder: Path, settings: EngineConfig) -> tuple[Checkp
     return read_headers(name, folder, settings)
 
 
+def _may_transcribe(config: Any, folder: Path) -> bool:
+    """Whether a model reads spectrograms, and has timestamps in its generation configuration."""
+    file = folder / "generation_config.json"
+    return hasattr(config, "num_mel_bins") and file.exists() and b'"no_timestamps_token_id"' in file.read_bytes()
+
+
 def read_headers(name: str, folder: Path, settings: EngineConfig) -> tuple[Checkpoint, Any]:
     """As `read_config`, of a folder that may lack weights."""
     checkpoint, config = _configuration(name, folder)
-    # A model that reads spectrograms may transcribe uploaded sounds, which its files tell later.
-    if config.is_encoder_decoder and not (settings.media or hasattr(config, "num_mel_bins")):
+    if config.is_encoder_decoder and not (settings.media or _may_transcribe(config, folder)):
         raise ModelUnsupported(name, NO_ENCODER_INPUT)
     longest = max_context(config.get_text_config())
     if settings.context is not None and settings.context > longest:
