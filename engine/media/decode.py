@@ -32,6 +32,8 @@ _MAX_RATIO = 200
 _BAND_PIXELS = 2**20
 _MIN_SECONDS = 0.1
 _MAX_CHANNELS = 8
+# Samples per second: the resampler takes minutes for rates of hundreds of millions.
+_MAX_RATE = 768_000
 # Demuxers that read the file alone: others open playlists, further files or addresses.
 _SIGNATURES = (
     (0, b"fLaC", "flac"),
@@ -161,6 +163,10 @@ def _blocks(data: bytes, demuxer: str, rate: int) -> Iterator[NDArray[np.float32
             raise DecodeError(f"has the codec {codec.name}, which is not supported", "format")
         if codec.channels > _MAX_CHANNELS:
             raise DecodeError(f"has {codec.channels} channels, and the limit is {_MAX_CHANNELS}", "too_large")
+        if codec.sample_rate > _MAX_RATE:
+            raise DecodeError(
+                f"has {codec.sample_rate:,} samples a second, and the limit is {_MAX_RATE:,}", "too_large"
+            )
         resampler = av.AudioResampler(format="flt", layout="mono", rate=rate)
         for frame in container.decode(stream):
             for block in resampler.resample(frame):

@@ -86,6 +86,7 @@ REFUSED: dict[str, tuple[bytes, ContentProblem]] = {
     "concatenation": (b"ffconcat version 1.0\nfile /etc/passwd\n", "format"),
     "header of a wav": (wav()[:44], "damaged"),
     "no bits a sample": (wav()[:34] + bytes(2) + wav()[36:], "format"),
+    "721 MHz": (wav()[:24] + (721_453_118).to_bytes(4, "little") + wav()[28:], "too_large"),
     "short": (wav(seconds=0.05), "damaged"),
     "26 MiB": (wav() + bytes(26 * 2**20), "too_large"),
     "9 channels": (wav(channels=9), "too_large"),
