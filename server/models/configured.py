@@ -18,6 +18,8 @@ _OF_ONE_MODEL = {
     "draft_model": "--draft-model",
     "chat_template": "--chat-template",
 }
+# Context of the bundled model in the engine of an embedding model, in tokens: no request reaches it.
+_UNUSED_CONTEXT = 512
 _shard = re.compile(r"-(\d{5})-of-\d{5}$")
 # GGUF files without a language model: vision projectors, importance matrices.
 _side_file = re.compile(r"(^|[-._])(mmproj|imatrix)([-._]|$)", re.IGNORECASE)
@@ -90,8 +92,9 @@ def _complete(entry: ModelEntry) -> ModelEntry:
     if settings.disk_cache_folder is not None:
         settings = replace(settings, disk_cache=str(Path(settings.disk_cache_folder) / entry.name))
     if entry.kind == "embedding":
-        # Its engine also has the small bundled model, which no request can name.
-        settings = replace(settings, model=None, served_names=(f"{entry.name}-generator",))
+        # Its engine also has the small bundled model, which no request can name, with the smallest cache.
+        settings = replace(settings, model=None, served_names=(f"{entry.name}-generator",), drafter="none")
+        settings = replace(settings, context=_UNUSED_CONTEXT, slots=settings.slots or 1)
     settings.check()
     return replace(entry, settings=settings, aliases=(*entry.aliases, *settings.adapters))
 

@@ -45,6 +45,7 @@ def test_a_section_has_options_of_the_engine(tmp_path: Path) -> None:
     assert (small.name, small.aliases, small.source) == ("small", ("tiny", "style"), str(BUNDLED))
     assert (small.settings.context, small.settings.slots, small.settings.max_waiting) == (4096, 2, 3)
     assert (vectors.kind, vectors.source, vectors.settings.slots) == ("embedding", "/e", 5)
+    assert (vectors.settings.model, vectors.settings.context, vectors.settings.drafter) == (None, 512, "none")
 
 
 @pytest.mark.parametrize(
