@@ -18,6 +18,7 @@ from server.http.auth import OPEN_PATHS, ApiKeys
 from tests.server.fakes import FakeEngine, ask, settings
 
 KEYS = ("first-key", "second-key")
+FORM = {"content-type": "multipart/form-data; boundary=x"}
 BODY = {"messages": [{"role": "user", "content": "hi"}]}
 
 
@@ -37,7 +38,8 @@ def routes(app: Any) -> list[tuple[str, str]]:
 
 def test_every_route_but_probes_and_page_needs_a_key(app: Any) -> None:
     """The list is read from the app, so a new route is closed by default."""
-    refused = {path for method, path in routes(app) if ask(app, method, path, json_body=BODY).status == 401}
+    bodies: tuple[dict[str, Any], ...] = ({"json_body": BODY}, {"body": b"", "headers": FORM})
+    refused = {path for method, path in routes(app) for body in bodies if ask(app, method, path, **body).status == 401}
     known = {path for _, path in routes(app)}
 
     assert {"/", "/health", "/ready"} == known - refused

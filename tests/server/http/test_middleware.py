@@ -104,7 +104,7 @@ def test_json_may_name_its_charset(app: Any, kind: str) -> None:
 @pytest.mark.parametrize(
     ("method", "path", "status", "code"),
     [
-        ("POST", "/v1/audio/transcriptions", 404, "unknown_url"),
+        ("POST", "/v1/audio/speech", 404, "unknown_url"),
         ("POST", "/images/edits", 404, "unknown_url"),
         ("POST", "/v1/models", 405, "method_not_allowed"),
         ("POST", "/v1/embeddings", 415, "unsupported_media_type"),
