@@ -91,7 +91,7 @@ class CapturingEncoder:
         )
 
     def measure_ranges(self, samples: Iterable[ContentSample]) -> None:
-        """Extend `longest_range` to those of these contents."""
+        """Raise `longest_range` to the longest range of the samples."""
         lengths = (self.range_length(sample.tokens, [sample.content]) for sample in samples)
         self.longest_range = max((self.longest_range, *lengths))
 
@@ -146,7 +146,7 @@ class CapturingEncoder:
         return kinds
 
     def _ranges(self, contents: Sequence[Content], kinds: Sequence[int]) -> tuple[tuple[int, int], ...]:
-        """The bidirectional ranges of a prompt whose tokens have these kinds."""
+        """The bidirectional ranges of a prompt, from the kinds of its tokens."""
         placeholders: list[tuple[int, int]] = []
         for content in contents:
             placeholders += runs([kind > 0 for kind in kinds[content.start : content.stop]], content.start)

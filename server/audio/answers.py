@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 from engine.types.events import TokenLogprob
 from engine.types.speech import SpeechFeatures, SpeechInfo
 from server.audio.formats import SUBTITLES, TextDeltas, logprobs_of, plain_text, verbose_segment
-from server.audio.segments import Segment
+from server.audio.segments import SpeechSegment
 from server.audio.transcriber import Transcriber
 from server.configuration.settings import ClientLimits
 from server.http.encoding import JsonResponse
@@ -67,7 +67,7 @@ class TranscriptStream(Response):
             await send_event_stream(frames, self._limits, scope, receive, send)
 
     async def _frames(self, transcriber: Transcriber, features: SpeechFeatures) -> Frames:
-        deltas, segments = TextDeltas(), list[Segment]()
+        deltas, segments = TextDeltas(), list[SpeechSegment]()
         async for segment in transcriber.segments():
             segments.append(segment)
             delta = TranscriptTextDelta(type="transcript.text.delta", delta=deltas.append(segment.text))
@@ -84,7 +84,7 @@ class TranscriptStream(Response):
 
 
 def _verbose(
-    segments: list[Segment], form: TranscriptionFields, task: Task, language: str, features: SpeechFeatures
+    segments: list[SpeechSegment], form: TranscriptionFields, task: Task, language: str, features: SpeechFeatures
 ) -> TranscriptionVerbose:
     return TranscriptionVerbose(
         task=task,
@@ -113,5 +113,5 @@ def _language_name(transcriber: Transcriber, speech: SpeechInfo) -> str:
     return names.get(transcriber.language or "", _ENGLISH)
 
 
-def _logprobs(segments: list[Segment]) -> list[TokenLogprob]:
+def _logprobs(segments: list[SpeechSegment]) -> list[TokenLogprob]:
     return [entry for segment in segments for entry in segment.logprobs]

@@ -8,36 +8,36 @@ from collections.abc import Callable, Iterable, Sequence
 
 from engine.types.events import TokenLogprob
 from engine.types.speech import SpeechInfo
-from server.audio.segments import Segment
+from server.audio.segments import SpeechSegment
 from server.schemas.audio import TranscriptionSegment, TranscriptLogprob
 
 _MILLISECONDS = (3_600_000, 60_000, 1000)
 
 
-def plain_text(segments: Sequence[Segment]) -> str:
+def plain_text(segments: Sequence[SpeechSegment]) -> str:
     """The text of all segments."""
     return "".join(segment.text for segment in segments).strip()
 
 
-def srt(segments: Iterable[Segment]) -> str:
+def srt(segments: Iterable[SpeechSegment]) -> str:
     """Subtitles in the format of SubRip."""
     cues = [f"{number}\n{_cue(segment, ',')}\n" for number, segment in enumerate(segments, 1)]
     return "\n".join(cues)
 
 
-def vtt(segments: Iterable[Segment]) -> str:
+def vtt(segments: Iterable[SpeechSegment]) -> str:
     """Subtitles in the format WebVTT."""
     return "WEBVTT\n\n" + "\n".join(f"{_cue(segment, '.')}\n" for segment in segments)
 
 
-SUBTITLES: dict[str, Callable[[Sequence[Segment]], str]] = {
+SUBTITLES: dict[str, Callable[[Sequence[SpeechSegment]], str]] = {
     "text": lambda segments: plain_text(segments) + "\n",
     "srt": srt,
     "vtt": vtt,
 }
 
 
-def verbose_segment(number: int, segment: Segment, temperature: float) -> TranscriptionSegment:
+def verbose_segment(number: int, segment: SpeechSegment, temperature: float) -> TranscriptionSegment:
     """A segment of the format `verbose_json`."""
     encoded = segment.text.encode(errors="replace")
     logprobs = [entry.chosen.logprob for entry in segment.logprobs]
@@ -80,7 +80,7 @@ class TextDeltas:
         return delta
 
 
-def _cue(segment: Segment, separator: str) -> str:
+def _cue(segment: SpeechSegment, separator: str) -> str:
     """Times and text; the text has no empty line and no arrow, which would end the cue or begin another one."""
     text = " ".join(segment.text.split()).replace("-->", "->")
     if separator == ".":

@@ -8,7 +8,7 @@ import anyio.to_thread
 
 from engine.types.speech import SpeechInfo
 from server.audio.segments import text_tokens
-from server.audio.transcriber import Transcription
+from server.audio.transcriber import TranscriptionJob
 from server.http.errors import UNSUPPORTED_VALUE, invalid_value, unsupported_parameter
 from server.http.parsing import validated
 from server.schemas.audio import UNSUPPORTED_FIELDS, Task, TranscriptionFields
@@ -62,11 +62,11 @@ def speech_of(service: Service) -> SpeechInfo:
 
 async def prepare_transcription(
     service: Service, speech: SpeechInfo, form: TranscriptionFields, task: Task, id: str
-) -> Transcription:
+) -> TranscriptionJob:
     """The validated request; ApiError for a language or a task that the model does not have."""
     if task == "translate" and task not in dict(speech.tasks):
         raise invalid_value("model", f"{service.name} does not translate", UNSUPPORTED_VALUE)
-    return Transcription(
+    return TranscriptionJob(
         id=id,
         task=task,
         prompt=await _prompt_tokens(service, speech, form.prompt),

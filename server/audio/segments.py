@@ -20,7 +20,7 @@ class WindowSegment:
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class SpeechSegment:
     """A text with start and end in seconds.
 
     seek         frames before its window

@@ -14,7 +14,7 @@ from engine.errors import Overloaded
 from engine.types.events import Delta, Event, Finished, PromptScored, TokenLogprob
 from engine.types.request import Media, Request, SamplingParams
 from engine.types.speech import SpeechFeatures, SpeechInfo
-from server.audio.segments import Segment, WindowSegment, WindowSplitter, text_tokens
+from server.audio.segments import SpeechSegment, WindowSegment, WindowSplitter, text_tokens
 from server.http.errors import check_deadline
 from server.http.events import ChoiceEvents
 from server.service import Service
@@ -24,7 +24,7 @@ _RETRY_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Transcription:
+class TranscriptionJob:
     """A validated request.
 
     prompt       tokens of text before the sound, without `previous_token`
@@ -76,7 +76,7 @@ class Transcriber:
     """
 
     def __init__(
-        self, service: Service, speech: SpeechInfo, transcription: Transcription, features: SpeechFeatures
+        self, service: Service, speech: SpeechInfo, transcription: TranscriptionJob, features: SpeechFeatures
     ) -> None:
         self._service, self._speech = service, speech
         self._transcription, self._features = transcription, features
@@ -106,7 +106,7 @@ class Transcriber:
                     self.counts.add(event)
         self._language = codes[tokens[0]]
 
-    async def segments(self) -> AsyncGenerator[Segment, None]:
+    async def segments(self) -> AsyncGenerator[SpeechSegment, None]:
         """The segments with text, in order. Raises EngineError and ApiError."""
         seek, number = 0, 0
         while seek < self._features.content_frames:
@@ -120,7 +120,7 @@ class Transcriber:
                 yield segment
             seek, number = seek + step, number + 1
 
-    async def _window_segments(self, window: _Window, number: int) -> AsyncGenerator[Segment, None]:
+    async def _window_segments(self, window: _Window, number: int) -> AsyncGenerator[SpeechSegment, None]:
         request = self._request(number, await self._media(window.seek))
         async with self._open(request, is_first=number == 0) as events:
             async for _, event in events:
@@ -174,11 +174,11 @@ class Transcriber:
         task = (tasks[self._transcription.task],) if tasks else ()
         return (*opening, speech.start_token, languages[self._language], *task)
 
-    async def _segment(self, window: _Window, part: WindowSegment) -> Segment:
+    async def _segment(self, window: _Window, part: WindowSegment) -> SpeechSegment:
         tokens, logprobs = window.tokens[part.first : part.stop], window.logprobs[part.first : part.stop]
         text = await anyio.to_thread.run_sync(self._service.engine.tokenizer.decode, text_tokens(self._speech, tokens))
         no_speech = window.no_speech()
-        return Segment(window.seek, part.start, part.end, tuple(tokens), text, tuple(logprobs), no_speech)
+        return SpeechSegment(window.seek, part.start, part.end, tuple(tokens), text, tuple(logprobs), no_speech)
 
     async def _media(self, seek: int) -> Media:
         return await anyio.to_thread.run_sync(self._features.window, seek, self._speech.window_frames)

@@ -17,7 +17,7 @@ from engine.types.speech import SpeechFeatures, SpeechInfo
 from server.audio.answers import TranscriptStream, whole_answer
 from server.audio.budget import FeatureBudget
 from server.audio.preparation import form_fields, prepare_transcription, speech_of
-from server.audio.transcriber import Transcriber, Transcription
+from server.audio.transcriber import Transcriber, TranscriptionJob
 from server.generation.answer import cancel_on_disconnect
 from server.http.errors import CLIENT_CLOSED, invalid_value
 from server.http.forms import FileForm
@@ -78,7 +78,7 @@ class _AudioEndpoint:
 
     @asynccontextmanager
     async def _transcriber(
-        self, service: Service, speech: SpeechInfo, transcription: Transcription, upload: Upload
+        self, service: Service, speech: SpeechInfo, transcription: TranscriptionJob, upload: Upload
     ) -> AsyncIterator[tuple[Transcriber, SpeechFeatures]]:
         """The transcriber of a decoded sound, with its language, and the sound's features."""
         features = await anyio.to_thread.run_sync(service.engine.speech.features, upload)

@@ -11,14 +11,14 @@ import webvtt
 from server.app import create_app
 from server.audio.budget import FeatureBudget
 from server.audio.formats import TextDeltas, plain_text, srt, verbose_segment, vtt
-from server.audio.segments import Segment
+from server.audio.segments import SpeechSegment
 from server.http.errors import ApiError
 from tests.engine.kit.speech import sound, wav
 from tests.server.fakes import FakeEngine, call, settings
 
 TRICKY = (
-    Segment(0, 0.0, 2.5, (1,), " Hello there.", (), 0.0),
-    Segment(0, 3599.9996, 3601.25, (2,), "a --> b\n\n<c> & d ", (), 0.0),
+    SpeechSegment(0, 0.0, 2.5, (1,), " Hello there.", (), 0.0),
+    SpeechSegment(0, 3599.9996, 3601.25, (2,), "a --> b\n\n<c> & d ", (), 0.0),
 )
 FORM = b'--x\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n' + wav(sound(0.5)) + b"\r\n--x--\r\n"
 
@@ -41,7 +41,7 @@ def test_deltas_join_to_the_text() -> None:
 
     joined = "".join(map(deltas.append, texts))
 
-    segments = [Segment(0, 0, 0, (), text, (), 0.0) for text in texts]
+    segments = [SpeechSegment(0, 0, 0, (), text, (), 0.0) for text in texts]
     assert joined == plain_text(segments) == "a  b\nc"
 
 
