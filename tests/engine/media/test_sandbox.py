@@ -127,7 +127,7 @@ def test_a_process_that_was_killed_is_replaced(sandbox: MediaSandbox) -> None:
 
 
 def test_a_sandbox_without_an_answer_may_be_asked_again(sandbox: MediaSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_module, "_ANSWER_TIMEOUT_SECONDS", 0.0)
+    monkeypatch.setattr(process_module, "_POLLS", 0)
     with pytest.raises(Overloaded):
         sandbox.process(UPLOAD)
     monkeypatch.undo()
