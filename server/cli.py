@@ -58,6 +58,7 @@ def make_app() -> App:
     app.command(bench)
     app.command(ray)
     app.command(plan)
+    app.command(verify)
     app.command(doctor, config=())
     # Its arguments are no settings: none comes from the environment.
     app.command(convert, config=())
@@ -349,6 +350,32 @@ def plan(
         check_environment()
         settings.check()
     sys.exit(run_plan(settings, as_json=json))
+
+
+def verify(
+    model: str | None = None,
+    *,
+    json: Annotated[Path | None, Parameter(show_env_var=False)] = None,
+    options: Annotated[Settings | None, Parameter(name="*")] = None,
+) -> None:
+    """Show that a text does not depend on cache, batch, chunks, drafts, preemption and context shifts.
+
+    The exit code is 1 if a text differs. With --disk-cache a restart is verified too, in a temporary folder.
+
+    Parameters
+    ----------
+    model
+        As for `cellar serve`.
+    json
+        A file for the report in JSON.
+    """
+    from server.commands.verify import run_verify
+
+    settings = replace(options or Settings(), model=model)
+    with _usage_errors(print_line):
+        check_environment()
+        settings.check()
+    sys.exit(run_verify(settings, json))
 
 
 def doctor(model: str | None = None, *, json: bool = False) -> None:
