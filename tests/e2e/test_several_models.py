@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import IO, Any
 
 import httpx
-import ollama
 import psutil
 import pytest
 import torch
@@ -158,6 +157,7 @@ def test_mixed_requests_get_the_answers_of_each_model_alone(alone: Alone, one_an
 
 
 def test_clients_of_ollama_load_and_unload(alone: Alone, one_and_a_half: str) -> None:
+    ollama = pytest.importorskip("ollama")
     with several(alone, one_and_a_half) as (address, _), ollama.Client(address) as client:
 
         def loaded() -> list[str | None]:
