@@ -22,7 +22,7 @@ def prompt_tokens(loaded: LoadedModel, count: int) -> tuple[int, ...]:
     excluded = {*loaded.eos, *loaded.tokenizer.markers()}
     pieces = loaded.tokenizer.pieces()
     usable = sorted(token for token in pieces if token < loaded.info.vocabulary and token not in excluded)
-    return tuple(random.Random(_SEED + count).choices(usable, k=count))  # noqa: S311  # noqa: S311
+    return tuple(random.Random(_SEED + count).choices(usable, k=count))  # noqa: S311
 
 
 def make_requests(loaded: LoadedModel, lengths: Sequence[int], new_tokens: int = NEW_TOKENS) -> list[Request]:
