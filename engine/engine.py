@@ -53,12 +53,13 @@ from engine.loop import (
     UnloadAdapter,
 )
 from engine.media.speech_reader import SpeechReader
+from engine.open_streams import OpenStreams
 from engine.output.stop_regex import check_stop_regex
 from engine.output.stream import RequestStream
 from engine.parallel.loading import loaded_model
 from engine.queue_limit import QueueLimit
 from engine.text.tokenizer import Tokenizer
-from engine.types.events import Event, Failed
+from engine.types.events import Event
 from engine.types.progress import Progress, progress_to
 from engine.types.request import EmbeddingJob, Request
 from engine.types.snapshot import EngineSnapshot
@@ -86,7 +87,6 @@ class Engine(EngineClient):
         self._watchdog = Watchdog(clock)
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run_thread, name="engine", daemon=True)
-        self._streams: dict[str, RequestStream] = {}
         # Requests and jobs that were opened so far.
         self._opened = 0
         self._loaded: LoadedModel | None = None
@@ -99,6 +99,7 @@ class Engine(EngineClient):
         self._drafting = DraftingInfo()
         self._stats = Stats()
         self._queue_limit = QueueLimit(config.max_waiting)
+        self._streams = OpenStreams[str](self._queue_limit, lambda stream: self._inbox.put(Cancel(stream.id)))
         # Requested snapshots, by owner and salt.
         self._snapshots: dict[tuple[str, bytes], asyncio.Future[EngineSnapshot]] = {}
 
@@ -106,7 +107,6 @@ class Engine(EngineClient):
         """Start the thread, which loads the model first. Call it inside the event loop that uses the engine."""
         self._loop = asyncio.get_running_loop()
         self._load_done = asyncio.Event()
-        self._stream_closed = asyncio.Event()
         self._flushed = asyncio.Event()
         self._failed = asyncio.Event()
         self._thread.start()
@@ -292,19 +292,9 @@ class Engine(EngineClient):
     async def _open_stream(self, id: str, owner: str, command: Submit | Embed) -> AsyncIterator[RequestStream]:
         self._opened += 1
         stream = RequestStream(id, self._opened, lambda is_unread: self._inbox.put(SetUnread(id, is_unread)))
-        self._streams[id] = stream
-        began = time.monotonic()
-        self._inbox.put(command)
-        try:
-            with self._queue_limit.hold(owner):
-                yield stream
-        finally:
-            if stream.finished:
-                self._queue_limit.record_duration(time.monotonic() - began)
-            else:
-                self._inbox.put(Cancel(id))
-            del self._streams[id]
-            self._stream_closed.set()
+        with self._streams.hold(id, stream, owner):
+            self._inbox.put(command)
+            yield stream
 
     async def drain(self, seconds: float) -> None:
         """Accept no more requests, wait for the running ones, then for the prefix cache to be flushed to disk.
@@ -315,9 +305,8 @@ class Engine(EngineClient):
         if self._adapters is not None:
             self._adapters.close()
         deadline = self._loop.time() + seconds
-        while self._streams and await self._wait_until(self._stream_closed, deadline):
-            self._stream_closed.clear()
-        self._fail_streams("the server is shutting down")
+        await self._streams.wait_closed(deadline)
+        self._streams.fail("the server is shutting down")
         if self._loaded is not None and self.alive:
             await self._wait_until(self._flushed, deadline)
 
@@ -338,8 +327,7 @@ class Engine(EngineClient):
     def _check(self, request: Request) -> None:
         self._check_accepting(request.id)
         loaded = self._require_model()
-        chunk = with_ranges(self._config, loaded.content_encoder).chunk
-        check_request(request, loaded, drafters=self._drafting.kinds, chunk=chunk)
+        check_request(request, loaded, drafters=self._drafting.kinds, chunk=self._config.chunk)
         if self._adapters is not None:
             self._adapters.check(request.adapter)
         elif request.adapter:
@@ -349,7 +337,7 @@ class Engine(EngineClient):
     def _check_accepting(self, id: str) -> None:
         if self._draining:
             raise Draining
-        if id in self._streams:
+        if self._streams.get(id) is not None:
             raise InvalidRequest("id", f"a request with the id {id!r} is running")
 
     def _require_model(self) -> LoadedModel:
@@ -358,12 +346,6 @@ class Engine(EngineClient):
         if self._loaded is None:
             raise Loading(self._phase)
         return self._loaded
-
-    def _fail_streams(self, reason: str) -> None:
-        for stream in tuple(self._streams.values()):
-            if not stream.finished:
-                self._inbox.put(Cancel(stream.id))
-            stream.deliver(Failed(reason))
 
     def _deliver(self, events: list[tuple[str, Event]], submitted: int, stats: Stats, flushed: bool) -> None:
         """On the event loop: deliver the events of a step, which knew the first `submitted` requests.
@@ -390,14 +372,16 @@ class Engine(EngineClient):
         """On the event loop: the thread loaded the model, or failed."""
         self._loaded, self._drafting = loaded or self._loaded, drafting
         self._embedder = embedder or self._embedder
-        if loaded is not None and loaded.adapter_reader is not None:
-            self._adapters = self._catalog(loaded, loaded.adapter_reader)
+        if loaded is not None:
+            self._config = with_ranges(self._config, loaded.content_encoder)
+            if loaded.adapter_reader is not None:
+                self._adapters = self._catalog(loaded, loaded.adapter_reader)
         self._failure = self._failure or failure
         self._phase = "ready"
         self._load_done.set()
         if failure is not None and not self._failed.is_set():
             self._failed.set()
-            self._fail_streams("the engine stopped")
+            self._streams.fail("the engine stopped")
             for pending in self._snapshots.values():
                 # A finished one leaves the table in the next iteration of the event loop.
                 if not pending.done():

@@ -12,6 +12,7 @@ from engine.adapters.folder import AdapterFolder
 from engine.client import EngineClient
 from engine.config import EngineConfig
 from engine.errors import AdapterUnknown, Draining, EngineError, InvalidRequest, Loading
+from engine.open_streams import OpenStreams
 from engine.output.stream import RequestStream
 from engine.queue_limit import QueueLimit
 from engine.remote.calls import RemoteEmbeddingTokenizer, RemoteGrammars, RemoteSpeech, RemoteTokenizer
@@ -37,7 +38,6 @@ from engine.remote.messages import (
     decode,
 )
 from engine.remote.process import Launch, StartedProcess
-from engine.types.events import Failed
 from engine.types.progress import Progress
 from engine.types.request import EmbeddingJob, Request
 from engine.types.snapshot import EngineSnapshot
@@ -68,7 +68,6 @@ class RemoteEngine(EngineClient):
     ) -> None:
         self._config, self._on_phase, self._on_progress = config, on_phase, on_progress
         self._link = WorkerLink(self._handle, self._end, launch=launch, stuck_seconds=stuck_seconds, clock=clock)
-        self._streams: dict[int, RequestStream] = {}
         self._loaded: Ready | None = None
         self._tokenizer: RemoteTokenizer | None = None
         self._adapter_folder = AdapterFolder(config.lora_dir) if config.lora_dir else None
@@ -77,12 +76,12 @@ class RemoteEngine(EngineClient):
         self._phase = "resolve"
         self._stats = Stats()
         self._queue_limit = QueueLimit(config.max_waiting)
+        self._streams = OpenStreams[int](self._queue_limit, lambda stream: self._link.send(CancelStream(stream.number)))
 
     def start(self) -> None:
         """Begin to load the model. Call it inside the event loop that uses the engine."""
         self._loop = asyncio.get_running_loop()
         self._load_done = asyncio.Event()
-        self._stream_closed = asyncio.Event()
         self._link.start(LoadModel(self._config))
 
     async def wait_ready(self) -> None:
@@ -238,19 +237,9 @@ class RemoteEngine(EngineClient):
         self._queue_limit.check(owner, self._require_model().info.slots)
         number = command.number
         stream = RequestStream(id, number, lambda is_unread: self._link.send(SetStreamUnread(number, is_unread)))
-        self._streams[number] = stream
-        began = time.monotonic()
-        try:
-            with self._queue_limit.hold(owner):
-                await self._link.ask(number, command)
-                yield stream
-        finally:
-            if stream.finished:
-                self._queue_limit.record_duration(time.monotonic() - began)
-            else:
-                self._link.send(CancelStream(number))
-            del self._streams[number]
-            self._stream_closed.set()
+        with self._streams.hold(number, stream, owner):
+            await self._link.ask(number, command)
+            yield stream
 
     async def drain(self, seconds: float) -> None:
         """Accept no more requests, wait for the running ones, then for the prefix cache to be flushed to disk.
@@ -260,9 +249,8 @@ class RemoteEngine(EngineClient):
         self._draining = True
         deadline = self._loop.time() + seconds
         drained = self._loop.create_task(self._drain_worker(seconds))
-        while self._streams and await self._wait_for_stream(deadline):
-            self._stream_closed.clear()
-        self._fail_streams("the server is shutting down")
+        await self._streams.wait_closed(deadline)
+        self._streams.fail("the server is shutting down")
         with suppress(TimeoutError):
             await asyncio.wait_for(drained, max(deadline - self._loop.time(), 0) + _ANSWER_SECONDS)
 
@@ -280,18 +268,10 @@ class RemoteEngine(EngineClient):
             if self._loaded is not None:
                 await self._link.ask(number, DrainEngine(number, seconds))
 
-    async def _wait_for_stream(self, deadline: float) -> bool:
-        """Wait for the end of a stream until the deadline; whether one ended."""
-        try:
-            await asyncio.wait_for(self._stream_closed.wait(), max(deadline - self._loop.time(), 0))
-        except TimeoutError:
-            return False
-        return True
-
     def _check_accepting(self, id: str) -> None:
         if self._draining:
             raise Draining
-        if any(stream.id == id for stream in self._streams.values()):
+        if any(stream.id == id for stream in self._streams.streams):
             raise InvalidRequest("id", f"a request with the id {id!r} is running")
 
     def _require_model(self) -> Ready:
@@ -323,7 +303,7 @@ class RemoteEngine(EngineClient):
                 self._link.end(to_error(error))
 
     def _deliver(self, batch: Batch) -> None:
-        """Deliver the events of a step; a stream that was left is not in the table any more."""
+        """Deliver the events of a step."""
         if batch.stats is not None:
             self._stats = batch.stats
         for message in batch.events:
@@ -333,10 +313,4 @@ class RemoteEngine(EngineClient):
 
     def _end(self, failure: EngineError) -> None:
         self._load_done.set()
-        self._fail_streams("the engine stopped")
-
-    def _fail_streams(self, reason: str) -> None:
-        for stream in tuple(self._streams.values()):
-            if not stream.finished:
-                self._link.send(CancelStream(stream.number))
-            stream.deliver(Failed(reason))
+        self._streams.fail("the engine stopped")

@@ -38,6 +38,7 @@ EVENT_LOOP = {
     "engine/engine.py",
     "engine/output/stream.py",
     "engine/remote/connection.py",
+    "engine/open_streams.py",
     "engine/remote/engine.py",
     "engine/remote/link.py",
     "engine/remote/planning.py",

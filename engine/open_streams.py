@@ -1,0 +1,67 @@
+"""The open streams of an engine, in this process or in another one."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Generic, TypeVar
+
+from engine.output.stream import RequestStream
+from engine.queue_limit import QueueLimit
+from engine.types.events import Failed
+
+Key = TypeVar("Key")
+
+
+class OpenStreams(Generic[Key]):
+    """Streams by key. Belongs to the event loop's thread.
+
+    cancel  called for a stream that is left, or fails, before its end
+    """
+
+    def __init__(self, limit: QueueLimit, cancel: Callable[[RequestStream], None]) -> None:
+        self._limit, self._cancel = limit, cancel
+        self._streams: dict[Key, RequestStream] = {}
+        self._closed = asyncio.Event()
+
+    @property
+    def streams(self) -> Iterable[RequestStream]:
+        """All open streams."""
+        return self._streams.values()
+
+    def get(self, key: Key) -> RequestStream | None:
+        """The open stream of a key; a stream that was left is not open any more."""
+        return self._streams.get(key)
+
+    @contextmanager
+    def hold(self, key: Key, stream: RequestStream, owner: str) -> Iterator[None]:
+        """Inside the block, the stream is open, and counts as a request of its owner."""
+        self._streams[key] = stream
+        began = time.monotonic()
+        try:
+            with self._limit.hold(owner):
+                yield
+        finally:
+            if stream.finished:
+                self._limit.record_duration(time.monotonic() - began)
+            else:
+                self._cancel(stream)
+            del self._streams[key]
+            self._closed.set()
+
+    async def wait_closed(self, deadline: float) -> None:
+        """Return when no stream is open, at the latest at a time of the event loop's clock."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout_at(deadline):
+                while self._streams:
+                    self._closed.clear()
+                    await self._closed.wait()
+
+    def fail(self, reason: str) -> None:
+        """Cancel all streams, and deliver the failure to each."""
+        for stream in tuple(self._streams.values()):
+            if not stream.finished:
+                self._cancel(stream)
+            stream.deliver(Failed(reason))
