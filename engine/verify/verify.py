@@ -64,7 +64,7 @@ class VerifyReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ConditionAnswers:
     """The answers in a condition, and the count that shows that it occurred."""
 
     answers: Mapping[str, Answer]
@@ -122,7 +122,7 @@ class Verification:
         if self._config.disk_cache_folder is not None:
             yield self._check("restart with a disk cache", self._restarted)
 
-    def _check(self, name: str, condition: Callable[[], Outcome]) -> ConditionResult:
+    def _check(self, name: str, condition: Callable[[], ConditionAnswers]) -> ConditionResult:
         self._on_phase(name)
         began = time.monotonic()
         outcome = condition()
@@ -134,14 +134,14 @@ class Verification:
         seconds = time.monotonic() - began
         return ConditionResult(name, outcome.count > 0, f"{outcome.count} {outcome.unit}", seconds, comparisons)
 
-    def _cached(self) -> Outcome:
+    def _cached(self) -> ConditionAnswers:
         """All answers cold, each alone: the expected ones; then again with the prompts in the cache."""
         cells = len(self._requests) * self._context
         with self._cores.open(context=self._context, cells=cells) as core:
             self._expected |= run_alone(core, self._requests)
             return _cached_outcome(run_alone(core, self._requests))
 
-    def _partly_cached(self) -> Outcome:
+    def _partly_cached(self) -> ConditionAnswers:
         answers: dict[str, Answer] = {}
         with self._cores.open(context=self._context) as core:
             for request in self._requests:
@@ -149,12 +149,12 @@ class Verification:
                 answers |= run_alone(core, [request])
         return _cached_outcome(answers)
 
-    def _batch(self, chunk: int | None = None) -> Outcome:
+    def _batch(self, chunk: int | None = None) -> ConditionAnswers:
         with self._cores.open(context=self._context, slots=self._slots, chunk=chunk) as core:
             answers = run_together(core, self._requests)
-            return Outcome(answers, self._slots - 1, "other sequences")
+            return ConditionAnswers(answers, self._slots - 1, "other sequences")
 
-    def _few_cells(self) -> Outcome:
+    def _few_cells(self) -> ConditionAnswers:
         """Prompts that fit the cells together, and answers that do not."""
         new_tokens = min(_LONG_ANSWER, self._loaded.capacity - _SHORT_PROMPT)
         requests = [replace(request, id=f"long {request.id}") for request in self._short_requests(new_tokens)]
@@ -163,7 +163,7 @@ class Verification:
             self._expected |= run_alone(core, requests)
         with self._cores.open(context=context, slots=self._slots, cells=context + _SHORT_PROMPT) as core:
             answers = run_together(core, requests)
-            return Outcome(answers, core.stats().preemptions_total, "preemptions")
+            return ConditionAnswers(answers, core.stats().preemptions_total, "preemptions")
 
     def _short_requests(self, new_tokens: int) -> list[Request]:
         return make_requests(self._loaded, (_SHORT_PROMPT, _SHORT_PROMPT // 2), new_tokens)
@@ -173,14 +173,14 @@ class Verification:
             kinds = [counts.kind for counts in core.stats().drafts]
         yield from (cast("DrafterChoice", kind) for kind in ("lookup", "model", "mtp") if kind in kinds)
 
-    def _drafted(self, drafter: DrafterChoice) -> Outcome:
+    def _drafted(self, drafter: DrafterChoice) -> ConditionAnswers:
         requests = [with_drafts(request, drafter, self._expected[request.id].tokens) for request in self._requests]
         with self._cores.open(context=self._context, slots=self._slots, drafts=True) as core:
             answers = run_together(core, requests)
             drafted = sum(sum(counts.drafted) for counts in core.stats().drafts if counts.kind == drafter)
-            return Outcome(answers, drafted, "draft tokens")
+            return ConditionAnswers(answers, drafted, "draft tokens")
 
-    def _several_choices(self) -> Outcome:
+    def _several_choices(self) -> ConditionAnswers:
         request = next(request for request in reversed(self._requests) if request.sampling.temperature > 0)
         requests = list(choices(request, _CHOICES))
         with self._cores.open(context=self._context) as core:
@@ -189,9 +189,9 @@ class Verification:
         with self._cores.open(context=self._context, slots=self._slots) as core:
             answers = run_together(core, requests)
             tokens = sum(len(request.prompt) + len(answers[request.id].tokens) - 1 for request in requests)
-            return Outcome(answers, tokens - core.stats().batch_tokens_total, "shared tokens")
+            return ConditionAnswers(answers, tokens - core.stats().batch_tokens_total, "shared tokens")
 
-    def _shifted(self) -> Outcome:
+    def _shifted(self) -> ConditionAnswers:
         requests = [
             replace(request, id=f"shifted {request.id}", overflow="shift")
             for request in self._short_requests(_LONG_ANSWER)
@@ -200,9 +200,11 @@ class Verification:
             self._expected |= run_alone(core, requests)
         with self._cores.open(context=_SHIFT_CONTEXT, slots=self._slots, chunk=_SMALL_CHUNK) as core:
             answers = run_together(core, requests)
-        return Outcome(answers, min(answer.context_shifts for answer in answers.values()) // 2, "x two shifts each")
+        return ConditionAnswers(
+            answers, min(answer.context_shifts for answer in answers.values()) // 2, "x two shifts each"
+        )
 
-    def _restarted(self) -> Outcome:
+    def _restarted(self) -> ConditionAnswers:
         with tempfile.TemporaryDirectory() as folder:
             with self._cores.open(context=self._context, disk_cache=folder) as core:
                 run_alone(core, self._requests)
@@ -212,5 +214,5 @@ class Verification:
                 return _cached_outcome(run_alone(core, self._requests))
 
 
-def _cached_outcome(answers: Mapping[str, Answer]) -> Outcome:
-    return Outcome(answers, sum(answer.cached_tokens for answer in answers.values()), "cached tokens")
+def _cached_outcome(answers: Mapping[str, Answer]) -> ConditionAnswers:
+    return ConditionAnswers(answers, sum(answer.cached_tokens for answer in answers.values()), "cached tokens")
