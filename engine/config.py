@@ -18,6 +18,8 @@ from engine.types.setting import Setting, literal_words
 
 # The default name of the bundled model.
 BUNDLED_NAME = "cellar-tiny"
+# Default slots of each of several models: the memory that is left is for other models.
+SLOTS_OF_SEVERAL = 4
 
 Dtype = Literal["auto", "float32", "float64", "bfloat16", "float16"]
 KvDtype = Literal["auto", "float32", "float64", "bfloat16", "float16", "int8"]

@@ -16,7 +16,7 @@ from server.http.admission import GENERATION_PATHS
 from server.http.auth import caller
 from server.http.errors import OLLAMA_PREFIX, ApiError, error_response, from_engine_error, invalid_value
 from server.http.forms import FileForm
-from server.http.middleware import AUDIO_PATHS
+from server.http.middleware import AUDIO_PATHS, replay
 from server.models.entry import ModelEntry
 from server.models.instance import Lease
 from server.models.keep_alive import parse_keep_alive
@@ -74,12 +74,13 @@ class LoadMiddleware:
             body = await _read(receive)
             if body is None:
                 return
+        read: list[Message] = [] if body is None else [{"type": "http.request", "body": body, "more_body": False}]
         stream = WaitingStream(send, scope["path"])
         try:
             fields = await _parsed(scope, body or b"")
             entry = self._entry(scope, fields.model)
             if entry is None or fields.unloads:
-                await self.app(scope, _replay(body, receive), send)
+                await self.app(scope, replay(read, receive), send)
                 return
             lease = await self._lease(scope, entry, fields, receive, stream)
         except (EngineError, ApiError) as error:
@@ -89,7 +90,7 @@ class LoadMiddleware:
         if lease is None:
             return
         with self._models.hold(fields.model, entry, lease):
-            await self.app(scope, _replay(body, receive), stream.send)
+            await self.app(scope, replay(read, receive), stream.send)
 
     def _entry(self, scope: Scope, name: str) -> ModelEntry | None:
         """The model to load; None if the request names none, or one that does not exist."""
@@ -142,20 +143,6 @@ async def _read(receive: Receive) -> bytes | None:
         body += message.get("body", b"")
         if not message.get("more_body"):
             return bytes(body)
-
-
-def _replay(body: bytes | None, receive: Receive) -> Receive:
-    """Gives the body that was read, then what follows."""
-    if body is None:
-        return receive
-    unread = [body]
-
-    async def replay() -> Message:
-        if unread:
-            return {"type": "http.request", "body": unread.pop(), "more_body": False}
-        return await receive()
-
-    return replay
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 
 from engine.client import EngineClient
+from engine.config import SLOTS_OF_SEVERAL
 from engine.errors import Draining, Loading, Overloaded
 from engine.types.model_name import plain_name
 from server.configuration.settings import Settings
@@ -27,9 +28,6 @@ from server.models.loader import Loader
 from server.models.presets import LATEST_TAG, Presets
 from server.models.registry import MAX_NAME_LENGTH, ModelRegistry
 from server.service import Service
-
-# Of a model whose settings have none (engine/load/plan/needed_memory.py).
-DEFAULT_SLOTS = 4
 
 
 class DuplicateName(ValueError):
@@ -130,7 +128,7 @@ class SeveralModels(ModelRegistry):
 
     async def batch_slots(self) -> int:
         """The default slots of a model: each line of a batch loads the model that it names."""
-        return DEFAULT_SLOTS
+        return SLOTS_OF_SEVERAL
 
     @contextmanager
     def lease(self, name: str | None = None) -> Iterator[Service]:

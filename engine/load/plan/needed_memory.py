@@ -9,7 +9,7 @@ from pathlib import Path
 
 from safetensors import safe_open
 
-from engine.config import EngineConfig
+from engine.config import SLOTS_OF_SEVERAL, EngineConfig
 from engine.errors import ModelUnsupported
 from engine.load.machine.available_memory import available_bytes
 from engine.load.machine.device import resolve_device
@@ -19,7 +19,7 @@ from engine.load.read.configuration import read_max_context
 from engine.types.status import MemoryNeed
 
 # Of each model by default: memory that is left is for other models.
-_DEFAULT_CONTEXT, _DEFAULT_SLOTS = 8192, 4
+_DEFAULT_CONTEXT = 8192
 # For threads, grammars and buffers of a process, beyond what its plan measures; on a GPU also for its context.
 _PROCESS_BYTES, _DEVICE_BYTES = 60 * 2**20, 512 * 2**20
 # Share of the free memory for all models without --memory: the front end and other programs use the rest.
@@ -60,7 +60,7 @@ def needed_memory(config: EngineConfig, budget_bytes: int) -> MemoryNeed:
 def _planned(config: EngineConfig, folder: Path, budget_bytes: int) -> ModelPlan:
     trained = read_max_context(str(config.model), folder)
     default = replace(
-        config, context=config.context or min(trained, _DEFAULT_CONTEXT), slots=config.slots or _DEFAULT_SLOTS
+        config, context=config.context or min(trained, _DEFAULT_CONTEXT), slots=config.slots or SLOTS_OF_SEVERAL
     )
     planned = plan_model(default, folder, budget_bytes=budget_bytes)
     if planned.memory is not None:
