@@ -58,6 +58,14 @@ SHAPES: dict[str, dict[str, Any]] = {
     | {"n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6, "moe_intermediate_size": 1408}
     | {"n_group": 1, "topk_group": 1, "topk_method": "greedy", "norm_topk_prob": False, "routed_scaling_factor": 1.0}
     | {"max_position_embeddings": 32_768, "tie_word_embeddings": False},
+    "glm-4.7-flash-4-layers": COMMON
+    | {"model_type": "glm4_moe_lite", "vocab_size": 154_880, "hidden_size": 2048, "intermediate_size": 10_240}
+    | {"num_hidden_layers": 4, "num_attention_heads": 20, "num_key_value_heads": 20}
+    | {"mlp_layer_types": ["dense", *["sparse"] * 3]}
+    | {"kv_lora_rank": 512, "q_lora_rank": 768, "qk_rope_head_dim": 64, "qk_nope_head_dim": 192, "v_head_dim": 256}
+    | {"n_routed_experts": 64, "n_shared_experts": 1, "num_experts_per_tok": 4, "moe_intermediate_size": 1536}
+    | {"norm_topk_prob": True, "routed_scaling_factor": 1.8, "max_position_embeddings": 32_768}
+    | {"tie_word_embeddings": False},
     "gemma-4-e2b-10-layers": COMMON
     | {"model_type": "gemma4_text", "vocab_size": 262_144, "hidden_size": 1536, "intermediate_size": 6144}
     | {"num_hidden_layers": 10, "num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 256}
