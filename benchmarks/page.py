@@ -61,18 +61,18 @@ SPEED_NOTE = """\
 Tokens per second as Cellar / peer, and in brackets the ratio: the median over pairs of runs that alternate. "decode":
 one stream after a prompt of 512 tokens; "streams": 256 tokens of prompt and 128 of output each, the time of the prompts
 included. llama.cpp has q8_0 and bf16 weights where Cellar has int8 and bfloat16; for formats of 4 bits see the
-[same GGUF files](#the-same-gguf-file-beside-llamacpp), for what formats cost in accuracy
+[same GGUF files](#the-same-gguf-file-in-other-servers), for what formats cost in accuracy
 [below](#accuracy-of-quantised-weights). Both servers get two threads and are measured over HTTP, without drafts.
 """
 
 GGUF_NOTE = """\
-As Cellar / llama.cpp, and in brackets how many times better Cellar is: a higher rate, a lower time, size or error. Both
-serve the same file with two threads, in turns, without drafts. Streams: 64 tokens of prompt and 64 of output each.
-"read in decode" is the size of the file times the decode rate, of the memory bandwidth that a sum over a large tensor
-reaches. "start" is the time to readiness of a file that was served before; a first start checks the model too, and
-takes longer. "memory" is resident after a prompt of 2,048 tokens in one slot. Accuracy beside the dequantised weights
-in float32: the change of the perplexity, and the root mean square error of log-probabilities, on texts that the
-dequantised model samples.
+As Cellar / peer, and in brackets how many times better Cellar is: a higher rate, a lower time, size or error. Both
+serve the same file with two threads, in turns, without drafts; ik_llama.cpp with `-rtr -fa on -mla 3`. Streams: 64
+tokens of prompt and 64 of output each. "read in decode" is the size of the file times the decode rate, of the memory
+bandwidth that a sum over a large tensor reaches. "start" is the time to readiness of a file that was served before; a
+first start checks the model too, and takes longer. "memory" is resident after a prompt of 2,048 tokens in one slot.
+Accuracy beside the dequantised weights in float32: the change of the perplexity, and the root mean square error of
+log-probabilities, on texts that the dequantised model samples.
 """
 
 SPECULATION_NOTE = """\
@@ -103,7 +103,7 @@ COMMANDS = """\
 | random weights in a published shape, also as GGUF | `python -m benchmarks.shapes qwen3-0.6b FOLDER --gguf FILE` |
 | drafts of fixed depths and of the chosen one | `python -m benchmarks.cpu.speculation` |
 | accuracy of quantised weights | `python -m benchmarks.quality.perplexity --program llama-server` |
-| the same GGUF file in Cellar and llama.cpp | `python -m benchmarks.gguf.files FILE.gguf --program llama-server` |
+| the same GGUF file in Cellar and a peer | `python -m benchmarks.gguf.files FILE.gguf --program llama-server` |
 | kernels and the native step | `python -m benchmarks.cpu.attention`, `benchmarks.cpu.linear`, `benchmarks.cpu.step` |
 | batches with LoRA adapters | `python -m benchmarks.cpu.adapters FILE.gguf` |
 
@@ -176,17 +176,25 @@ def speed_rows(figures: Figures, cpu: str, peer: str) -> list[list[str]]:
 
 
 def gguf_files(figures: Figures) -> str:
-    """The same GGUF files beside llama.cpp, a table for each machine."""
-    headings = ["model", "weights", *GGUF_FIGURES]
+    """The same GGUF files in other servers, a table for each machine and peer."""
     parts = []
     for cpu in figures.machines("gguf"):
-        rows = []
-        for model, weights in configurations(figures.rows("gguf", cpu)):
-            of = {"model": model, "weights": weights}
-            cells = [figures.row("gguf", cpu, **of, cell=cell, figure=figure) for cell, figure in GGUF_FIGURES.values()]
-            rows.append([model, weights, *map(beside, cells)])
-        parts.append(f"{cpu}:\n\n{table(headings, rows)}")
-    return section("The same GGUF file beside llama.cpp", GGUF_NOTE, *parts) if parts else ""
+        for peer in dict.fromkeys(row["peer"] for row in figures.rows("gguf", cpu)):
+            rows = []
+            for model, weights in configurations(figures.rows("gguf", cpu, peer=peer)):
+                of = {"model": model, "weights": weights, "peer": peer}
+                shown = (
+                    figures.row("gguf", cpu, **of, cell=cell, figure=figure) for cell, figure in GGUF_FIGURES.values()
+                )
+                rows.append([model, weights, *map(beside, shown)])
+            parts.append(f"{cpu}, beside {peer}:\n\n{table(*filled(['model', 'weights', *GGUF_FIGURES], rows))}")
+    return section("The same GGUF file in other servers", GGUF_NOTE, *parts) if parts else ""
+
+
+def filled(headings: list[str], rows: list[list[str]]) -> tuple[list[str], list[list[str]]]:
+    """The columns that have a value in any row."""
+    columns = [column for column in range(len(headings)) if any(row[column] for row in rows)]
+    return [headings[column] for column in columns], [[row[column] for column in columns] for row in rows]
 
 
 def latencies(figures: Figures) -> str:

@@ -11,7 +11,7 @@ Rows by benchmark:
     peers        model, weights, peer, cell, figure, cellar, other (medians), ratio, lowest, highest
     speculation  drafter, batch, plain (tokens/s without drafts), ratios by mode, best, auto_to_best
     quality      model, outliers, weights, server, perplexity (times float32's), divergence (nats)
-    gguf         model, weights, cell, figure, cellar, other, ratio (above 1: Cellar is better) or limit or neither
+    gguf         model, weights, peer, cell, figure, cellar, other, ratio (above 1: ours is better) or limit or neither
     routers      name, requests, errors, cached_share, equal_texts, unary_p50_ms, first_chunk_p50_ms, tokens_per_second
     ray_faults   step, replicas, streams by their ends, seconds; or requests, errors, cached_share
     overload     model, clients, retry, answers, refusals, errors, seconds, tokens_per_processor_second, ratio
@@ -45,7 +45,7 @@ KEYS = {
     "peers": ("model", "weights", "peer", "cell", "figure"),
     "speculation": ("drafter", "batch"),
     "quality": ("model", "outliers", "weights", "server"),
-    "gguf": ("model", "weights", "cell", "figure"),
+    "gguf": ("model", "weights", "peer", "cell", "figure"),
     "fleet": ("replicas", "policy", "load"),
 }
 # The same, of results that are not on the page: those of docs/scale.md and of GPUs.

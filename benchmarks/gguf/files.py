@@ -1,7 +1,9 @@
-"""Measures the same GGUF files in Cellar and llama.cpp, in turns: speed, first token, start, memory and accuracy.
+"""Measures the same GGUF files in Cellar and a peer, in turns: speed, first token, start, memory and accuracy.
 
     python -m benchmarks.gguf.files --prepare FOLDER --quantizer llama-quantize   # random weights in published shapes
     python -m benchmarks.gguf.files FOLDER/*.gguf --program llama-server --json benchmarks/results/gguf.json
+
+The peer is llama.cpp, or ik_llama.cpp with --peer ik_llama.cpp.
 
 Cells, chosen by --cells: `alone` (a prompt of 512 and the decode behind it), `prefill` (a prompt of 2,048), `streams`
 (8 and 32 of them), `server` (first and second start, and resident memory), `accuracy` (log-probabilities of texts that
@@ -102,20 +104,27 @@ class GgufFile:
 
 
 class Rows:
-    """The rows measured so far, in a file."""
+    """The rows measured so far beside a peer, in a file."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, peer: str) -> None:
         self._path = path
+        self.peer = peer
         self.rows: list[Row] = json.loads(path.read_text()) if path.exists() else []
+
+    def of(self, file: GgufFile) -> list[Row]:
+        """The rows of a file."""
+        return [row for row in self.rows if row.items() >= (file.about | {"peer": self.peer}).items()]
 
     def has(self, file: GgufFile, cell: str) -> bool:
         """Whether a cell of a file is measured."""
-        return any(row.items() >= (file.about | {"cell": cell}).items() for row in self.rows)
+        return any(row["cell"] == cell for row in self.of(file))
 
-    def add(self, added: Sequence[Row]) -> None:
-        """Keep rows."""
-        self.rows.extend(added)
+    def add(self, added: Sequence[Row]) -> list[Row]:
+        """Keep rows; return them with the name of the peer."""
+        named = [row | {"peer": self.peer} for row in added]
+        self.rows.extend(named)
         write_json(self._path, self.rows)
+        return named
 
 
 class Machine:
@@ -131,7 +140,7 @@ class Machine:
         resources = Resources(threads=self.given.threads, slots=slots, context=context)
         with ExitStack() as stack:
             found, seconds = [], []
-            for name, start in (("cellar", self._cellar), ("llama.cpp", self._llama_cpp)):
+            for name, start in (("cellar", self._cellar), (self.given.peer, self._peer)):
                 began = time.monotonic()
                 url = stack.enter_context(start(file, resources))
                 seconds.append(time.monotonic() - began)
@@ -164,11 +173,11 @@ class Machine:
         environment = {"XDG_CACHE_HOME": str(self._cache_home)}
         return cellar(arguments, self.given.out / "cellar.log", environment)
 
-    def _llama_cpp(self, file: GgufFile, resources: Resources) -> Any:
-        peer = PEERS["llama.cpp"]
+    def _peer(self, file: GgufFile, resources: Resources) -> Any:
+        peer = PEERS[self.given.peer]
         command = peer.command(self.given.program, str(file.path), resources)
         threads = {"OMP_NUM_THREADS": str(resources.threads)}
-        return started(command, ready=peer.ready, log=self.given.out / "llama.cpp.log", environment=threads)
+        return started(command, ready=peer.ready, log=self.given.out / f"{self.given.peer}.log", environment=threads)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -184,7 +193,7 @@ def main(arguments: list[str] | None = None) -> int:
         found = measure_files([GgufFile(file) for file in given.files], given, path)
     except BenchError as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
-    Console(width=max(Console().width, 130)).print(table(found))
+    Console(width=max(Console().width, 130)).print(table(found, given.peer))
     print(path)
     return 0
 
@@ -198,7 +207,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--shapes", default=",".join(SHAPES), metavar="NAME,...", help="of --prepare (default: all)")
     add("--formats", default=",".join(FORMATS), metavar="NAME,...", help=f"of --prepare (default {','.join(FORMATS)})")
     add("--quantizer", default="llama-quantize", metavar="PATH", help="llama-quantize, for --prepare")
-    add("--program", default=None, metavar="PATH", help="llama-server")
+    add("--peer", choices=("llama.cpp", "ik_llama.cpp"), default="llama.cpp", help="default: llama.cpp")
+    add("--program", default=None, metavar="PATH", help="llama-server of the peer")
     add("--threads", type=int, default=processor_count(), metavar="N", help="of both servers (default: all)")
     add("--cells", default=",".join(CELLS), metavar="NAME,...", help="default: all")
     add("--streams", default="8,32", metavar="N,...", help="concurrent streams (default 8,32)")
@@ -242,12 +252,11 @@ def measure_files(files: Sequence[GgufFile], given: argparse.Namespace, path: Pa
         raise BenchError(f"--cells are of {', '.join(CELLS)}" if unknown else "name GGUF files, or --prepare FOLDER")
     if absent := [file.path for file in files if not file.path.is_file()]:
         raise BenchError(f"there is no file {absent[0]}")
-    kept, machine, run = Rows(given.out / "rows.json"), Machine(given), measured("gguf", ())
+    kept, machine, run = Rows(given.out / "rows.json", given.peer), Machine(given), measured("gguf", ())
     for file in files:
         for found in measurements(machine, file, kept):
-            kept.add(found)
-            add_rows(path, replace(run, rows=found))
-    return [row for file in files for row in kept.rows if row.items() >= file.about.items()]
+            add_rows(path, replace(run, rows=kept.add(found)))
+    return [row for file in files for row in kept.of(file)]
 
 
 def measurements(machine: Machine, file: GgufFile, kept: Rows) -> Iterator[list[Row]]:
@@ -377,11 +386,11 @@ async def scores(servers: Sequence[Server], texts: list[list[int]], places: list
         return [await ask_ours(http, ours.url, texts, places), await ask_peer(http, peers.url, texts, places)]
 
 
-def table(found: Sequence[Row]) -> Table:
+def table(found: Sequence[Row], peer: str) -> Table:
     """Return the printed table."""
     result = Table(caption="times better: a higher rate, a lower time, size or error")
-    for heading in ("model", "weights", "cell", "figure", "Cellar", "llama.cpp", "times better"):
-        result.add_column(heading, justify="right" if heading in ("Cellar", "llama.cpp", "times better") else "left")
+    for heading in ("model", "weights", "cell", "figure", "Cellar", peer, "times better"):
+        result.add_column(heading, justify="right" if heading in ("Cellar", peer, "times better") else "left")
     for row in found:
         values = (digits(row[name]) if name in row else "" for name in ("cellar", "other", "ratio"))
         result.add_row(row["model"], row["weights"], row["cell"], row["figure"], *values)

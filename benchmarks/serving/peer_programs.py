@@ -58,6 +58,13 @@ def llama_cpp(model: str, resources: Resources) -> list[str]:
     return ["-m", model, "--port", "{port}", *threads, *cells, "-fa", "on"]
 
 
+def ik_llama_cpp(model: str, resources: Resources) -> list[str]:
+    """Return the arguments of ik_llama.cpp's llama-server: repacked weights, and its attention for latent caches."""
+    cells = ("-np", str(resources.slots), "-c", str(resources.slots * resources.context))
+    threads = ("-t", str(resources.threads), "-tb", str(resources.threads))
+    return ["-m", model, "--port", "{port}", *threads, *cells, "-fa", "on", "-rtr", "-mla", "3"]
+
+
 def openvino(model: str, resources: Resources) -> list[str]:
     """Return the arguments of a Python with openvino-genai; -P keeps this checkout out of its imports."""
     return ["-P", OPENVINO, model, "--port", "{port}", "--threads", str(resources.threads)]
@@ -71,6 +78,9 @@ def transformers(model: str, resources: Resources) -> list[str]:
 
 PEERS = {
     "llama.cpp": Peer(title="llama.cpp", program="llama-server", arguments=llama_cpp, ready="/health", kind="ids"),
+    "ik_llama.cpp": Peer(
+        title="ik_llama.cpp", program="llama-server", arguments=ik_llama_cpp, ready="/health", kind="ids"
+    ),
     "openvino": Peer(title="openvino-genai", program="python", arguments=openvino, ready="/v1/models", kind="ids"),
     "transformers": Peer(
         title="transformers serve",

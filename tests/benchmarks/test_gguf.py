@@ -59,15 +59,16 @@ def test_measured_cells_are_not_measured_again(tmp_path: Path) -> None:
     """Not even by another process."""
     row = {"model": "tiny", "weights": "Q4_0", "figure": "any"}
     alone = ["prompt of 512", "prompt of 2048"]
-    assert [(alone, 1), (["8 streams"], 8), (["32 streams"], 32)] == labels(Rows(tmp_path / "rows.json"))
+    assert [(alone, 1), (["8 streams"], 8), (["32 streams"], 32)] == labels(Rows(tmp_path / "rows.json", "llama.cpp"))
 
-    Rows(tmp_path / "rows.json").add([row | {"cell": cell} for cell in ("prompt of 512", "8 streams")])
-    Rows(tmp_path / "rows.json").add([row | {"cell": "32 streams", "weights": "Q8_0"}])
+    Rows(tmp_path / "rows.json", "llama.cpp").add([row | {"cell": cell} for cell in ("prompt of 512", "8 streams")])
+    Rows(tmp_path / "rows.json", "llama.cpp").add([row | {"cell": "32 streams", "weights": "Q8_0"}])
 
-    kept = Rows(tmp_path / "rows.json")
+    kept = Rows(tmp_path / "rows.json", "llama.cpp")
     assert [(["prompt of 2048"], 1), (["32 streams"], 32)] == labels(kept)
     assert [([], 1)] == labels(kept, "--cells", "server")
     assert [(["32 streams"], 32)] == labels(kept, "--cells", "streams")
+    assert [(alone, 1)] == labels(Rows(tmp_path / "rows.json", "ik_llama.cpp"), "--cells", "alone,prefill")
 
 
 def test_read_rate_is_the_size_of_the_file_times_the_decode_rate(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def test_a_benchmark_without_a_section_is_no_source() -> None:
 
 def test_gguf_files_have_a_table() -> None:
     """A row for each file, with a column for each figure that was measured."""
-    about = {"model": "tiny", "weights": "Q4_K_M", "cellar": 2.0, "other": 3.0, "ratio": 1.5}
+    about = {"model": "tiny", "weights": "Q4_K_M", "peer": "ik_llama.cpp", "cellar": 2.0, "other": 3.0, "ratio": 1.5}
     rows = [
         about | {"cell": "server", "figure": "start, ms"},
         about | {"cell": "accuracy", "figure": "distance, millinats"},
@@ -87,6 +87,8 @@ def test_gguf_files_have_a_table() -> None:
     (line,) = [line for line in text.splitlines() if line.startswith("| tiny | Q4_K_M |")]
     assert 2 == line.count("2.00 / 3.00 (1.5)")
     assert "| 2.00 / 3.00 of 4.00 |" in line
+    assert "beside ik_llama.cpp:" in text
+    assert "decode" not in text[text.index("beside ik_llama.cpp:") :].splitlines()[2].split("read in decode")[0]
 
 
 def test_absolute_paths_stay_out_of_the_command() -> None:

@@ -19,7 +19,8 @@ def result(date: str, *rows: dict[str, Any], cpu: str = "any") -> BenchmarkResul
 
 def row(cell: str, value: float) -> dict[str, Any]:
     """A figure of one cell."""
-    return {"model": "tiny", "weights": "Q4_0", "cell": cell, "figure": "decode", "cellar": value}
+    about = {"model": "tiny", "weights": "Q4_0", "peer": "llama.cpp"}
+    return about | {"cell": cell, "figure": "decode", "cellar": value}
 
 
 def contents(results: list[BenchmarkResult]) -> list[tuple[str, str, list[dict[str, Any]]]]:
