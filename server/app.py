@@ -75,11 +75,10 @@ def create_app_of_several(
     settings.check()
     closing, observer = AsyncExitStack(), LoaderMetrics()
     app_loader = Loader(models, launcher, limits, observer)
-    observer.observe(app_loader, [entry.name for entry in models])
-    metrics = {entry.name: Metrics(observer.totals[entry.name], entry.name) for entry in models}
+    observer.observe(app_loader)
     media, traces = _media_reader(settings), _traces(settings, closing)
-    registry = SeveralModels(settings, models, app_loader, metrics, observer.registry, media, traces)
-    app = _make_app(registry, media, metrics[models[0].name], closing)
+    registry = SeveralModels(settings, models, app_loader, observer, media, traces)
+    app = _make_app(registry, media, registry.metrics_of(models[0].name), closing)
     app.state.loader = app_loader
     return app
 

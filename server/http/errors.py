@@ -243,6 +243,11 @@ def load_timeout(model: str, seconds: float) -> ApiError:
     return ApiError(LOAD_TIMEOUT, message, param="model", headers={"Retry-After": str(MAX_RETRY_SECONDS)})
 
 
+def model_removed(model: str) -> ApiError:
+    """The files of a model are gone."""
+    return ApiError(MODEL_NOT_FOUND, f"The model '{model}' was removed from this server.", param="model")
+
+
 def internal_error() -> ApiError:
     """An unexpected exception. The log has the traceback, under the request id."""
     return ApiError(INTERNAL_ERROR, "The server had an error while processing your request.")

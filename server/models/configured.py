@@ -49,21 +49,20 @@ def configured_entries(
             raise ValueError(f"--pin {name} is no model; there are {', '.join(sorted(names))}")
     if not entries:
         raise ValueError(f"--models {settings.models_dir} has no models: folders with config.json, or GGUF files")
-    pinned = [replace(entry, pinned={entry.name, *entry.aliases} & {*settings.pinned} != set()) for entry in entries]
     if sources:
-        pinned[0] = replace(pinned[0], preloads=True)
-    return tuple(pinned)
+        entries[0] = replace(entries[0], preloads=True)
+    return tuple(entries)
 
 
 def folder_entries(settings: Settings) -> Iterator[ModelEntry]:
-    """The models of the folder of models, by name."""
+    """The models of the folder of models, by name. Raises OSError, and ValueError for settings that cannot work."""
     if settings.models_dir is None:
         return
     folder = Path(settings.models_dir).expanduser()
     for path in sorted(folder.iterdir()):
         name = _name_in_folder(path)
         if name is not None:
-            yield _entry(name, str(path), settings)
+            yield replace(_entry(name, str(path), settings), scanned=True)
 
 
 def _entries(settings: Settings, sources: Sequence[str], sections: Mapping[str, Settings]) -> Iterator[ModelEntry]:
@@ -73,7 +72,7 @@ def _entries(settings: Settings, sources: Sequence[str], sections: Mapping[str, 
     for name in sorted(sections, key=lambda name: sources.index(name) if name in sources else len(sources)):
         section = sections[name]
         kind: ModelKind = "generate" if section.embedding_model is None else "embedding"
-        yield _complete(ModelEntry(name, section, section.served_names, kind))
+        yield _complete(ModelEntry(name, section, section.served_names, kind), settings.pinned)
     if settings.embedding_model:
         yield _entry(model_name(settings.embedding_model), settings.embedding_model, settings, kind="embedding")
     yield from folder_entries(settings)
@@ -82,12 +81,17 @@ def _entries(settings: Settings, sources: Sequence[str], sections: Mapping[str, 
 def _entry(name: str, source: str, settings: Settings, kind: ModelKind | None = None) -> ModelEntry:
     kind = kind or _kind(Path(source).expanduser())
     if kind == "embedding":
-        return _complete(ModelEntry(name, replace(settings, embedding_model=source), kind=kind))
-    return _complete(ModelEntry(name, replace(settings, model=source, embedding_model=None)))
+        entry = ModelEntry(name, replace(settings, embedding_model=source), kind=kind)
+    else:
+        entry = ModelEntry(name, replace(settings, model=source, embedding_model=None))
+    return _complete(entry, settings.pinned)
 
 
-def _complete(entry: ModelEntry) -> ModelEntry:
-    """The entry with its names and those of its adapters, and a disk cache for itself."""
+def _complete(entry: ModelEntry, pinned: Sequence[str]) -> ModelEntry:
+    """The entry with its names and those of its adapters, and a disk cache for itself.
+
+    pinned  names of pinned models
+    """
     settings = replace(entry.settings, served_names=(entry.name, *entry.aliases), models_dir=None, pinned=())
     if settings.disk_cache_folder is not None:
         settings = replace(settings, disk_cache=str(Path(settings.disk_cache_folder) / entry.name))
@@ -96,7 +100,8 @@ def _complete(entry: ModelEntry) -> ModelEntry:
         settings = replace(settings, model=None, served_names=(f"{entry.name}-generator",), drafter="none")
         settings = replace(settings, context=_UNUSED_CONTEXT, slots=settings.slots or 1)
     settings.check()
-    return replace(entry, settings=settings, aliases=(*entry.aliases, *settings.adapters))
+    aliases = (*entry.aliases, *settings.adapters)
+    return replace(entry, settings=settings, aliases=aliases, pinned=not {entry.name, *aliases}.isdisjoint(pinned))
 
 
 def _name_in_folder(path: Path) -> str | None:

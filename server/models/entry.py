@@ -22,6 +22,7 @@ class ModelEntry:
     settings  of its engine; `model`, or `embedding_model` for the kind "embedding", is its source
     pinned    loaded at the start and never unloaded
     preloads  loaded at the start
+    scanned   of the folder of models: the model ends with its files
     """
 
     name: str
@@ -30,6 +31,7 @@ class ModelEntry:
     kind: ModelKind = "generate"
     pinned: bool = False
     preloads: bool = False
+    scanned: bool = False
 
     @property
     def source(self) -> str | None:

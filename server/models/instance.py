@@ -122,6 +122,7 @@ class ModelRecord:
     planning        the plan is being computed
     failure         of the last load
     crashes         delays the next load after crashes
+    is_removed      the model takes no more requests, and is forgotten when its process has ended
     """
 
     entry: ModelEntry
@@ -133,6 +134,7 @@ class ModelRecord:
     failure: EngineError | None = None
     waiters: deque[Waiter] = field(default_factory=deque)
     crashes: CrashBackoff = field(default_factory=CrashBackoff)
+    is_removed: bool = False
 
     @property
     def state(self) -> State:

@@ -78,7 +78,7 @@ class LoadMiddleware:
         stream = WaitingStream(send, scope["path"])
         try:
             fields = await _parsed(scope, body or b"")
-            entry = self._entry(scope, fields.model)
+            entry = await self._entry(scope, fields.model)
             if entry is None or fields.unloads:
                 await self.app(scope, replay(read, receive), send)
                 return
@@ -92,12 +92,12 @@ class LoadMiddleware:
         with self._models.hold(fields.model, entry, lease):
             await self.app(scope, replay(read, receive), stream.send)
 
-    def _entry(self, scope: Scope, name: str) -> ModelEntry | None:
+    async def _entry(self, scope: Scope, name: str) -> ModelEntry | None:
         """The model to load; None if the request names none, or one that does not exist."""
         if scope["path"].startswith(OLLAMA_PREFIX):
             preset = self._models.presets.get(caller().owner, name)
             name = name if preset is None else preset.base
-        return self._models.entry_of(name) if name else None
+        return await self._models.find(name) if name else None
 
     async def _lease(
         self, scope: Scope, entry: ModelEntry, fields: ModelFields, receive: Receive, stream: WaitingStream

@@ -16,7 +16,7 @@ from typing import Protocol
 from engine.client import EngineClient
 from engine.errors import Draining, EngineDead, EngineError, Loading, Overloaded, PlanTooLarge, Unavailable
 from engine.types.sizes import format_size
-from server.http.errors import load_timeout
+from server.http.errors import load_timeout, model_removed
 from server.models.entry import ModelEntry, ModelStatus
 from server.models.eviction import TURN_SECONDS, idle_victims, turn_ends_at, turn_victims
 from server.models.instance import Instance, Lease, ModelRecord, UnloadReason, Waiter
@@ -84,20 +84,31 @@ class Loader:
         self._advance()
 
     def add(self, entry: ModelEntry) -> None:
-        """Add a model."""
-        self._records[entry.name] = ModelRecord(entry, self.limits.keep_alive)
+        """Add a model. The process of a removed one of its name ends before the first load."""
+        record = self._records.setdefault(entry.name, ModelRecord(entry, self.limits.keep_alive))
+        record.entry, record.is_removed = entry, False
 
-    def remove(self, name: str) -> bool:
-        """Remove a model that is not loaded and that no request waits for; whether it was removed."""
+    def remove(self, name: str) -> None:
+        """Remove a model: requests that wait for it fail, and a loaded one is unloaded after the running requests."""
         record = self._records[name]
-        if record.instance is not None or record.waits_for_load or record.planning:
-            return False
-        del self._records[name]
-        return True
+        record.is_removed = True
+        record.fail_waiters(model_removed(name))
+        record.failure = record.needed_bytes = None
+        self._unload(record, "request")
+        self._forget_removed(record)
+        self._advance()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The main names of all models, also of removed ones whose process runs."""
+        return tuple(self._records)
 
     def status(self, name: str) -> ModelStatus:
-        """The state of a model."""
-        record, instance = self._records[name], self._records[name].instance
+        """The state of a model; "unloaded" without one."""
+        record = self._records.get(name)
+        if record is None:
+            return ModelStatus("unloaded")
+        instance = record.instance
         expires_in = record.expires_at - self._now()
         return ModelStatus(
             state=record.state,
@@ -110,7 +121,8 @@ class Loader:
 
     def engine(self, name: str) -> EngineClient | None:
         """The engine of a loaded model, without a lease; None if the model is not loaded."""
-        instance = self._records[name].instance
+        record = self._records.get(name)
+        instance = None if record is None else record.instance
         return instance.engine if instance is not None and instance.ready_since is not None else None
 
     @property
@@ -127,7 +139,7 @@ class Loader:
         """A lease of the model, which is loaded first if necessary.
 
         Raises Draining, Overloaded, EngineDead after crashes, the ModelError of a failed load, ApiError after
-        `load_timeout`; Loading if the model is not loaded and `waits` is False.
+        `load_timeout` and for a removed model; Loading if the model is not loaded and `waits` is False.
 
         keep_alive  seconds that the model stays loaded after its last request; None: as before
         """
@@ -189,9 +201,11 @@ class Loader:
             self._timer.cancel()
 
     def _check_accepting(self, name: str) -> ModelRecord:
-        record = self._records[name]
+        record = self._records.get(name)
         if self.is_draining:
             raise Draining
+        if record is None or record.is_removed:
+            raise model_removed(name)
         has_ended = record.instance is None or record.instance.ended.is_set()
         if has_ended and record.crashes.retry_at > self._now():
             raise _backoff_error(record, self._now())
@@ -310,15 +324,17 @@ class Loader:
             self._spawn(self._compute_plan(record))
 
     async def _compute_plan(self, record: ModelRecord) -> None:
+        entry = record.entry
         try:
-            needed_bytes = await self._launcher.needed_bytes(record.entry)
+            needed_bytes = await self._launcher.needed_bytes(entry)
         except EngineError as error:
             self._fail(record, error)
         else:
             # A plan that nobody waits for may be outdated at the next request.
-            record.needed_bytes = needed_bytes if record.waits_for_load else None
+            record.needed_bytes = needed_bytes if record.waits_for_load and record.entry == entry else None
         finally:
             record.planning = False
+            self._forget_removed(record)
         self._advance()
 
     def _load(self, record: ModelRecord) -> None:
@@ -352,6 +368,7 @@ class Loader:
             reason = "crash" if failure is not None or instance.unload_reason is None else instance.unload_reason
             self._observer.unloaded(record.entry.name, reason)
             logger.info("model %s: unloaded (%s)", record.entry.name, reason)
+        self._forget_removed(record)
         self._advance()
 
     async def _serve(self, record: ModelRecord, instance: Instance) -> EngineError:
@@ -378,6 +395,10 @@ class Loader:
         record.failure = failure
         if record.crashes.retry_at > self._now():
             record.fail_waiters(_backoff_error(record, self._now()))
+
+    def _forget_removed(self, record: ModelRecord) -> None:
+        if record.is_removed and record.instance is None and not record.planning:
+            del self._records[record.entry.name]
 
     def _fail(self, record: ModelRecord, failure: EngineError) -> None:
         record.failure = failure

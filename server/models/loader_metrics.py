@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -37,38 +37,44 @@ class LoaderMetrics:
         self._unloads = Counter(
             "cellar_model_unloads", "Unloads by reason.", ("model_name", "reason"), registry=self.registry
         )
-        self.totals: dict[str, ModelTotals] = {}
+        self._totals: dict[str, ModelTotals] = {}
+        self._loader: Loader | None = None
 
     def loaded(self, model: str, outcome: str, seconds: float) -> None:
         """Count a load."""
         self._loads.labels(model, outcome).inc()
         if outcome == "ready":
             self._seconds.labels(model).observe(seconds)
-        self.totals[model].refresh()
+        self.totals_of(model).refresh()
 
     def unloaded(self, model: str, reason: UnloadReason) -> None:
         """Count an unload."""
         self._unloads.labels(model, reason).inc()
-        self.totals[model].refresh()
+        self.totals_of(model).refresh()
 
-    def observe(self, loader: Loader, models: Sequence[str]) -> None:
+    def observe(self, loader: Loader) -> None:
         """Read the states of the models from the loader at each scrape."""
-        self.totals = {model: ModelTotals(loader, model) for model in models}
-        self.registry.register(StateCollector(loader, models))
+        self._loader = loader
+        self.registry.register(StateCollector(loader))
+
+    def totals_of(self, model: str) -> ModelTotals:
+        """The statistics of a model, which go on if it is removed and added again."""
+        assert self._loader is not None, "a loader is observed"
+        return self._totals.setdefault(model, ModelTotals(self._loader, model))
 
 
 class StateCollector(Collector):
     """The states of the models, read at each scrape."""
 
-    def __init__(self, loader: Loader, models: Sequence[str]) -> None:
-        self._loader, self._models = loader, models
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
 
     def collect(self) -> Iterator[Metric]:
         """One family a metric."""
         text = "1 for the state of the model."
         states = GaugeMetricFamily("cellar_model_state", text, labels=("model_name", "state"))
         memory = GaugeMetricFamily("cellar_models_memory_bytes", "Memory granted to models.", labels=("model_name",))
-        for model in self._models:
+        for model in self._loader.names:
             status = self._loader.status(model)
             for state in get_args(State):
                 states.add_metric((model, state), float(state == status.state))

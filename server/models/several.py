@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from pathlib import Path
-
-from prometheus_client import CollectorRegistry
 
 from engine.client import EngineClient
 from engine.config import SLOTS_OF_SEVERAL
@@ -22,12 +21,16 @@ from server.metrics.metrics import Metrics, render
 from server.metrics.traces import GenerationTraces
 from server.models.entry import ModelEntry
 from server.models.eviction import TURN_SECONDS
+from server.models.folder_scan import FolderScan
 from server.models.instance import Lease
 from server.models.lease import LeaseCount
 from server.models.loader import Loader
+from server.models.loader_metrics import LoaderMetrics
 from server.models.presets import LATEST_TAG, Presets
 from server.models.registry import MAX_NAME_LENGTH, ModelRegistry
 from server.service import Service
+
+logger = logging.getLogger("cellar")
 
 
 class DuplicateName(ValueError):
@@ -62,8 +65,7 @@ def names_of(entries: Iterable[ModelEntry]) -> dict[str, ModelEntry]:
 class SeveralModels(ModelRegistry):
     """The models of a loader. `settings` are those of the server; each model has its own.
 
-    metrics          by the name of the entry
-    loader_registry  has the metrics of the loader
+    observer  observes the loader
     """
 
     def __init__(
@@ -71,15 +73,16 @@ class SeveralModels(ModelRegistry):
         settings: Settings,
         entries: Iterable[ModelEntry],
         loader: Loader,
-        metrics: Mapping[str, Metrics],
-        loader_registry: CollectorRegistry,
+        observer: LoaderMetrics,
         media: MediaReader,
         traces: GenerationTraces | None = None,
     ) -> None:
         self.settings, self.presets, self.leases = settings, Presets(), LeaseCount()
-        self.loader, self._metrics, self._media, self._traces = loader, metrics, media, traces
-        self._registries = [loader_registry, *(model.model_registry for model in metrics.values())]
+        self.loader, self._observer, self._media, self._traces = loader, observer, media, traces
         self.entries = names_of(entries)
+        self._metrics = {name: self._new_metrics(name) for name in loader.names}
+        self._scan = FolderScan(settings)
+        self._scanned: Sequence[ModelEntry] = ()
         self.created = int(time.time())
 
     @property
@@ -99,8 +102,46 @@ class SeveralModels(ModelRegistry):
             if candidate in self.entries:
                 return self.entries[candidate]
         if self.settings.serves_any_name and 0 < len(name) <= MAX_NAME_LENGTH and name.isprintable():
-            return next(iter(self.entries.values()))
+            return next(iter(self.entries.values()), None)
         return None
+
+    async def find(self, name: str) -> ModelEntry | None:
+        """The model of a requested name, also if its files are new; None if there is none."""
+        if self.entry_of(name) is None:
+            await self.rescan()
+        return self.entry_of(name)
+
+    async def rescan(self) -> None:
+        """Add and remove models whose files in the folder of models are new or gone, unless it was read just now."""
+        entries = await self._scan.read()
+        if entries is None or entries == self._scanned:
+            return
+        self._scanned = entries
+        known = {entry.name: entry for entry in self.entries.values() if entry.scanned}
+        for entry in {*known.values()} - {*entries}:
+            logger.info("model %s: removed", entry.name)
+            self.entries = {name: other for name, other in self.entries.items() if other is not entry}
+            self.loader.remove(entry.name)
+        for entry in entries:
+            if known.get(entry.name) != entry:
+                self._add(entry)
+
+    def _add(self, entry: ModelEntry) -> None:
+        try:
+            self.entries = names_of([*dict.fromkeys(self.entries.values()), entry])
+        except DuplicateName as error:
+            logger.warning("%s", error)
+            return
+        logger.info("model %s: added", entry.name)
+        self._metrics.setdefault(entry.name, self._new_metrics(entry.name))
+        self.loader.add(entry)
+
+    def metrics_of(self, name: str) -> Metrics:
+        """The metrics of a model by its main name."""
+        return self._metrics[name]
+
+    def _new_metrics(self, name: str) -> Metrics:
+        return Metrics(self._observer.totals_of(name), name)
 
     def embeds(self, name: str) -> bool:
         """Whether a name is of an embedding model."""
@@ -140,6 +181,9 @@ class SeveralModels(ModelRegistry):
             # A preset's name is of no entry.
             name = current.name if self.entry_of(current.name) else current.entry.name
         entry = self.entry_of(name)
+        if entry is None and current is not None and name == current.entry.name:
+            # It was removed while the request is served.
+            entry = current.entry
         if entry is None:
             raise self.unknown(name)
         holds = current is not None and current.entry is entry
@@ -149,7 +193,7 @@ class SeveralModels(ModelRegistry):
     @asynccontextmanager
     async def loaded(self, name: str | None) -> AsyncGenerator[None, None]:
         """Load the model; inside the block `selected` has its lease."""
-        entry = self.entry_of(name) if name else None
+        entry = await self.find(name) if name else None
         if name is None or entry is None:
             yield
             return
@@ -176,7 +220,8 @@ class SeveralModels(ModelRegistry):
 
     def render_metrics(self) -> bytes:
         """The text of a scrape."""
-        return render(self._registries)
+        models = (metrics.model_registry for metrics in self._metrics.values())
+        return render([self._observer.registry, *models])
 
     @property
     def phase(self) -> str:

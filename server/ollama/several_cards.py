@@ -19,6 +19,8 @@ def all_cards(models: SeveralModels, presets: Mapping[str, Preset]) -> Iterator[
     for name in models.all_names:
         yield _card(models, name)
     for name, preset in presets.items():
+        if preset.base not in models.entries:
+            continue
         card = _card(models, preset.base)
         details = {**card["details"], "parent_model": preset.parent}
         yield {**card, "name": name, "model": name, "modified_at": preset.created_at, "details": details}

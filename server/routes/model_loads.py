@@ -24,19 +24,19 @@ def add(app: FastAPI, models: ModelRegistry) -> None:
     async def load(body: ModelCommand, request: Request) -> Response:
         """Begin to load a model; GET /v1/models shows the progress."""
         permission.check(request)
-        models.loader.request_load(_entry(models, body.model).name)
+        models.loader.request_load((await _entry(models, body.model)).name)
         return JsonResponse({"success": True})
 
     @app.post("/models/unload", responses=ERROR_RESPONSES)
     async def unload(body: ModelCommand, request: Request) -> Response:
         """Unload a model after its running requests; a pinned one stays."""
         permission.check(request)
-        models.loader.unload(_entry(models, body.model).name)
+        models.loader.unload((await _entry(models, body.model)).name)
         return JsonResponse({"success": True})
 
 
-def _entry(models: SeveralModels, name: str) -> ModelEntry:
-    entry = models.entry_of(name)
+async def _entry(models: SeveralModels, name: str) -> ModelEntry:
+    entry = await models.find(name)
     if entry is None:
         raise models.unknown(name)
     return entry

@@ -34,6 +34,7 @@ def add(app: FastAPI, models: ModelRegistry) -> None:
     async def list_models() -> Response:
         """List the names of the models."""
         if isinstance(models, SeveralModels):
+            await models.rescan()
             listed = [_entry_of_several(models, name) for name in models.all_names]
         else:
             listed = [_model(models.use(), name) for name in models.all_names]
@@ -44,6 +45,7 @@ def add(app: FastAPI, models: ModelRegistry) -> None:
     async def retrieve_model(model: str) -> Response:
         """Describe a model by one of its names."""
         if isinstance(models, SeveralModels):
+            await models.find(model)
             return JsonResponse(_entry_of_several(models, model))
         model = models.served_name(model)
         service = models.use(None if model == models.settings.embedding_name else model)

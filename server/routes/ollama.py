@@ -182,6 +182,7 @@ def _add_cards(app: FastAPI, models: ModelRegistry) -> None:
     async def tags(request: Request) -> Response:
         """List the names of the models."""
         if isinstance(models, SeveralModels):
+            await models.rescan()
             return JsonResponse({"models": [*all_cards(models, models.presets.of(owner(request)))]})
         return JsonResponse({"models": _cards(models, request).listed()})
 

@@ -276,10 +276,45 @@ def test_models_are_added_and_removed() -> None:
     async def scenario(loader: Loader, launcher: FakeLauncher) -> None:
         launcher.needed["d"] = 1
         loader.add(ModelEntry("d", SETTINGS))
-        await _use(loader, "d")
-        assert not loader.remove("d")
-        loader.unload("d")
+        using = asyncio.create_task(_use(loader, "d", 10))
+        await asyncio.sleep(5)
+        loader.remove("d")
+        with pytest.raises(ApiError, match="'d' was removed"):
+            await loader.acquire("d")
+        assert loader.status("d").state == "draining"
+        await using
         await asyncio.sleep(1)
-        assert loader.remove("d")
+        assert "d" not in loader.names
+        assert loader.status("d").state == "unloaded"
+        assert launcher.unloads == [("d", "request")]
+
+    _run(scenario)
+
+
+@pytest.mark.parametrize("seconds", [0.1, 2.0])
+def test_requests_that_wait_for_a_removed_model_fail(seconds: float) -> None:
+    """While its memory is planned, and while it loads."""
+
+    async def scenario(loader: Loader, launcher: FakeLauncher) -> None:
+        waiting = asyncio.create_task(loader.acquire("a"))
+        await asyncio.sleep(seconds)
+        loader.remove("a")
+        with pytest.raises(ApiError, match="'a' was removed"):
+            await waiting
+        await asyncio.sleep(1)
+        assert "a" not in loader.names
+
+    _run(scenario)
+
+
+def test_a_model_that_returns_is_loaded_after_its_running_requests() -> None:
+    async def scenario(loader: Loader, launcher: FakeLauncher) -> None:
+        using = asyncio.create_task(_use(loader, "a", 10))
+        await asyncio.sleep(5)
+        loader.remove("a")
+        loader.add(ModelEntry("a", SETTINGS))
+        await _use(loader, "a")
+        assert using.done()
+        assert launcher.starts == ["a", "a"]
 
     _run(scenario)

@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from engine.errors import ModelUnsupported
 from server.app import create_app_of_several
+from server.models import folder_scan
+from server.models.configured import configured_entries
 from server.models.entry import ModelEntry
 from server.models.loader import LoaderLimits
 from server.models.several import DuplicateName, names_of
@@ -298,3 +302,71 @@ def test_llama_loads_and_unloads() -> None:
             assert (await call(app, "POST", f"/models/{action}", json_body={"model": "x"})).status == 404
 
     _run(scenario)
+
+
+def test_models_of_the_folder_come_and_go_without_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folder_scan, "SCAN_SECONDS", 0.0)
+    launcher = Launcher()
+    (tmp_path / "first.gguf").touch()
+    server = replace(SERVER, models_dir=str(tmp_path), served_names=())
+
+    async def work() -> None:
+        app = create_app_of_several(configured_entries(server, (), {}), launcher, LoaderLimits(8), server)
+
+        async def names() -> list[str]:
+            return [model["id"] for model in (await call(app, "GET", "/v1/models")).json["data"]]
+
+        async def complete(name: str) -> int:
+            return (await call(app, "POST", "/v1/completions", json_body={"model": name, "prompt": "Hi"})).status
+
+        assert await names() == ["first"]
+        assert await complete("second") == 404
+        (tmp_path / "second.gguf").touch()
+        assert await complete("second") == 200
+        assert await names() == ["first", "second"]
+        lease = await app.state.loader.acquire("second")
+        (tmp_path / "second.gguf").unlink()
+        assert await names() == ["first"]
+        assert await complete("second") == 404
+        assert app.state.loader.status("second").state == "draining"
+        text = (await call(app, "GET", "/metrics")).body.decode()
+        assert 'cellar_requests_total{endpoint="completions",finish_reason="stop",model_name="second"} 1.0' in text
+        lease.release()
+        await asyncio.sleep(0.05)
+        assert app.state.loader.names == ("first",)
+        (tmp_path / "first.gguf").unlink()
+        assert await names() == []
+        assert (await call(app, "GET", "/metrics")).status == 200
+        (tmp_path / "second.gguf").touch()
+        assert await names() == ["second"]
+        assert await complete("second") == 200
+        await app.state.loader.close()
+
+    asyncio.run(work())
+
+
+def test_a_new_model_with_the_name_of_another_one_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(folder_scan, "SCAN_SECONDS", 0.0)
+    (tmp_path / "a.gguf").touch()
+    server = replace(SERVER, models_dir=str(tmp_path), served_names=())
+
+    async def work() -> None:
+        app = create_app_of_several([ModelEntry("a", SERVER)], Launcher(), LoaderLimits(8), server)
+        for _ in range(2):
+            assert [model["id"] for model in (await call(app, "GET", "/v1/models")).json["data"]] == ["a"]
+
+    asyncio.run(work())
+    assert [record.message for record in caplog.records if "two models" in record.message] == [
+        f"two models have the name a: a and {tmp_path / 'a.gguf'}; give one of them another name"
+    ]
+
+
+def test_the_folder_is_read_once_in_a_while(tmp_path: Path) -> None:
+    async def work() -> None:
+        scan = folder_scan.FolderScan(replace(SERVER, models_dir=str(tmp_path)))
+        results = await asyncio.gather(*(scan.read() for _ in range(3)))
+        assert results == [(), None, None]
+
+    asyncio.run(work())
