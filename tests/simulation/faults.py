@@ -1,0 +1,51 @@
+"""Faults that are due in the next step."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Literal, get_args
+
+FaultKind = Literal["forward", "layer", "sampling", "nan", "allocation", "drafter"]
+KINDS: tuple[FaultKind, ...] = get_args(FaultKind)
+
+
+class InjectedError(Exception):
+    """An error that the simulation raises."""
+
+
+class Faults:
+    """At most one fault is due; it occurs at the first place of its kind.
+
+    occurred  faults since the last `reset`, by kind
+    """
+
+    def __init__(self, random: Random) -> None:
+        self._random = random
+        self._due: FaultKind | None = None
+        self.occurred: list[str] = []
+
+    def plan(self, kind: FaultKind) -> None:
+        """Let a fault occur from now on, until `reset`."""
+        self._due = kind
+
+    def reset(self) -> None:
+        """Forget the fault that is due, and those that occurred."""
+        self._due = None
+        self.occurred = []
+
+    def is_due(self, kind: FaultKind) -> bool:
+        """Whether a fault occurs now."""
+        if self._due != kind:
+            return False
+        self._due = None
+        self.occurred.append(kind)
+        return True
+
+    def raise_if(self, kind: FaultKind) -> None:
+        """Raise MemoryError or InjectedError if a fault is due."""
+        if self.is_due(kind):
+            raise MemoryError("injected") if self._random.random() < 0.5 else InjectedError(kind)
+
+    def choose(self, count: int) -> int:
+        """A number below `count`."""
+        return self._random.randrange(count)

@@ -1,0 +1,71 @@
+"""A tokenizer with a letter for each token, and a grammar of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engine.grammar import bitmask
+from engine.types.events import Logprob
+
+END = 1
+VOCABULARY = 32
+SPECIAL = frozenset({0, END})
+
+
+def letter(token: int) -> str:
+    """The text of a token."""
+    return "" if token in SPECIAL else chr(0x61 + token)
+
+
+class LetterDetokenizer:
+    """Implements Detokenizer."""
+
+    skipped_tokens = SPECIAL
+
+    def push(self, token: int) -> str:
+        return letter(token)
+
+    def flush(self) -> str:
+        return ""
+
+
+class LetterTokenizer:
+    """The part of Tokenizer that the core reads."""
+
+    special_tokens = SPECIAL
+
+    def detokenizer(self, prompt: Sequence[int], *, special: bool = False) -> LetterDetokenizer:
+        return LetterDetokenizer()
+
+    def describe_token(self, token: int, logprob: float) -> Logprob:
+        return Logprob(token, letter(token), letter(token).encode(), logprob)
+
+
+def allowed_tokens(output: Sequence[int]) -> list[int]:
+    """The tokens that the grammar allows after an output: now and then one alone, else every second, later the end."""
+    index = len(output)
+    if index % 4 == 3:
+        return [2 + (7 * output[-1] + index) % (VOCABULARY - 2)]
+    return [*range(2 + index % 2, VOCABULARY, 2), *([END] if index > 5 else [])]
+
+
+class LetterMatcher:
+    """The grammar above; the part of GrammarMatcher that sequences read."""
+
+    error = ""
+
+    def __init__(self) -> None:
+        self._output: list[int] = []
+
+    def append(self, token: int) -> None:
+        assert token in allowed_tokens(self._output), "a token that the grammar forbids"
+        self._output.append(token)
+
+    def allowed_bits(self, draft: Sequence[int]) -> bytes:
+        return bitmask.pack(allowed_tokens([*self._output, *draft]), VOCABULARY)
+
+    def forced_tokens(self, limit: int) -> list[int]:
+        forced: list[int] = []
+        while len(forced) < limit and len(only := allowed_tokens([*self._output, *forced])) == 1:
+            forced += only
+        return forced
