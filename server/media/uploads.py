@@ -7,6 +7,8 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
+import anyio.to_thread
+
 from engine.types.content import ContentKind, ImageDetail, Upload
 from engine.types.status import ModelInfo
 from server.http.auth import caller
@@ -75,7 +77,7 @@ class MediaReader:
         """The id of a file of the caller with the bytes; the same bytes are one file."""
         assert self.files is not None
         owner, now = caller().owner, int(time.time())
-        id = f"file-{hashlib.sha256(owner.encode() + b'/' + media.data).hexdigest()[:32]}"
+        id = await anyio.to_thread.run_sync(_file_id, owner, media.data)
         known = await self.files.get(id, owner)
         if known is None or (known.expires or 0) < now + KEPT_SECONDS // 2:
             file = StoredFile(id, owner, PURPOSES[1], "inline", now, now + KEPT_SECONDS)
@@ -151,6 +153,12 @@ def _checked_kind(placed: PlacedPart, data: bytes) -> ContentKind:
     if declared and plain_media_type(declared) != media_type:
         raise invalid_value(placed.field, f"its bytes are {media_type}, and another type is declared", error)
     return "image" if media_type.startswith("image") else "audio"
+
+
+def _file_id(owner: str, data: bytes) -> str:
+    digest = hashlib.sha256(owner.encode() + b"/")
+    digest.update(data)
+    return f"file-{digest.hexdigest()[:32]}"
 
 
 async def _chunks(data: bytes) -> AsyncIterator[bytes]:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from typing import Any
 
 import pytest
+from pydantic_core import PydanticCustomError
 
 from engine.types.content import Upload
 from server.app import create_app
 from server.media.uploads import MAX_UPLOADS
-from server.schemas.media import MAX_UPLOAD_BYTES
+from server.schemas.media import MAX_UPLOAD_BYTES, InlineMedia, decode_base64, image_url
 from tests.server.fakes import Answer, FakeEngine, ask, settings
 from tests.server.media.requests import CONTENT_TOKENS, JPEG, PNG, WAV, data_url, media_engine, text64
 
@@ -155,8 +157,9 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     (CHAT, chat({"type": "image_url", "image_url": {"url": url}}), code, "messages[0].content[0].image_url.url")
     for url, code in (
         ("data:image/png;base64,iVBORw0KGgo", "invalid_base64_image"),
-        ("data:image/png;base64,iVBO Rw0KGgo=", "invalid_base64_image"),
-        ("data:image/png;base64,iVBO\nRw0KGgo=", "invalid_base64_image"),
+        ("data:image/png;base64,iVBO\vRw0KGgo=", "invalid_base64_image"),
+        ("data:image/png;base64,iVBO\u00a0Rw0KGgo=", "invalid_base64_image"),
+        ("data:image/png;base64, \n", "invalid_base64_image"),
         ("data:image/png;base64,iVBORw0KGg_=", "invalid_base64_image"),
         ("data:image/png;base64,iVBORw0KGgo=AAAA", "invalid_base64_image"),
         ("data:image/png;base64,====", "invalid_base64_image"),
@@ -234,6 +237,30 @@ def test_errors_name_the_part(path: str, body: dict[str, Any], code: str, param:
     assert answer.status in (400, 404)
     assert (error["code"], error["param"]) == (code, param)
     assert f"'{param}'" in error["message"] or code == "file_not_found"
+
+
+def test_whitespace_in_base64_is_ignored() -> None:
+    """As browsers do: lines of 76 characters, and a newline at the end."""
+    lines = base64.encodebytes(PNG).decode()
+    media = image_url(f"data:image/png;base64,{lines} \t\r\f")
+
+    assert isinstance(media, InlineMedia)
+    assert media.data == PNG
+    assert media.characters == len(lines) + 4
+
+
+@pytest.mark.parametrize("size", [3 * 2**18 - 1, 3 * 2**18, 3 * 2**18 + 1, 2**21])
+def test_base64_decodes_in_pieces(size: int) -> None:
+    data = bytes(range(256)) * (size // 256) + bytes(size % 256)
+    text = base64.b64encode(data).decode()
+
+    assert decode_base64(text).data == data
+    assert decode_base64("data:" + text, offset=5).data == data
+
+
+def test_padding_between_pieces_is_refused() -> None:
+    with pytest.raises(PydanticCustomError, match="it is not base64"):
+        decode_base64("A" * (2**20 - 2) + "==" + "AAAA")
 
 
 def test_a_large_image_is_refused_before_it_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
