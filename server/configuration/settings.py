@@ -13,7 +13,7 @@ import re
 import stat
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Literal, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Literal, get_type_hints
 
 from cyclopts import Parameter
 
@@ -21,6 +21,9 @@ from engine.config import BUNDLED_NAME, ConfigError, EngineConfig
 from engine.types.model_name import plain_name
 from engine.types.setting import Setting
 from server.configuration.converters import convert_keys, parse_by, split_keys
+
+if TYPE_CHECKING:
+    from server.configuration.key_file import KeyEntry
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
@@ -30,6 +33,8 @@ ANY_NAME = "*"
 ENVIRONMENT_PREFIX = "CELLAR_"
 CONTAINER_SECRETS = "/run/secrets"
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
+# A key file with this suffix has entries with scopes.
+TOML_SUFFIX = ".toml"
 
 _origin = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#*\s]+")
 # The last label is no number, which a resolver would read as an address.
@@ -134,7 +139,11 @@ class Settings(EngineConfig):
     ] = ()
     key_file: Annotated[
         str | None,
-        Parameter(name="--api-key-file", help="File with API keys, separated by commas or lines.", show_default="none"),
+        Parameter(
+            name="--api-key-file",
+            help="File with API keys, separated by commas or lines; .toml: with scopes.",
+            show_default="none",
+        ),
     ] = None
     store: Annotated[
         str | None,
@@ -276,6 +285,12 @@ class Settings(EngineConfig):
         return (*self.keys, *(read_keys(Path(self.key_file)) if self.key_file else ()))
 
     @property
+    def key_entries(self) -> tuple[KeyEntry, ...]:
+        """The keys of a key file in TOML, with their scopes; errors as of `all_keys`."""
+        path = Path(self.key_file or "")
+        return _read_entries(path) if path.suffix == TOML_SUFFIX else ()
+
+    @property
     def model_names(self) -> tuple[str, ...]:
         """The model's names in requests, the main name first."""
         if names := tuple(name for name in self.served_names if name != ANY_NAME):
@@ -366,7 +381,16 @@ def _check_keys(entries: tuple[str, ...]) -> None:
 
 def read_keys(path: Path) -> tuple[str, ...]:
     """The keys of a file; ValueError if there is none, so that an empty mounted secret does not open the server."""
+    if path.suffix == TOML_SUFFIX:
+        return tuple(entry.text for entry in _read_entries(path))
     keys = split_keys(path.read_text(encoding="utf-8"))
     if not keys:
         raise ValueError(f"no API key in {path}")
     return keys
+
+
+def _read_entries(path: Path) -> tuple[KeyEntry, ...]:
+    # Imported here: pydantic would delay the start of every command.
+    from server.configuration.key_file import read_key_file
+
+    return read_key_file(path)

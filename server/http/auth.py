@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from server.configuration.key_file import KeyEntry
 from server.configuration.settings import split_organisation
 from server.http.access_log import current
 from server.http.errors import INVALID_API_KEY, ApiError, error_response
+from server.http.scopes import check_scopes
 
 # Compared with scope["path"] literally: no prefix, no case folding, no URL rebuilt from the Host header
 # (CVE-2026-48710).
@@ -46,39 +48,57 @@ _current_caller: ContextVar[Caller] = ContextVar("caller", default=_ANONYMOUS)
 _acting_owner: ContextVar[str | None] = ContextVar("acting_owner", default=None)
 
 
+@dataclass(frozen=True, slots=True)
+class AcceptedKey:
+    """A valid key: its owner, and its entry in a key file in TOML, if any."""
+
+    owner: str = ""
+    entry: KeyEntry | None = None
+
+
 class ApiKeys:
     """The keys of a server, and their owners.
 
-    keys  `key`, or `organisation:key`; keys of one organisation are one owner
+    keys     `key`, or `organisation:key`; keys of one organisation are one owner
+    entries  those of `keys` with scopes; other keys have all of them
     """
 
-    def __init__(self, keys: Iterable[str]) -> None:
+    def __init__(self, keys: Iterable[str], entries: Iterable[KeyEntry] = ()) -> None:
         keys = tuple(keys)
+        self._entries = {digest: entry for entry in entries for digest, _ in _owners_of([entry.text])}
         self._owners = dict(_owners_of(keys))
         self._organisations = {_organisation_id(name): name for name, _ in map(split_organisation, keys) if name}
         self._digests = list(self._owners)
 
     def owner(self, headers: RawHeaders) -> str | None:
         """The owner of the key in the headers, "" on a server without keys; None: there is no valid key."""
+        key = self.find(headers)
+        return None if key is None else key.owner
+
+    def find(self, headers: RawHeaders) -> AcceptedKey | None:
+        """The key in the headers, without an owner on a server without keys; None: there is no valid key."""
         if not self._digests:
-            return ""
+            return AcceptedKey()
         presented = {*_credentials(headers)}
         # A proxy may read the other one of two credentials. The same one twice is sent by Continue.
-        return self._owner_of(*presented) if len(presented) == 1 else None
+        return self._find(*presented) if len(presented) == 1 else None
 
     def label(self, owner: str) -> str:
         """The owner in the log: an organisation by its name; else a digest of the key, shortened."""
         return self._organisations.get(owner, owner[:8])
 
-    def _owner_of(self, key: bytes) -> str | None:
+    def _find(self, key: bytes) -> AcceptedKey | None:
         # Digests of equal length, all compared: the time is independent of the keys.
         digest = _digest(key)
         matches = [hmac.compare_digest(digest, known) for known in self._digests]
-        return self._owners[digest] if any(matches) else None
+        return AcceptedKey(self._owners[digest], self._entries.get(digest)) if any(matches) else None
 
 
 class AuthMiddleware:
-    """ASGI middleware: answers 401 to requests without a valid key. Without keys it accepts every request.
+    """ASGI middleware: answers 401 to requests without a valid key. BoundaryMiddleware answers its ApiError, a 403 for
+    requests outside the scopes of their key.
+
+    Without keys it accepts every request.
 
     open_paths  that need no key, besides OPEN_PATHS
     """
@@ -87,19 +107,22 @@ class AuthMiddleware:
         self.app, self._keys, self._open_paths = app, keys, OPEN_PATHS.union(open_paths)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on with its owner, or answer 401."""
+        """Pass the request on with its owner, or answer 401; ApiError outside the scopes of its key."""
         if scope["type"] not in ("http", "websocket"):
             await self.app(scope, receive, send)
             return
         acting = _acting_owner.get()
-        owner = self._keys.owner(scope["headers"]) if acting is None else acting
-        if owner is None and scope["path"] in self._open_paths:
-            owner = ""
-        if owner is not None:
+        key = self._keys.find(scope["headers"]) if acting is None else AcceptedKey(acting)
+        if key is None and scope["path"] in self._open_paths:
+            key = AcceptedKey()
+        if key is not None:
+            owner = key.owner
             state = scope.setdefault("state", {})
             state[OWNER_KEY] = owner
             if (record := current()) is not None:
                 record.key = self._keys.label(owner)
+            if key.entry is not None:
+                check_scopes(scope, key.entry.scopes)
             token = _current_caller.set(Caller(owner, str(state.get("request_id", "")), batch=acting is not None))
             try:
                 await self.app(scope, receive, send)

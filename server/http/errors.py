@@ -53,6 +53,7 @@ INVALID_API_KEY = ErrorKind(401, "invalid_request_error", "invalid_api_key")
 ORIGIN_NOT_ALLOWED = ErrorKind(403, "invalid_request_error", "origin_not_allowed")
 ADAPTER_PATH_NOT_ALLOWED = ErrorKind(403, "invalid_request_error", "adapter_path_not_allowed")
 KEY_REQUIRED = ErrorKind(403, "invalid_request_error", "key_required")
+SCOPE_REQUIRED = ErrorKind(403, "invalid_request_error", "scope_required")
 MODEL_NOT_FOUND = ErrorKind(404, "invalid_request_error", "model_not_found")
 RESPONSE_NOT_FOUND = ErrorKind(404, "invalid_request_error", "response_not_found")
 FILE_NOT_FOUND = ErrorKind(404, "invalid_request_error", "file_not_found")
@@ -88,6 +89,7 @@ OLLAMA_PREFIX = "/api/"
 ANTHROPIC_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     405: "invalid_request_error",
     408: "timeout_error",

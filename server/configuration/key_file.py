@@ -1,0 +1,53 @@
+"""The key file in TOML: API keys with their organisations and scopes."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+
+Scope = Literal["use", "admin"]
+# Without the separators of the lists of keys, so that each entry has one text there.
+_Key = Annotated[str, StringConstraints(pattern=r"^[^\s:,]+$")]
+
+
+class KeyEntry(BaseModel):
+    """A key of the file.
+
+    scopes  use: every route but those that change the server; admin: those, and GET
+    """
+
+    # Errors reach the terminal and the log, where no key may stand.
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
+
+    key: _Key
+    organisation: _Key | None = None
+    scopes: Annotated[frozenset[Scope], Field(min_length=1)] = frozenset({"use", "admin"})
+
+    @property
+    def text(self) -> str:
+        """`key`, or `organisation:key`, as in a list of keys."""
+        return self.key if self.organisation is None else f"{self.organisation}:{self.key}"
+
+
+class _KeyFile(BaseModel):
+    model_config = ConfigDict(extra="forbid", hide_input_in_errors=True)
+
+    key: Annotated[tuple[KeyEntry, ...], Field(min_length=1)]
+
+
+def read_key_file(path: Path) -> tuple[KeyEntry, ...]:
+    """The keys of a TOML file; OSError, or ValueError for a file that is invalid or has a key twice."""
+    try:
+        entries = _KeyFile.model_validate(tomllib.loads(path.read_text(encoding="utf-8"))).key
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{path} is no TOML: {error}") from error
+    except ValidationError as error:
+        fault = error.errors(include_input=False, include_url=False)[0]
+        place = ".".join(str(part) for part in fault["loc"])
+        raise ValueError(f"{path} is invalid at {place}: {fault['msg']}") from None
+    if len({entry.key for entry in entries}) < len(entries):
+        raise ValueError(f"{path} has a key twice")
+    return entries

@@ -1,0 +1,36 @@
+"""The scopes of API keys: which requests change the server, and need a key with the scope `admin`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from starlette.types import Scope
+
+from server.http.errors import SCOPE_REQUIRED, ApiError
+
+# Methods and paths as of routes. Also those that are always refused: a later version may serve them.
+ADMIN_ROUTES = frozenset(
+    {
+        ("POST", "/api/pull"),
+        ("DELETE", "/api/delete"),
+        ("POST", "/api/create"),
+        ("POST", "/api/copy"),
+        ("POST", "/api/push"),
+        ("POST", "/v1/load_lora_adapter"),
+        ("POST", "/v1/unload_lora_adapter"),
+        ("POST", "/lora-adapters"),
+        ("POST", "/models/load"),
+        ("POST", "/models/unload"),
+    }
+)
+_READING_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
+
+
+def check_scopes(scope: Scope, scopes: Collection[str]) -> None:
+    """Raise ApiError if a key with these scopes may not send the request. Any key may read."""
+    method = scope.get("method", "WEBSOCKET")
+    if method in _READING_METHODS:
+        return
+    required = "admin" if (method, scope["path"]) in ADMIN_ROUTES else "use"
+    if required not in scopes:
+        raise ApiError(SCOPE_REQUIRED, f"This request needs an API key with the scope '{required}'.")
