@@ -2,7 +2,8 @@
 
     python -m engine.remote.zygote_process      its standard input is the socket of requests
 
-It ends with the socket. It runs no torch operation and uses no device: threads and contexts do not survive a fork.
+It ends with the socket, and after the end of the front end it kills workers that hang. It runs no torch operation and
+uses no device: threads and contexts do not survive a fork.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import select
 import signal
 import socket
 import sys
+import time
+from contextlib import suppress
 
 import numpy as np
 import torch
@@ -23,13 +26,15 @@ from engine.remote.zygote import FORK, NUMBER
 
 # Descriptors of a request: the socket of the worker, and the pipe of its exit code.
 _DESCRIPTORS = 2
+# For workers to end by themselves after the front end.
+_GRACE_SECONDS = 1.0
 
 
 class ZygoteLoop:
     """Forks a worker for each request, and reports its exit code."""
 
     def __init__(self, control: socket.socket) -> None:
-        self._control = control
+        self._control, self._front_end = control, os.getppid()
         # Pipes for the exit codes of running workers, by process id.
         self._exit_codes: dict[int, int] = {}
         self._wakeup, self._woken = socket.socketpair()
@@ -49,8 +54,13 @@ class ZygoteLoop:
                 self._woken.recv(4096)
                 self._reap()
             if self._control in readable:
-                data, descriptors, _, _ = socket.recv_fds(self._control, len(FORK), _DESCRIPTORS)
+                try:
+                    data, descriptors, _, _ = socket.recv_fds(self._control, len(FORK), _DESCRIPTORS)
+                except ConnectionResetError:
+                    # The front end was killed before it read a reply.
+                    data = b""
                 if not data:
+                    self._end()
                     return
                 self._fork(*descriptors)
 
@@ -80,6 +90,18 @@ class ZygoteLoop:
         finally:
             os._exit(code)
 
+    def _end(self) -> None:
+        """Kill the workers that outlive a front end that ended; those of one that lives continue."""
+        deadline = time.monotonic() + _GRACE_SECONDS
+        while self._exit_codes and deadline > time.monotonic():
+            readable, _, _ = select.select([self._woken], [], [], max(deadline - time.monotonic(), 0.0))
+            if readable:
+                self._woken.recv(4096)
+                self._reap()
+        if os.getppid() != self._front_end:
+            for pid in self._exit_codes:
+                os.kill(pid, signal.SIGKILL)
+
     def _reap(self) -> None:
         """Report the exit codes of ended workers."""
         while self._exit_codes:
@@ -87,7 +109,9 @@ class ZygoteLoop:
             if pid == 0:
                 return
             pipe = self._exit_codes.pop(pid)
-            os.write(pipe, NUMBER.pack(os.waitstatus_to_exitcode(status)))
+            # Nobody may wait for the code any more.
+            with suppress(BrokenPipeError):
+                os.write(pipe, NUMBER.pack(os.waitstatus_to_exitcode(status)))
             os.close(pipe)
 
 

@@ -412,6 +412,16 @@ def test_workers_and_zygote_end_with_a_front_end_that_is_killed(config: EngineCo
         asyncio.run(wait_until(lambda: not any(map(is_running, pids))))
 
 
+def test_a_worker_that_hangs_ends_with_the_front_end(config: EngineConfig) -> None:
+    front_end = subprocess.Popen([sys.executable, "-c", FRONT_END, str(config.model)], stdout=subprocess.PIPE)
+    with front_end:
+        assert front_end.stdout is not None
+        pids = [int(word) for word in front_end.stdout.readline().split()]
+        os.kill(pids[-1], signal.SIGSTOP)
+        front_end.kill()
+        asyncio.run(wait_until(lambda: not any(map(is_running, pids))))
+
+
 def test_a_dead_zygote_is_replaced_and_its_workers_continue(config: EngineConfig) -> None:
     zygote = Zygote()
 
