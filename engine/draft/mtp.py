@@ -89,17 +89,24 @@ class _PendingStates:
 class MtpDrafter:
     """Implements HiddenStateDrafter.
 
-    cache    of the MTP layer, with a slot for each sequence that runs at once
-    chunk    maximum pairs per call; a sequence that lacks more gets no draft in this call
-    pending  maximum hidden states of a sequence that are kept
+    cache       of the MTP layer, with a slot for each sequence that runs at once
+    chunk       maximum pairs per call; a sequence that lacks more gets no draft in this call
+    vocabulary  tokens below it are drafted by native calls
+    pending     maximum hidden states of a sequence that are kept
     """
 
     kind = "mtp"
 
     def __init__(
-        self, cache: Cache, runner: MtpRunner | NativePairRunner, *, chunk: int, pending: int = _PENDING_STATES
+        self,
+        cache: Cache,
+        runner: MtpRunner | NativePairRunner,
+        *,
+        chunk: int,
+        vocabulary: int,
+        pending: int = _PENDING_STATES,
     ) -> None:
-        self._cache, self._runner = cache, runner
+        self._cache, self._runner, self._vocabulary = cache, runner, vocabulary
         self._chunk, self._max_pending = chunk, pending
         self._slots = SlotsBySequence(cache)
         self._pending: dict[str, _PendingStates] = {}
@@ -214,7 +221,7 @@ class MtpDrafter:
             return {}
         states = torch.cat([pending[index].after(slots[index], len(added)) for index, added in tokens.items()])
         with self._cache.forward(spans) as forward:
-            drafts = runner.run_pair_loop(forward, inputs, states)
+            drafts = runner.run_pair_loop(forward, inputs, states, self._vocabulary)
             return keep_drafts(forward, requests, slots, tokens, drafts)
 
     def _compute(

@@ -18,12 +18,11 @@ def describe_draft_loop(
     step: StepFields,
     contexts: array[int],
     tokens: array[int],
-    vocabulary: int,
     sampled: array[int],
 ) -> DraftLoopFields:
     """The fields of a draft loop, valid as long as the arguments.
 
-    step      with the segments of all steps
+    step      with the segments of all steps, and a head with the outputs that are sampled
     contexts  of context_table
     sampled   [sequences, largest count], to be written
     """
@@ -35,7 +34,7 @@ def describe_draft_loop(
         tokens=address(tokens),
         logits_scale=decoder.output_head.scale,
         softcap=decoder.output_head.softcap,
-        vocabulary=min(vocabulary, step.embedding.count, step.head.outputs),
+        vocabulary=min(step.embedding.count, step.head.outputs),
         max_count=len(sampled) // count,
         sampled=address(sampled),
     )

@@ -31,10 +31,12 @@ class NativePairRunner(NativeRunner):
         output = self.run(StepInput(forward, tokens, logit_rows, HiddenRows(logit_rows)))
         return PairOutput(output.logits, output.hidden_states[FINAL_NORM])
 
-    def run_pair_loop(self, forward: Forward, inputs: Sequence[DraftLoopInput], states: Tensor) -> list[list[int]]:
+    def run_pair_loop(
+        self, forward: Forward, inputs: Sequence[DraftLoopInput], states: Tensor, vocabulary: int
+    ) -> list[list[int]]:
         """See DraftLoopRunner; `states` [tokens, width] are those of the tokens before the first step's."""
         self._bind_pair_states(states)
-        return self.run_draft_loop(forward, inputs, self._head.outputs)
+        return self.run_draft_loop(forward, inputs, vocabulary)
 
     def _bind_pair_states(self, states: Tensor) -> None:
         # The tensor must live until the step is over, which reads it by address.

@@ -210,8 +210,10 @@ class NativeRunner(LocalRunner):
         max_count = max(draft_input.count for draft_input in inputs)
         sampled = array("q", bytes(8 * len(inputs) * max_count))
         tokens = array("q", [token for draft_input in inputs for token in draft_input.tokens])
-        contexts, step = context_table(inputs), self._describe(forward)
-        self._library.run_draft_loop(describe_draft_loop(self._decoder, step, contexts, tokens, vocabulary, sampled))
+        contexts, step = context_table(inputs), StepFields.from_buffer_copy(self._describe(forward))
+        # Logits of other tokens are not computed.
+        step.head.outputs = min(step.head.outputs, vocabulary)
+        self._library.run_draft_loop(describe_draft_loop(self._decoder, step, contexts, tokens, sampled))
         rows = [sampled[index * max_count : (index + 1) * max_count] for index in range(len(inputs))]
         return [[token for token in row if token >= 0] for row in rows]
 

@@ -86,10 +86,10 @@ def mtp_weights(weights: dict[str, Tensor], layers: int, *, apart: bool) -> dict
 
 
 def agree(weights: dict[str, Tensor]) -> None:
-    """Make model and head agree: layers add nothing, so each token alone determines the next one."""
+    """Make model and head agree: layers add next to nothing, so each token alone determines the next one."""
     for key, value in weights.items():
         if key.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")):
-            value.zero_()
+            value.mul_(1e-4)
         if key.endswith(("eh_proj.weight", "mtp.fc.weight")):
             width = value.shape[0]
             value.copy_(torch.cat((torch.eye(width), torch.zeros(width, width)), 1))

@@ -33,7 +33,7 @@ from engine.types.request import Request, SamplingParams, SpeculationParams
 from kvcache.cache import Cache
 from tests.engine.convert.checkpoints import conversion
 from tests.engine.draft.mtp_models import KINDS, agree, save_headed
-from tests.engine.kit.models import CONTEXT, core, load_model
+from tests.engine.kit.models import CONTEXT, VOCABULARY, core, load_model
 from tests.engine.kit.play import Answer, Job, ask, play, texts
 from tests.fake_device import FAKE, fake_device
 from tests.selection import quick
@@ -84,7 +84,7 @@ def drafter(heads: MtpHead, *, slots: int = 4, pending: int = 256, cells: int | 
     specs = [plan.spec for plan in heads.runner.layers]
     cells = slots * CONTEXT if cells is None else cells
     memory = Cache(specs, slots=slots, capacity=CONTEXT, cells=cells, dtype=torch.float64)
-    return MtpDrafter(memory, heads.runner, chunk=16, pending=pending)
+    return MtpDrafter(memory, heads.runner, chunk=16, vocabulary=VOCABULARY, pending=pending)
 
 
 def engine(target: LoadedModel, head: MtpDrafter, recorder: RecordingDrafter | None = None, **settings: int) -> Core:

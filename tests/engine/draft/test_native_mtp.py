@@ -7,7 +7,8 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from types import SimpleNamespace
+from typing import Literal, cast
 from unittest.mock import patch
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 
 from engine.draft import mtp_head
 from engine.draft.depth import FixedDepth
+from engine.draft.loading import drafted_vocabulary
 from engine.draft.mtp import MtpDrafter
 from engine.draft.mtp_head import MtpHead, MtpRunner, load_mtp
 from engine.draft.speculation import Speculation
@@ -65,11 +67,13 @@ def play_drafted(
     pending: int = 256,
     cells: int | None = None,
     cell_dtype: torch.dtype = torch.float32,
+    vocabulary: int | None = None,
 ) -> tuple[dict[str, list[int]], RecordingDrafter, int]:
     """The output of each request, its drafts, and the number of preemptions."""
     specs = [plan.spec for plan in head.runner.layers]
     memory = Cache(specs, slots=4, capacity=CONTEXT, cells=4 * CONTEXT, dtype=cell_dtype)
-    drafter = MtpDrafter(memory, head.runner, chunk=16, pending=pending)
+    vocabulary = target.info.vocabulary if vocabulary is None else vocabulary
+    drafter = MtpDrafter(memory, head.runner, chunk=16, vocabulary=vocabulary, pending=pending)
     recorder = RecordingDrafter(drafter)
     speculation = Speculation(None, recorder, FixedDepth(DEPTH), lambda: 0.0, reader=drafter)
     run = core(target, speculation=speculation, slots=4, chunk=11, cells=cells)
@@ -100,6 +104,7 @@ def test_native_drafts_are_those_of_the_modules(headed: Headed, kind: str, pendi
 def test_native_drafts_do_not_change_the_output(headed: Headed, kind: str) -> None:
     """With preemptions, and where a prompt is cached; drafts of an agreeing head are accepted."""
     target, head = headed(kind, "auto", agreeing=True)
+    assert isinstance(head.runner, NativePairRunner)
     submitted = requests(40)
     alone = {request.id: play(core(target), [Job(request)])[request.id].tokens for request in submitted}
 
@@ -114,6 +119,39 @@ def test_native_drafts_do_not_change_the_output(headed: Headed, kind: str) -> No
     ]
     assert sum(accepted) > 0.7 * len(accepted)
     assert len(accepted) > 10
+
+
+def test_only_frequent_tokens_are_drafted(headed: Headed) -> None:
+    """The output has others too."""
+    target, head = headed("qwen3_5", "auto")
+    submitted = requests()
+    outputs, recorder, _ = play_drafted(target, head, submitted, vocabulary=37)
+
+    assert outputs == {request.id: play(core(target), [Job(request)])[request.id].tokens for request in submitted}
+    assert max(token for tokens in outputs.values() for token in tokens) >= 37
+    # Requests with a penalty have no native draft loop.
+    drafted = {token for request, _, draft in recorder.recorded if request.sequence_id != "4" for token in draft}
+    assert drafted
+    assert max(drafted) < 37
+
+
+class ByteTokenizer:
+    """Tokens of characters from a first one on."""
+
+    def __init__(self, first: int) -> None:
+        self._first = first
+
+    def encode_inside_text(self, text: str) -> list[int]:
+        return [self._first + byte for byte in text.encode()]
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "first", "drafted"), [(151_936, 0, 65_536), (49_152, 0, 49_152), (262_144, 236_743, 262_144)]
+)
+def test_vocabularies_that_start_with_characters_are_ordered(vocabulary: int, first: int, drafted: int) -> None:
+    target = SimpleNamespace(tokenizer=ByteTokenizer(first), info=SimpleNamespace(vocabulary=vocabulary))
+
+    assert drafted_vocabulary(cast(LoadedModel, target)) == drafted
 
 
 def test_a_native_head_resumes_from_its_prefix_tree(headed: Headed) -> None:

@@ -182,6 +182,19 @@ def test_only_the_vocabulary_is_sampled() -> None:
     assert {one < 7 for own in sampled.run_draft_loop(sampled.inputs(SHAPES, [WARM]), 7) for one in own} == {True}
 
 
+@pytest.mark.parametrize("weights", [32, 16, 8])
+@pytest.mark.parametrize("vocabulary", [7, 16, 37])
+def test_logits_of_a_smaller_vocabulary_are_those_of_the_whole(weights: Any, vocabulary: int) -> None:
+    """Also where it ends within a block of outputs."""
+    runner = runner_of(native("llama", weights))
+    sampled, steps = Session(runner), Session(runner)
+    inputs = [DraftLoopInput([token(0, index) for index in range(9)], 1, context(GREEDY))]
+    with steps.cache.forward([Span(0, 0, 9)]) as forward:
+        logits = runner.run(StepInput(forward, inputs[0].tokens, [8])).logits
+
+    assert sampled.run_draft_loop(inputs, vocabulary) == [[int(logits[0, :vocabulary].argmax())]]
+
+
 def test_non_finite_logits_end_their_sequence_only() -> None:
     model = model_of_config(AutoConfig.for_model("llama", **settings("llama")))
     runner = runner_of(model)
