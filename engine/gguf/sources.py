@@ -226,6 +226,11 @@ def whole_rows(tensor: GgufTensor) -> RowRange:
     return RowRange(tensor, 0, math.prod(tensor.shape) // probe.columns)
 
 
+def read_tensor(tensor: GgufTensor, dtype: torch.dtype, reader: BlockReader) -> Tensor:
+    """The values of a tensor in its shape. Raises GgufError for a type that is not supported."""
+    return _read_rows(whole_rows(tensor), dtype, reader).reshape(tensor.shape)
+
+
 def _read_rows(rows: RowRange, dtype: torch.dtype, reader: BlockReader) -> Tensor:
     """[rows, columns]"""
     kind, blocks = rows.tensor.type, torch.from_numpy(rows.blocks)

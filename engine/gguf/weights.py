@@ -21,21 +21,28 @@ _NO_PARAMETERS = re.compile(r"rope_(freqs|factors_long|factors_short)\.weight|bl
 _LAYER = re.compile(r"blk\.(\d+)\.")
 
 
-def parameter_sources(model: GgufModel, skeleton: nn.Module, config: Any) -> dict[str, ParameterSource]:
-    """The source of each parameter of `skeleton`, the model of transformers on any device.
+def skeleton_shapes(skeleton: nn.Module) -> dict[str, tuple[int, ...]]:
+    """The shapes of the parameters of a model on any device, without those with the values of another one."""
+    tied = set(getattr(skeleton, "all_tied_weights_keys", {}))
+    return {name: tuple(values.shape) for name, values in skeleton.state_dict().items() if name not in tied}
+
+
+def parameter_sources(
+    model: GgufModel, shapes: Mapping[str, tuple[int, ...]], config: Any
+) -> dict[str, ParameterSource]:
+    """The source of each parameter of a model of transformers.
+
+    shapes  see `skeleton_shapes`
 
     Raises GgufError if the file lacks a parameter, has one of another shape, or has tensors that no parameter holds.
     """
     architecture = readable(model)
     tensors = FileTensors(model, architecture.name, config)
-    tied = set(getattr(skeleton, "all_tied_weights_keys", {}))
     sources = dict[str, ParameterSource]()
-    for name, parameter in skeleton.state_dict().items():
-        if name not in tied:
-            shape = tuple(parameter.shape)
-            sources[name] = layout_of(name, architecture.layouts).source(name, shape, tensors)
-            if sources[name].shape != shape:
-                raise GgufError(f"{name} has the shape {list(sources[name].shape)}, not {list(shape)}")
+    for name, shape in shapes.items():
+        sources[name] = layout_of(name, architecture.layouts).source(name, shape, tensors)
+        if sources[name].shape != shape:
+            raise GgufError(f"{name} has the shape {list(sources[name].shape)}, not {list(shape)}")
     _refuse_unused(model, sources, config.num_hidden_layers, architecture.ignored)
     return sources
 

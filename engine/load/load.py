@@ -38,8 +38,9 @@ from engine.load.read.checkpoint import (
     is_small,
     resolve,
 )
-from engine.load.read.configuration import NO_ENCODER_INPUT, choose_dtype, max_context, read_config
+from engine.load.read.configuration import NO_ENCODER_INPUT, choose_dtype, max_context, read_config, text_alone
 from engine.load.read.modalities import text_only_reason
+from engine.load.read.processor_files import processor_folder
 from engine.load.read.skeleton import install_hooks, install_rope, make_skeleton, unread_modalities
 from engine.load.read.tokenizer_files import read_model_tokenizer, read_template
 from engine.load.read.weight_bars import reported_weights
@@ -165,7 +166,7 @@ def _load_inputs(
     reason = text_only_reason(source.checkpoint, source.config, config)
     if reason is None:
         try:
-            processor = MediaSandbox(source.checkpoint.path)
+            processor = MediaSandbox(processor_folder(source.name, source.checkpoint))
             # It is read by another process meanwhile.
             processor.start()
             # The load changes the configuration.
@@ -175,8 +176,10 @@ def _load_inputs(
             reason = error.reason
         log.warning("%s is served as a text model: %s", source.name, reason)
         release_freed_memory()
-    loaded = _load(replace(config, no_media=True), source, on_phase, reserved_bytes)
-    unread = unread_modalities(source.config)
+    checkpoint, text_config = text_alone(source.checkpoint, source.config)
+    text = replace(source, checkpoint=checkpoint, config=text_config)
+    unread = unread_modalities(source.config) or (("image",) if checkpoint.tower_fault else ())
+    loaded = _load(replace(config, no_media=True), text, on_phase, reserved_bytes)
     info = replace(loaded.info, unread_modalities=unread, text_only_reason=reason if unread else "")
     return replace(loaded, info=info)
 
@@ -326,7 +329,8 @@ def _read_earlier_checks(
 ) -> EarlierChecks:
     """Raises ModelUnsupported."""
     try:
-        digest = fingerprint(checkpoint.path)
+        others = () if checkpoint.tower is None else checkpoint.tower.content.files
+        digest = fingerprint(checkpoint.path, *others)
     except OSError as error:
         raise ModelUnsupported(name, error_line(error)) from error
     return read_earlier_checks(settings, checkpoint, digest, dtype, kv_dtype)

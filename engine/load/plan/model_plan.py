@@ -20,7 +20,6 @@ from engine.config import BUNDLED_NAME, EngineConfig
 from engine.errors import ModelUnsupported, PlanTooLarge
 from engine.gguf.config import file_type
 from engine.gguf.matrices import FileMatrices
-from engine.gguf.weights import parameter_sources
 from engine.kernels.blocks import TorchBlocks
 from engine.kernels.formats import WeightFormat
 from engine.kernels.packing import packed_bytes
@@ -28,7 +27,8 @@ from engine.load.machine.available_memory import available_bytes
 from engine.load.machine.available_memory import process_bytes as resident_bytes
 from engine.load.plan.memory import ModelSizes, encoder_budget, memory_plan, model_sizes, plan_memory, state_budget
 from engine.load.read.checkpoint import Checkpoint, is_small, weight_files
-from engine.load.read.configuration import choose_dtype, max_context, read_headers, read_max_context
+from engine.load.read.configuration import choose_dtype, max_context, read_headers, read_max_context, text_alone
+from engine.load.read.gguf_model import gguf_sources
 from engine.load.read.modalities import text_only_reason
 from engine.load.read.mxfp4 import has_mxfp4, mxfp4_matrices
 from engine.load.read.skeleton import Skeleton, make_skeleton
@@ -150,6 +150,8 @@ def plan_model(
     free_bytes = available_bytes(config) if budget_bytes is None else budget_bytes
     available = max(free_bytes - reserved_bytes, 0)
     checkpoint, model_config = read_headers(name, folder, config)
+    if text_only_reason(checkpoint, model_config, config) is not None:
+        checkpoint, model_config = text_alone(checkpoint, model_config)
     text = model_config.get_text_config()
     dtype = choose_dtype(config, model_config, small=bool(weight_files(folder)) and is_small(folder))
     skeleton, contents = _skeleton(config, name, checkpoint, model_config, dtype)
@@ -241,7 +243,7 @@ def _weights(
 def _file_matrices(checkpoint: Checkpoint, config: Any, model: nn.Module) -> FileMatrices | None:
     """The matrices of a file with quantised formats; None if weights are floats, or dequantised."""
     if (content := checkpoint.gguf) is not None:
-        sources = parameter_sources(content, model, config)
+        sources = gguf_sources(content, model, config, checkpoint.tower)
         return FileMatrices(sources, model, file_type(content.metadata) or "GGUF", TorchBlocks())
     return mxfp4_matrices(checkpoint.path, model, TorchBlocks()) if has_mxfp4(config) else None
 

@@ -20,6 +20,7 @@ from engine.config import BUNDLED_NAME, EngineConfig
 from engine.errors import ModelMissing
 from engine.gguf.config import is_language_model
 from engine.gguf.container import GgufError, GgufModel, Metadata, read_metadata, read_model, shard_files
+from engine.gguf.projectors.pair import Tower
 from engine.load.hub.catalogue import NAMED_MODELS
 from engine.load.hub.hub import (
     ADAPTER_CONFIG,
@@ -165,12 +166,15 @@ class Checkpoint:
     """The files of one model, parsed once.
 
     gguf           the content of a GGUF file; None: the path is a folder
+    tower          the vision tower beside a GGUF file; None: there is none, or it is not used for the `tower_fault`
     configuration  the content of config.json, or a digest of the metadata of a GGUF file
     """
 
     path: Path
     gguf: GgufModel | None
     configuration: bytes
+    tower: Tower | None = None
+    tower_fault: str = ""
 
     @property
     def metadata(self) -> Metadata | None:
@@ -222,10 +226,13 @@ def broken_weights_reason(folder: Path) -> str | None:
     return None
 
 
-def fingerprint(folder: Path) -> str:
-    """A digest of the weights: of their sizes and a sample of their bytes, as all bytes would take seconds."""
+def fingerprint(folder: Path, *others: Path) -> str:
+    """A digest of the weights: of their sizes and a sample of their bytes, as all bytes would take seconds.
+
+    others  further files with weights
+    """
     digest = hashlib.sha256()
-    for file in weight_files(folder):
+    for file in (*weight_files(folder), *others):
         size = file.stat().st_size
         digest.update(f"{file.name} {size} ".encode())
         with file.open("rb") as content:

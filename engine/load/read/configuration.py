@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from transformers import AutoConfig
 
 from engine.config import EngineConfig
 from engine.errors import ModelUnsupported
+from engine.gguf.container import GgufError
+from engine.gguf.projectors.pair import find_tower
 from engine.load.machine.device import has_bfloat16
 from engine.load.read.checkpoint import (
     READ_ERRORS,
@@ -92,10 +95,31 @@ def _configuration(name: str, path: Path) -> tuple[Checkpoint, Any]:
     try:
         checkpoint = read_checkpoint(path)
         if checkpoint.gguf is not None:
-            return checkpoint, gguf_config(checkpoint.gguf)
+            return _with_tower(checkpoint, gguf_config(checkpoint.gguf))
         return checkpoint, AutoConfig.from_pretrained(path, trust_remote_code=False)
     except READ_ERRORS as error:
         raise ModelUnsupported(name, error_line(error)) from error
+
+
+def _with_tower(checkpoint: Checkpoint, text: Any) -> tuple[Checkpoint, Any]:
+    """The checkpoint and the configuration of a GGUF file with the vision tower beside it, if there is one."""
+    assert checkpoint.gguf is not None
+    try:
+        tower = find_tower(checkpoint.path, text)
+        if tower is None:
+            return checkpoint, text
+        config = tower.config(checkpoint.gguf, text)
+    except (GgufError, OSError) as error:
+        return replace(checkpoint, tower_fault=" ".join(str(error).split())), text
+    configuration = checkpoint.configuration + tower.content.metadata.digest.encode()
+    return replace(checkpoint, tower=tower, configuration=configuration), config
+
+
+def text_alone(checkpoint: Checkpoint, config: Any) -> tuple[Checkpoint, Any]:
+    """The checkpoint and the configuration without the vision tower beside a GGUF file."""
+    if checkpoint.gguf is None or checkpoint.tower is None:
+        return checkpoint, config
+    return replace(checkpoint, tower=None), gguf_config(checkpoint.gguf)
 
 
 def read_max_context(name: str, folder: Path) -> int:

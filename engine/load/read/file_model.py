@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, modeling_utils
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, modeling_utils
 
 from engine.gguf.container import GgufError
 from engine.gguf.deferred import DeferredWeights, placeholder
@@ -20,9 +20,10 @@ from engine.quantize.plan import QuantizationPlanNames, plan_from_names
 
 def file_skeleton(config: Any) -> Any:
     """The model on the meta device. Raises GgufError for a configuration that transformers refuses."""
+    whole = type(config) in AutoModelForImageTextToText._model_mapping
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config)
+            return (AutoModelForImageTextToText if whole else AutoModelForCausalLM).from_config(config)
     except (ArithmeticError, ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise GgufError(f"its metadata describes no model that transformers can construct ({reason})") from error

@@ -18,12 +18,14 @@ def text_only_reason(checkpoint: Checkpoint, config: Any, settings: EngineConfig
     """Why the model is loaded without its towers, or has none; None: it is loaded with them."""
     if settings.no_media:
         return "--no-media"
+    if checkpoint.tower_fault:
+        return checkpoint.tower_fault
     if not set(_CONTENT_KINDS).intersection(unread_modalities(config)):
         return "its prompts have no images and no audio"
-    if checkpoint.gguf is not None:
+    if checkpoint.gguf is not None and checkpoint.tower is None:
         return "a GGUF file has no vision or audio tower"
     if settings.tensor_parallel > 1:
         return "--tensor-parallel computes text only"
-    if not any((checkpoint.path / name).is_file() for name in _PROCESSOR_FILES):
+    if checkpoint.gguf is None and not any((checkpoint.path / name).is_file() for name in _PROCESSOR_FILES):
         return f"the folder has no {' or '.join(_PROCESSOR_FILES)}"
     return None

@@ -52,7 +52,9 @@ def read_model(
     try:
         reader = TorchBlocks() if settings.kernels == "torch" else dispatch.best_blocks()
         if checkpoint.gguf is not None:
-            model, report, matrices = gguf_model(checkpoint.gguf, config, dtype, repacked, reader=reader, defers=keeps)
+            model, report, matrices = gguf_model(
+                checkpoint.gguf, config, dtype, repacked, reader=reader, defers=keeps, tower=checkpoint.tower
+            )
         elif keeps and (read := mxfp4_model(checkpoint.path, config, dtype, repacked, reader)) is not None:
             model, report, matrices = read
         else:

@@ -38,7 +38,11 @@ _QWEN_TOKENS = {
 }
 CONTENT_MODELS = {
     "llava": ContentModel(_PATCHES, "<image>"),
-    "gemma3": ContentModel(_PATCHES, "<image_soft_token>", {"boi_token_index": "<boi>", "eoi_token_index": "<eoi>"}),
+    "gemma3": ContentModel(
+        _PATCHES,
+        "<image_soft_token>",
+        {"boi_token_index": "<start_of_image>", "eoi_token_index": "<end_of_image>"},
+    ),
     "smolvlm": ContentModel(_PATCHES, "<image>", processor={"image_seq_len": 1}),
     "qwen2_vl": ContentModel({"patch_size": 14}, "<|image_pad|>", _QWEN_TOKENS),
     "qwen2_audio": ContentModel({"num_mel_bins": 8, "max_source_positions": 100}, "<|AUDIO|>", kind="audio"),

@@ -70,9 +70,9 @@ FAMILIES = {
         "Gemma3Processor",
         "Gemma3ImageProcessorPil",
         {"size": _TILE},
-        ["<image_soft_token>", "<boi>", "<eoi>"],
-        "<boi>",
-        {"image_token": "<image_soft_token>", "boi_token": "<boi>", "eoi_token": "<eoi>"},
+        ["<image_soft_token>", "<start_of_image>", "<end_of_image>"],
+        "<start_of_image>",
+        {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"},
         {"image_seq_length": 4},
     ),
     "idefics3": Family(
