@@ -20,6 +20,7 @@ from engine.adapters.adapter import Adapter
 from engine.config import EngineConfig
 from engine.draft.depth import FixedDepth
 from engine.draft.speculation import Speculation
+from engine.errors import InvalidRequest
 from engine.grammar.matcher import GrammarMatcher
 from engine.load.cache import model_cache, offload_config
 from engine.load.contents import with_ranges
@@ -108,9 +109,17 @@ class Core:
             rope_switch=self._loaded.switch,
             layout=layout,
         )
+        try:
+            ending = sequence.replay()
+        except InvalidRequest as error:
+            self._events.append((request.id, Failed(str(error), caused_by_request=True)))
+            return
         sequence.adapter = adapters.acquire(request.adapter)
         self._sequences[request.id] = sequence
         self._scheduler.submit(sequence)
+        if ending is not None:
+            self._on_slot_assigned(sequence, 0)
+            self._finish(sequence, *ending)
 
     def close(self) -> None:
         """End the thread of an encoding in progress."""
@@ -193,9 +202,11 @@ class Core:
         return self._inspection.snapshot(owner, salt, self.stats())
 
     def _on_slot_assigned(self, sequence: Sequence, cached_length: int) -> None:
+        prompt_tokens = len(sequence.request.prompt)
+        cached_length = min(cached_length, prompt_tokens)
         if not sequence.stats.record_start(cached_length, self._clock()):
             return
-        self._emit(sequence, Started(len(sequence.request.prompt), cached_length, sequence.sampling.seed))
+        self._emit(sequence, Started(prompt_tokens, cached_length, sequence.sampling.seed, sequence.earlier))
         if sequence.max_new_tokens == 0 and sequence.scores is None and sequence.pooler is None:
             self._finish(sequence, "length", None)
 
@@ -204,6 +215,9 @@ class Core:
         for sequence in tuple(self._sequences.values()):
             if sequence.deadline is not None and sequence.deadline <= now:
                 self._finish(sequence, "length", "deadline")
+            elif sequence.request.emitted and sequence.slot is not None and sequence.is_context_full:
+                # Earlier tokens that no engine of this size emits: its shifts leave nothing to drop.
+                self._finish(sequence, "length", None)
 
     def _encode_media(self) -> None:
         """Encode the media of waiting sequences; media that fail the encoder fail their own request."""
@@ -377,17 +391,15 @@ class Core:
         self._totals["generated"] += 1
         if entry is not None:
             entry = entry.without_output_of(sequence.is_omitted)
-        if token in sequence.request.stop_token_ids:
-            return self._finish(sequence, "stop", token, entry)
-        if sequence.sampling.is_end_token(token):
-            return self._finish(sequence, "stop", None, entry)
-        self._deliver(sequence, sequence.text.push(token, entry))
-        if sequence.text.error:
-            return self._fail(sequence, sequence.text.error, caused_by_request=True)
-        if sequence.text.stop is not None:
-            return self._finish(sequence, "stop", sequence.text.stop)
-        if len(sequence.output) >= sequence.max_new_tokens or sequence.is_context_full:
-            return self._finish(sequence, "length", None)
+        end_logprob = entry
+        if not sequence.sampling.is_stop_token(token):
+            end_logprob = None
+            self._deliver(sequence, sequence.text.push(token, entry))
+            if sequence.text.error:
+                return self._fail(sequence, sequence.text.error, caused_by_request=True)
+        ending = sequence.ending(token)
+        if ending is not None:
+            self._finish(sequence, *ending, end_logprob)
         return None
 
     def _finish(
@@ -396,7 +408,8 @@ class Core:
         began = self._clock()
         if sequence.text.stop is None:
             self._deliver(sequence, sequence.text.flush())
-        undelivered = tuple(sequence.output[sequence.text.released_tokens :])
+        delivered = max(sequence.text.released_tokens, len(sequence.request.emitted))
+        undelivered = tuple(sequence.output[delivered:])
         usage, timings = sequence.usage(), sequence.stats.timings(began)
         self._emit(sequence, Finished(reason, stop, usage, timings, end_logprob, undelivered))
         self._leave(sequence)

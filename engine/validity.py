@@ -26,6 +26,10 @@ def check_request(request: Request, loaded: LoadedModel, *, drafters: Collection
     _check_contents(request, loaded.content_encoder, chunk)
     _check_prompt(request, info.vocabulary, None if encoder is None else encoder.image_token)
     check_sampling(request, info.vocabulary)
+    _check_token_ids("continue_from", request.emitted, info.vocabulary)
+    if request.emitted:
+        generates = not request.prefill_only and request.score_from is None
+        _require("continue_from", generates, "it needs a request that only generates tokens")
     if encoder is not None:
         encoder.check(request.media, request.prompt)
     else:

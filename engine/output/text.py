@@ -82,16 +82,23 @@ class TextStream:
     stops       stop strings: the text ends before the first
     stop_regex  stop expressions: the text ends after the first match
     min_tokens  tokens before which no stop counts
+    at_once     each delta has the token that was added, not the tokens whose text it begins
     stop        the stop that ended the text, if one did
     """
 
     def __init__(
-        self, detokenizer: Detokenizer, stops: Sequence[str], stop_regex: Sequence[str] = (), *, min_tokens: int = 0
+        self,
+        detokenizer: Detokenizer,
+        stops: Sequence[str],
+        stop_regex: Sequence[str] = (),
+        *,
+        min_tokens: int = 0,
+        at_once: bool = False,
     ) -> None:
         self._detokenizer = detokenizer
         self._matcher = StopStringMatcher(stops)
         self._stop_regex, self._expressions = StopRegex(stop_regex) if stop_regex else None, tuple(stop_regex)
-        self._min_tokens_left = min_tokens
+        self._min_tokens_left, self._at_once = min_tokens, at_once
         self._decoded = 0
         self._released = 0
         self._pending: deque[tuple[int, int, TokenLogprob | None]] = deque()
@@ -137,6 +144,7 @@ class TextStream:
     def _release(self, text: str, *, everything: bool) -> Delta | None:
         self._released += len(text)
         tokens, entries = [], []
+        everything = everything or self._at_once
         while self._pending and (everything or self._pending[0][0] < self._released):
             offset, token, entry = self._pending.popleft()
             tokens.append(token)

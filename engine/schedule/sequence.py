@@ -8,6 +8,7 @@ from collections.abc import Collection
 from functools import cached_property
 from typing import get_args
 
+from engine.errors import InvalidRequest
 from engine.grammar.matcher import GrammarMatcher
 from engine.model.rope import RopeSwitch
 from engine.output.text import TextStream
@@ -21,12 +22,14 @@ from engine.schedule.context import ContextHistory
 from engine.step.content import TEXT_LAYOUT, PromptLayout
 from engine.step.encoder_mask import EncoderMask
 from engine.text.tokenizer import Tokenizer
-from engine.types.events import Timings, Usage
+from engine.types.events import Delta, FinishReason, Timings, Usage
 from engine.types.request import Overflow, Request, Tier
 
 # Attention sinks: a context shift keeps the first four tokens (StreamingLLM, arXiv 2309.17453).
 _ATTENTION_SINKS = 4
 _TIERS: tuple[str, ...] = get_args(Tier)
+# Why a text ends, and the stop that ended it.
+Ending = tuple[FinishReason, str | int | None]
 
 
 class SamplingState:
@@ -116,6 +119,7 @@ class Sequence:
     tokens          those of the context, in one list for good; longer than the capacity where shifts are due
     output          generated tokens
     encoder_mask    which encoder entries each token attends to; required before it gets a slot (`is_ready`)
+    earlier         the deltas of the tokens that an earlier stream emitted
     contents        images and sounds of its prompt; None: there are none
     adapter         the slot of its adapter; 0: none
     is_unread       whether the client leaves its output unread
@@ -142,7 +146,14 @@ class Sequence:
         self.sampling = SamplingState(request, vocabulary=vocabulary, end_tokens=end_tokens, matcher=matcher)
         detokenizer = tokenizer.detokenizer(request.prompt, special=request.include_special_tokens)
         self._skipped_tokens = detokenizer.skipped_tokens
-        self.text = TextStream(detokenizer, request.stop, request.stop_regex, min_tokens=request.min_tokens)
+        self.text = TextStream(
+            detokenizer,
+            request.stop,
+            request.stop_regex,
+            min_tokens=request.min_tokens,
+            at_once=request.tokens_at_once,
+        )
+        self.earlier: tuple[Delta, ...] = ()
         self.output: list[int] = []
         self.slot: int | None = None
         self.encoder_mask: EncoderMask | None = None
@@ -267,6 +278,38 @@ class Sequence:
     def append(self, token: int, now: float) -> None:
         """Add an emitted token."""
         self.stats.record_token(now)
+        self._append(token)
+
+    def replay(self) -> Ending | None:
+        """Add the tokens that an earlier stream emitted, before the sequence is queued; the end of the text among them.
+
+        InvalidRequest if tokens follow the end.
+        """
+        ending, deltas = None, []
+        for token in self.request.emitted:
+            if ending is not None:
+                reason = f"'continue_from' has more tokens than the answer, which ends after {len(self.output)}"
+                raise InvalidRequest("continue_from", reason)
+            self._append(token)
+            delta = None if self.sampling.is_stop_token(token) else self.text.push(token)
+            deltas.append(delta or Delta("", (token,)))
+            ending = self.ending(token)
+        self.earlier = tuple(deltas)
+        return ending
+
+    def ending(self, token: int) -> Ending | None:
+        """Why the text ends after its latest token, which `text` has unless it is a stop token; None: it goes on."""
+        if token in self.request.stop_token_ids:
+            return "stop", token
+        if self.sampling.is_end_token(token):
+            return "stop", None
+        if self.text.stop is not None:
+            return "stop", self.text.stop
+        if len(self.output) >= self.max_new_tokens or self.is_context_full:
+            return "length", None
+        return None
+
+    def _append(self, token: int) -> None:
         self.tokens.append(token)
         self.output.append(token)
         self.sampling.append(token)
@@ -287,7 +330,7 @@ class Sequence:
         """The prefix cache holds the first `length` tokens: they become a checkpoint."""
         self.add_checkpoint(length)
         if self.stats.cached_tokens is None:
-            self.stats.matched_tokens, self.stats.diverged = length, diverged
+            self.stats.matched_tokens, self.stats.diverged = min(length, len(self.request.prompt)), diverged
 
     def update_cached(self, cached_length: int) -> None:
         """Another sequence computed more of the prompt: its slot now caches `cached_length` tokens."""

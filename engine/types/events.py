@@ -83,15 +83,6 @@ class Timings:
 
 
 @dataclass(frozen=True, slots=True)
-class Started:
-    """The request left the queue: it has a slot, with `cached_tokens` of its prompt from the prefix cache."""
-
-    prompt_tokens: int
-    cached_tokens: int
-    seed: int
-
-
-@dataclass(frozen=True, slots=True)
 class PrefillProgress:
     """Prompt tokens in the slot so far, computed or cached."""
 
@@ -130,12 +121,26 @@ class Delta:
 
 
 @dataclass(frozen=True, slots=True)
+class Started:
+    """The request left the queue: it has a slot, with `cached_tokens` of its prompt from the prefix cache.
+
+    earlier  the deltas of `Request.emitted`, one per token, which the client has already
+    """
+
+    prompt_tokens: int
+    cached_tokens: int
+    seed: int
+    earlier: tuple[Delta, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Finished:
     """The last event of a successful request.
 
     stop         the stop string, expression or token that ended it, or "deadline"; None: an end token or the length
     end_logprob  of an end token without text, if the request has logprobs
-    tokens       generated tokens in no delta: the end token, and tokens of a stop string that was cut off
+    tokens       generated tokens in no delta: the end token, and tokens of a stop string that was cut off unless the
+                 request has `tokens_at_once`
     """
 
     reason: FinishReason

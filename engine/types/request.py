@@ -203,6 +203,8 @@ class Request:
     tier             scheduling order
     timeout_seconds  the answer ends with "length" and the stop "deadline" after this time, in the queue too
     progress         send `PrefillProgress` events
+    emitted          output tokens that an earlier stream of the same request emitted: the output continues after them
+    tokens_at_once   tokens are delivered when they are sampled, not with their text, so that a stream can be resumed
     adapter          name of a loaded LoRA adapter; "": none
     owner            slots are shared evenly between owners
     group            and within an owner between groups, such as the choices of one answer; "" is a separate group
@@ -239,6 +241,8 @@ class Request:
     tier: Tier = "default"
     timeout_seconds: float | None = None
     progress: bool = False
+    emitted: tuple[int, ...] = ()
+    tokens_at_once: bool = False
     adapter: str = ""
     owner: str = ""
     group: str = ""

@@ -87,6 +87,13 @@ class ChoiceDelta:
 
 
 @dataclass(frozen=True, slots=True)
+class EarlierDelta:
+    """A delta that the client has already, of an answer that is continued."""
+
+    delta: ChoiceDelta
+
+
+@dataclass(frozen=True, slots=True)
 class ChoiceEnd:
     """The end of one choice; its reason is "tool_calls" if it has tool calls and was not truncated."""
 
@@ -95,7 +102,7 @@ class ChoiceEnd:
     reasoning_tokens: int
 
 
-ChoiceEvent = ChoiceDelta | ChoiceEnd | Started | PrefillProgress | PromptScored
+ChoiceEvent = ChoiceDelta | EarlierDelta | ChoiceEnd | Started | PrefillProgress | PromptScored
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,15 +202,20 @@ class ChoiceParser:
     def parse(self, event: Event) -> Sequence[ChoiceEvent]:
         """Choice events of an engine event."""
         match event:
-            case Delta(text, tokens, logprobs):
-                self._pending += len(tokens)
-                return (ChoiceDelta(self._shown(self._parser.push(text)), tokens, logprobs),)
+            case Delta():
+                return (self._parsed(event),)
             case Finished():
                 deltas, end = self._flush(event), self._end(event)
                 return (ChoiceDelta(deltas), end) if deltas else (end,)
-            case Started() | PrefillProgress() | PromptScored():
+            case Started():
+                return (event, *(EarlierDelta(self._parsed(delta)) for delta in event.earlier))
+            case PrefillProgress() | PromptScored():
                 return (event,)
         return ()
+
+    def _parsed(self, delta: Delta) -> ChoiceDelta:
+        self._pending += len(delta.tokens)
+        return ChoiceDelta(self._shown(self._parser.push(delta.text)), delta.tokens, delta.logprobs)
 
     def _flush(self, finished: Finished) -> tuple[AnswerDelta, ...]:
         """Deltas that were held back until the end."""

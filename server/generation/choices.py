@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import anyio.to_thread
 
-from engine.types.events import Delta, Finished, PromptScored, TokenLogprob
+from engine.types.events import Delta, Finished, PromptScored, Started, TokenLogprob
 from server.http.events import ChoiceEvents
 
 Answer = TypeVar("Answer")
@@ -47,16 +47,22 @@ class _PartialChoice:
     finished: Finished | None = None
     scored: PromptScored | None = None
 
+    def add(self, delta: Delta) -> None:
+        self.text.append(delta.text)
+        self.tokens.extend(delta.tokens)
+        self.logprobs.extend(delta.logprobs)
+
 
 async def collect_choices(events: ChoiceEvents, choices: int) -> list[CompletedChoice]:
     """Consume all events of `choices` choices; errors of the stream are raised."""
     partial = [_PartialChoice() for _ in range(choices)]
     async for index, event in events:
         match event:
+            case Started():
+                for delta in event.earlier:
+                    partial[index].add(delta)
             case Delta():
-                partial[index].text.append(event.text)
-                partial[index].tokens.extend(event.tokens)
-                partial[index].logprobs.extend(event.logprobs)
+                partial[index].add(event)
             case Finished():
                 partial[index].finished = event
                 if event.end_logprob is not None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from engine.chat_format.message import AnswerDelta, ReasoningDelta, TextDelta, ToolCallDelta, ToolCallStart, ToolKind
 from engine.types.events import PromptScored, TokenLogprob
-from server.generation.chat_turn import ChatTurn, ChoiceDelta, ChoiceEnd, parse_choices
+from server.generation.chat_turn import ChatTurn, ChoiceDelta, ChoiceEnd, EarlierDelta, parse_choices
 from server.http.errors import check_deadline
 from server.http.events import ChoiceEvents
 
@@ -86,6 +86,8 @@ async def collect_messages(turn: ChatTurn, events: ChoiceEvents) -> list[Complet
         match event:
             case ChoiceDelta():
                 builders[index].add(event)
+            case EarlierDelta(delta):
+                builders[index].add(delta)
             case ChoiceEnd():
                 builders[index].ended = event
             case PromptScored():

@@ -15,6 +15,7 @@ import anyio.to_thread
 
 from engine.types.events import Event
 from engine.types.request import Overflow, RenderedPrompt, Request, SpeculationParams, Tier
+from server.generation.continuation import emitted_tokens, is_resumable
 from server.generation.sampling import check_token_ids, sampling
 from server.http.auth import caller
 from server.http.errors import invalid_value
@@ -92,6 +93,8 @@ async def engine_request(
         tier=service_tier(body),
         timeout_seconds=body.timeout,
         progress=bool(body.return_progress),
+        emitted=emitted_tokens(body, info.vocabulary, max_tokens),
+        tokens_at_once=is_resumable(body),
     )
 
 

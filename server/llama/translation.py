@@ -37,7 +37,7 @@ _OWN_FIELDS = LlamaGeneration.model_fields.keys() - CompletionRequest.model_fiel
 # Fields of OpenAI's API without a counterpart in answers of llama.cpp.
 _UNSUPPORTED = (
     *("prompt_logprobs", "return_token_ids", "return_tokens_as_token_ids", "stream_options", "stream_interval"),
-    *("metadata", "timings_per_token", "return_progress", "include_stop_str_in_output", "request_id"),
+    *("metadata", "timings_per_token", "return_progress", "include_stop_str_in_output", "request_id", "continue_from"),
 )
 _ERROR_FIELDS = {"max_tokens": "n_predict", "logprobs": "n_probs", "suffix": "input_suffix"}
 

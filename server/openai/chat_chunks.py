@@ -5,11 +5,21 @@ Clients concatenate repeated fields, so the role, and the id and name of a tool 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
 
 from engine.chat_format.message import AnswerDelta, ReasoningDelta, TextDelta, ToolCallDelta, ToolCallStart
 from engine.types.events import Event, PrefillProgress, PromptScored, Started
-from server.generation.chat_turn import ChatTurn, ChoiceDelta, ChoiceEnd, ChoiceEvent, ChoiceParser, Reason
+from server.generation.chat_turn import (
+    ChatTurn,
+    ChoiceDelta,
+    ChoiceEnd,
+    ChoiceEvent,
+    ChoiceParser,
+    EarlierDelta,
+    Reason,
+)
+from server.generation.continuation import is_resumable
 from server.generation.logprobs import LogprobFormat, chat_logprobs, prompt_logprobs
 from server.generation.requests import service_tier
 from server.generation.stream_usage import StreamUsage
@@ -23,6 +33,30 @@ from server.schemas.common import FinishReason
 def finish_reason(turn: ChatTurn, reason: Reason) -> FinishReason:
     """The finish reason; "function_call" for requests with the older `functions`."""
     return "function_call" if turn.tool_set.legacy and reason == "tool_calls" else reason
+
+
+def _joined(deltas: Sequence[ChatDelta]) -> ChatDelta:
+    """Deltas as one: texts of a field are concatenated, and each tool call is listed once."""
+    joined: dict[str, Any] = {}
+    for delta in deltas:
+        _join(joined, delta)
+    return cast(ChatDelta, joined)
+
+
+def _join(joined: dict[str, Any], added: Mapping[str, Any]) -> None:
+    for name, value in added.items():
+        if name not in joined or name == "index":
+            joined[name] = value
+        elif isinstance(value, str):
+            joined[name] += value
+        elif isinstance(value, dict):
+            joined[name] = {**joined[name]}
+            _join(joined[name], value)
+        else:
+            calls = {call["index"]: dict(call) for call in joined[name]}
+            for call in value:
+                _join(calls.setdefault(call["index"], {}), call)
+            joined[name] = list(calls.values())
 
 
 class ChatChunkEncoder:
@@ -44,6 +78,10 @@ class ChatChunkEncoder:
         self._first: ChoiceEnd | None = None
         # Custom tool calls: (choice, call).
         self._custom_calls: set[tuple[int, int]] = set()
+        # Parts without tokens at the end of a choice: they are in the last chunk, so that a client has all or none.
+        self._is_resumable = is_resumable(body)
+        self._held: dict[int, tuple[AnswerDelta, ...]] = {}
+        self._seed = 0
 
     def encode(self, choice: int, event: Event) -> bytes:
         """Encode the chunks of an event."""
@@ -72,6 +110,9 @@ class ChatChunkEncoder:
         match event:
             case Started():
                 self._usage.start(index, event)
+                self._seed = event.seed
+            case EarlierDelta(delta):
+                self._skip(index, delta)
             case PrefillProgress():
                 yield self._progress(index, event)
             case PromptScored():
@@ -79,7 +120,10 @@ class ChatChunkEncoder:
             case ChoiceDelta():
                 yield from self._role(index)
                 self._usage.add_tokens(index, len(event.tokens))
-                yield from self._content(index, event)
+                if self._is_resumable and not event.tokens:
+                    self._held[index] = (*self._held.get(index, ()), *event.deltas)
+                else:
+                    yield from self._content(index, event)
             case ChoiceEnd():
                 yield from self._role(index)
                 yield self._end(index, event)
@@ -90,6 +134,15 @@ class ChatChunkEncoder:
             chunk["warnings"] = list(self._warnings)
         if self._body.return_token_ids:
             chunk["prompt_token_ids"] = list(self._turn.requests[0].prompt)
+        if self._is_resumable and len(self._turn.requests) == 1:
+            chunk["seed"] = self._seed
+
+    def _skip(self, index: int, earlier: ChoiceDelta) -> None:
+        """Follow a delta that the client has already."""
+        self._started.add(index)
+        self._usage.add_tokens(index, len(earlier.tokens))
+        for part in earlier.deltas:
+            self._delta(index, part)
 
     def _role(self, index: int) -> Iterator[ChatChunk]:
         if index not in self._started:
@@ -101,6 +154,8 @@ class ChatChunkEncoder:
 
     def _content(self, index: int, choice_delta: ChoiceDelta) -> Iterator[ChatChunk]:
         deltas = [self._delta(index, part) for part in choice_delta.deltas]
+        if self._is_resumable:
+            deltas = [_joined(deltas)]
         logprobs = (
             chat_logprobs(choice_delta.logprobs, self._logprob_format)
             if self._body.logprobs and choice_delta.logprobs
@@ -145,7 +200,8 @@ class ChatChunkEncoder:
         self._usage.end(index, end.finished, end.reasoning_tokens)
         if index == 0:
             self._first = end
-        chunk = self._chunk(index, {})
+        held = [self._delta(index, part) for part in self._held.pop(index, ())]
+        chunk = self._chunk(index, _joined(held))
         chunk["choices"][0]["finish_reason"] = finish_reason(self._turn, end.reason)
         chunk["choices"][0]["stop_reason"] = end.finished.stop
         if self._body.return_token_ids:

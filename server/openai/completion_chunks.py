@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from engine.types.events import Delta, Event, Finished, PrefillProgress, PromptScored, Started
+from server.generation.continuation import is_resumable
 from server.generation.logprobs import completion_logprobs, prompt_logprobs
 from server.generation.requests import service_tier
 from server.generation.stream_usage import StreamUsage
@@ -31,10 +32,15 @@ class CompletionChunkEncoder:
         # Text offset of the next delta of each choice; None: the prompt has not been echoed yet.
         self._offsets: list[int | None] = [None if prepared.prompts else 0 for _ in prepared.requests]
         self._started: set[int] = set()
+        self._has_first = False
         # Fast path: chunks with text only are encoded from a template per choice.
         body = prepared.body
         self._is_plain = body.logprobs is None and not (body.return_token_ids or self._usage.reports_continuously)
         self._templates: dict[int, JsonTemplate] = {}
+        # Text without tokens at the end of a choice: it is in the last chunk, so that a client has all of it or none.
+        self._is_resumable = is_resumable(body)
+        self._held: dict[int, str] = {}
+        self._seed = 0
 
     def encode(self, choice: int, event: Event) -> bytes:
         """Encode the chunks of an event."""
@@ -54,12 +60,14 @@ class CompletionChunkEncoder:
         # Warnings are in the first chunk.
         if self._warnings:
             chunk["warnings"], self._warnings = list(self._warnings), ()
+        if self._is_resumable and not self._has_first and len(self._prepared.requests) == 1:
+            chunk["seed"], self._has_first = self._seed, True
         return frame(chunk)
 
     def _chunks(self, index: int, event: Event) -> Iterator[Completion]:
         match event:
             case Started():
-                self._usage.start(index, event)
+                self._start(index, event)
             case PrefillProgress():
                 yield self._progress(index, event)
             case PromptScored():
@@ -67,12 +75,24 @@ class CompletionChunkEncoder:
             case Delta():
                 yield from self._echo(index)
                 self._usage.add_tokens(index, len(event.tokens))
-                yield from self._text(index, event)
+                if self._is_resumable and not event.tokens:
+                    self._held[index] = self._held.get(index, "") + event.text
+                else:
+                    yield from self._text(index, event)
             case Finished():
                 yield from self._echo(index)
-                if ending := stop_text(self._body, event):
+                ending = self._held.pop(index, "") + stop_text(self._body, event)
+                if ending and not self._is_resumable:
                     yield self._chunk(index, ending)
-                yield self._end(index, event)
+                    ending = ""
+                yield self._end(index, event, ending)
+
+    def _start(self, index: int, event: Started) -> None:
+        self._usage.start(index, event)
+        self._seed = event.seed
+        for delta in event.earlier:
+            self._usage.add_tokens(index, len(delta.tokens))
+            self._offsets[index] = (self._offsets[index] or 0) + len(delta.text)
 
     def _echo(self, index: int, logprobs: TextLogprobs | None = None) -> Iterator[Completion]:
         """The echoed prompt, before the first delta of a choice."""
@@ -109,14 +129,14 @@ class CompletionChunkEncoder:
                 chunk["choices"][0]["token_ids"] = tokens
             yield chunk
 
-    def _end(self, index: int, event: Finished) -> Completion:
+    def _end(self, index: int, event: Finished, ending: str) -> Completion:
         self._usage.end(index, event)
         logprobs = None
         if event.end_logprob is not None and self._body.logprobs is not None:
             end_logprob = replace(event.end_logprob, text_offset=0)
             offset = self._offsets[index] or 0
             logprobs = completion_logprobs([end_logprob], offset, self._prepared.logprob_format)
-        chunk = self._chunk(index, "", logprobs)
+        chunk = self._chunk(index, ending, logprobs)
         chunk["choices"][0]["finish_reason"] = event.reason
         chunk["choices"][0]["stop_reason"] = event.stop
         if self._body.return_token_ids:

@@ -297,7 +297,8 @@ class ChunkChoice(TypedDict):
 class ChatChunk(TypedDict):
     """A chunk of a stream. `usage` is present if requested: null except in the last chunk, which has no choices.
 
-    `warnings`, `prompt_token_ids` and other `prompt_` fields are in the first chunk where they are available.
+    `warnings`, `prompt_token_ids` and other `prompt_` fields are in the first chunk where they are available; `seed` is
+    in the first chunk of a stream that can be resumed.
     """
 
     id: str
@@ -314,3 +315,4 @@ class ChatChunk(TypedDict):
     prompt_logprobs: NotRequired[PromptLogprobs]
     prompt_cache_diagnostics: NotRequired[PromptCacheDiagnostics]
     warnings: NotRequired[list[str]]
+    seed: NotRequired[int]

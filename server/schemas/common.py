@@ -99,6 +99,12 @@ class SpeculationOptions(Strict):
     tokens: Annotated[int, Field(ge=0, le=MAX_DRAFT_TOKENS)] | None = None
 
 
+class ContinuedAnswer(Strict):
+    """The token ids of an answer that a client has already: the stream goes on after them."""
+
+    tokens: list[TokenId]
+
+
 class Generation(Strict):
     """Fields shared by chat and completion requests. null is the same as absent."""
 
@@ -149,6 +155,7 @@ class Generation(Strict):
     logprob_token_ids: Annotated[list[TokenId], Field(max_length=128)] | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     return_token_ids: bool | None = None
+    continue_from: ContinuedAnswer | None = None
     return_tokens_as_token_ids: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None

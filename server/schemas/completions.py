@@ -107,7 +107,10 @@ class TextChoice(TypedDict):
 
 
 class Completion(TypedDict):
-    """A completion response or a chunk; in chunks, `usage` is present if requested: null except in the last one."""
+    """A completion response or a chunk; in chunks, `usage` is present if requested: null except in the last one.
+
+    `seed` is in the first chunk of a stream that can be resumed.
+    """
 
     id: str
     object: Literal["text_completion"]
@@ -121,3 +124,4 @@ class Completion(TypedDict):
     metadata: NotRequired[dict[str, str]]
     prompt_progress: NotRequired[PromptProgress]
     warnings: NotRequired[list[str]]
+    seed: NotRequired[int]

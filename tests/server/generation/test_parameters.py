@@ -95,6 +95,7 @@ BOTH = [
     Row("ebnf", 'root ::= "a"', "followed", True),
     Row("prompt_logprobs", 1, "request.score_from", 0),
     Row("return_token_ids", True, "answer.choices.0.token_ids", [0, 1, 2]),
+    Row("continue_from", {"tokens": [5, 6]}, "request.emitted", (5, 6), {"seed": 1}),
     Row("stream", True, "type", "text/event-stream; charset=utf-8"),
     Row("metadata", {"a": "b"}, "answer.metadata", {"a": "b"}),
     Row("service_tier", "flex", "request.tier", "flex"),
