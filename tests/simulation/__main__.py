@@ -6,28 +6,25 @@ import argparse
 import logging
 import sys
 import time
+from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
+from tests.simulation.faults import KINDS
 from tests.simulation.planted import DEFECTS, planted
 from tests.simulation.world import world
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a seed showed; `failure` is empty if nothing is wrong."""
+    """What a seed showed; `failure` is empty if nothing is wrong. `counts` by name, and processor time."""
 
     seed: int
     failure: str
-    requests: int
-    tokens: int
-    steps: int
-    failed: int
-    shifts: int
-    preemptions: int
+    counts: dict[str, int]
     seconds: float
 
 
@@ -41,17 +38,25 @@ def simulate(seed: int, operations: int) -> Outcome:
         except Exception as error:
             failure = f"{type(error).__name__}: {error}"
         stats = simulated.core.stats()
-        return Outcome(
-            seed,
-            failure,
-            simulated.requests,
-            simulated.tokens,
-            simulated.steps,
-            stats.failed_total,
-            stats.context_shifts_total,
-            stats.preemptions_total + stats.time_slices_total,
-            time.process_time() - began,
-        )
+        counts = {
+            "engine steps": simulated.steps,
+            "requests": simulated.requests,
+            "tokens compared": simulated.tokens,
+            "prompt tokens from the prefix cache": stats.cached_tokens_total,
+            "tokens evicted": stats.evicted_tokens_total,
+            "tokens loaded from memory or disk": stats.loaded_tokens_total,
+            "context shifts": stats.context_shifts_total,
+            "preemptions": stats.preemptions_total,
+            "time slices": stats.time_slices_total,
+            "draft tokens": sum(sum(drafts.drafted) for drafts in stats.drafts),
+            "draft tokens accepted": sum(sum(drafts.accepted) for drafts in stats.drafts),
+            **{
+                f"requests {end}": simulated.occurred[end]
+                for end in ("stop", "length", "deadline", "aborted", "failed")
+            },
+            **{f"faults: {kind}": simulated.occurred[kind] for kind in KINDS},
+        }
+    return Outcome(seed, failure, counts, time.process_time() - began)
 
 
 def _start_process() -> None:
@@ -93,19 +98,16 @@ def _simulate_all(seeds: range, arguments: argparse.Namespace) -> int:
         print(f"seed {outcome.seed}: {outcome.failure[:300]}")
         print(f"  python -m tests.simulation --seed {outcome.seed} --steps {arguments.steps}")
     operations, seconds = len(seeds) * arguments.steps, sum(outcome.seconds for outcome in outcomes)
-    for label, count in (
-        ("seeds", len(seeds)),
-        ("operations", operations),
-        ("engine steps", sum(outcome.steps for outcome in outcomes)),
-        ("requests", sum(outcome.requests for outcome in outcomes)),
-        ("tokens compared", sum(outcome.tokens for outcome in outcomes)),
-        ("context shifts", sum(outcome.shifts for outcome in outcomes)),
-        ("preemptions", sum(outcome.preemptions for outcome in outcomes)),
-        ("requests failed by faults", sum(outcome.failed for outcome in outcomes)),
-        ("operations a second of processor time", round(operations / max(seconds, 1e-9))),
-        ("seconds", round(time.monotonic() - began)),
-        ("failing seeds", len(failures)),
-    ):
+    counts = sum((Counter(outcome.counts) for outcome in outcomes), Counter[str]())
+    summary = {
+        "seeds": len(seeds),
+        "operations": operations,
+        **counts,
+        "operations a second of processor time": round(operations / max(seconds, 1e-9)),
+        "seconds": round(time.monotonic() - began),
+        "failing seeds": len(failures),
+    }
+    for label, count in summary.items():
         print(f"{label:40}{count:>12,}")
     return int(bool(failures))
 

@@ -13,20 +13,14 @@ def test_no_violation(seed: int) -> None:
     outcome = simulate(seed, 150)
 
     assert outcome.failure == "", f"python -m tests.simulation --seed {seed} --steps 150"
-    assert outcome.requests > 0
-    assert outcome.tokens > 0
+    assert outcome.counts["tokens compared"] > 0
 
 
 def test_a_seed_is_one_history() -> None:
     """Run twice, everything but its duration is equal."""
     first, second = (simulate(5, 100) for _ in range(2))
 
-    assert (first.failure, first.requests, first.tokens, first.steps) == (
-        second.failure,
-        second.requests,
-        second.tokens,
-        second.steps,
-    )
+    assert (first.failure, first.counts) == ("", second.counts)
 
 
 @pytest.mark.parametrize("name", ["salt ignored", "rejected draft token stays", "preempted output sent again"])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -89,6 +90,8 @@ class World:
         self._expected: dict[str, ExpectedEnd] = {}
         self._salts: dict[bytes, int] = {}
         self.tokens = self.steps = 0
+        # Faults, and ends of requests, by kind.
+        self.occurred = Counter[str]()
         self.folder = Path(tempfile.mkdtemp(prefix="simulation-")) if self.configuration.has_disk else None
         self._traffic = Traffic(self._random, self.configuration)
         self._runner = HashRunner(self.configuration.model, self.faults, self._salt_of_slot, self._computed)
@@ -106,8 +109,10 @@ class World:
         for kind in self._random.choices(kinds, weights, k=operations):
             if self._trace:
                 self._trace(kind)
+            was_busy = self.core.busy
             getattr(self, f"_{kind}")()
-            self._check()
+            if was_busy or self.core.busy or kind in ("evict", "flush"):
+                self._check()
         self._finish()
 
     @property
@@ -137,6 +142,7 @@ class World:
         if self._open:
             name = self._random.choice(sorted(self._open))
             self._histories[name].was_aborted = True
+            self.occurred["aborted"] += 1
             self._open.remove(name)
             if self._trace:
                 self._trace(f"  {name}")
@@ -149,6 +155,7 @@ class World:
         for name, event in self.core.step():
             self._take(name, event)
         self.steps += 1
+        self.occurred.update(self.faults.occurred)
         self.faults.reset()
 
     def _unread(self) -> None:
@@ -166,16 +173,25 @@ class World:
 
     def _flush(self) -> None:
         self.core.flush_when_idle()
+        self._inspect()
+
+    def _inspect(self) -> None:
+        salt = b"" if self.configuration.salts == 1 else b"salt 0"
+        snapshot = self.core.snapshot("owner 0", salt)
+        if snapshot.stats.running + snapshot.stats.waiting != len(self._open):
+            raise Violation("a snapshot with another number of requests")
 
     def _damage(self) -> None:
-        """Damage, cut or delete a file of the disk cache."""
+        """Damage, cut or delete a file of the disk cache, or its whole folder."""
         files = sorted(self.folder.rglob("*")) if self.folder else []
         files = [file for file in files if file.is_file()]
         if not files:
             return
         file, how = self._random.choice(files), self._random.randrange(3)
         content = bytearray(file.read_bytes())
-        if how == 0 or not content:
+        if how == 0 and self.steps % 8 == 0:
+            shutil.rmtree(file.parent)
+        elif how == 0 or not content:
             file.unlink()
         elif how == 1:
             file.write_bytes(content[: len(content) // 2])
@@ -235,6 +251,9 @@ class World:
             history.scored += 1
         elif isinstance(event, Finished | Failed):
             history.end = event
+            self.occurred[
+                "failed" if isinstance(event, Failed) else event.stop if event.stop == "deadline" else event.reason
+            ] += 1
             self._open.remove(name)
             self._check_end(name, history, event)
 
