@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,8 +18,11 @@ from engine.convert.gguf_file import OnProgress, WeightType
 from engine.convert.to_gguf import plan_file
 from engine.errors import ModelInconvertible
 from engine.gguf.architectures.settings import Inexpressible
-from engine.kernels.cache_folder import scratch_folder
+from engine.kernels.cache_folder import scratch_folder, synchronise
 from engine.load.read.checkpoint import READ_ERRORS, error_line, is_gguf, resolve
+
+# Of Linux's renameat2: the folder of relative paths, and the flag.
+_HERE, _EXCHANGE = -100, 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +86,31 @@ def convert(conversion: Conversion) -> tuple[str, ...]:
 
 def _replace(target: Path, scratch: Path) -> None:
     """Move the finished target from `scratch` to its place; an old folder is removed with `scratch`."""
-    if target.is_dir():
+    finished = scratch / target.name
+    for file in (path for path in (finished, *finished.rglob("*")) if path.is_file()):
+        synchronise(file)
+    if not target.is_dir():
+        finished.rename(target)
+    elif not _exchange(finished, target):
         target.rename(scratch / "replaced")
-    (scratch / target.name).rename(target)
+        try:
+            finished.rename(target)
+        except OSError:
+            (scratch / "replaced").rename(target)
+            raise
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Exchange two folders at once, so that a crash leaves both; False: not on this system or file system."""
+    try:
+        rename = ctypes.CDLL(None, use_errno=True).renameat2
+    except AttributeError:
+        return False
+    if not rename(_HERE, os.fsencode(first.absolute()), _HERE, os.fsencode(second.absolute()), _EXCHANGE):
+        return True
+    if (number := ctypes.get_errno()) in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+        return False
+    raise OSError(number, os.strerror(number), str(second))
 
 
 def _to_gguf(conversion: Conversion, folder: Path, path: Path) -> tuple[str, ...]:

@@ -81,7 +81,22 @@ def replacing(file: Path) -> Iterator[Path]:
     with scratch_folder(file.parent) as folder:
         scratch = folder / file.name
         yield scratch
-        os.replace(scratch, file)
+        replace_file(scratch, file)
+
+
+def replace_file(scratch: Path, file: Path) -> None:
+    """Replace a file by a complete one; after a power cut, it has its old or its new content. Raises OSError."""
+    synchronise(scratch)
+    os.replace(scratch, file)
+
+
+def synchronise(file: Path) -> None:
+    """Write the content of a file to the disk. Raises OSError."""
+    descriptor = os.open(file, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def trim(max_bytes: int = MAX_BYTES) -> None:

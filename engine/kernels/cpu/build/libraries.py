@@ -22,7 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
-from engine.kernels.cache_folder import cache_folder, make_private, mark_used, scratch_folder, trim
+from engine.kernels.cache_folder import cache_folder, make_private, mark_used, replace_file, scratch_folder, trim
 from engine.kernels.cpu.build.processor import supported_variants, variants_of
 from engine.types.progress import report_progress
 
@@ -226,7 +226,7 @@ def _build(compiler: list[str], kernel: str, flags: tuple[str, ...], target: Pat
         _run([*compiler, *_FLAGS, *flags, f"-I{SOURCE}", source, "-o", str(product), "-lm"], scratch=folder)
         content = product.read_bytes()
         product.write_bytes(content + hashlib.sha256(content).digest())
-        os.replace(product, target)
+        replace_file(product, target)
 
 
 def _prune(cache: Path, pattern: str) -> None:
