@@ -132,6 +132,15 @@ def _write_limited_context(config: Any) -> Mapping[str, Value]:
     return {"context_length": min(int(window), int(config.max_position_embeddings))}
 
 
+def _read_sections(file: Hyperparameters) -> Fields:
+    sections = file.metadata.get(file.key("rope.dimension_sections"))
+    return {"mrope_section": sections[:3]} if isinstance(sections, list) else {}
+
+
+def _write_sections(config: Any) -> Mapping[str, Value]:
+    return {"rope.dimension_sections": [*config.rope_parameters["mrope_section"], 0]}
+
+
 def _read_gemma3_windows(file: Hyperparameters) -> Fields:
     window = sliding_window(file, 0)
     return {
@@ -231,6 +240,8 @@ SCALES = (
     Entry("residual_scale", "residual_multiplier", "number", 1.0, zero=1.0),
     Entry("logit_scale", "logits_scaling", "number"),
 )
+# Of three-axis rotary positions, which are equal on all axes in a text.
+_SECTIONS = Derived(_read_sections, _write_sections)
 _NO_WINDOW = Derived(lambda file: {"sliding_window": None})
 _GELU = Fixed("hidden_activation", "gelu_pytorch_tanh")
 _GEMMA_NORMS = (shifted_norms(r"norm\.weight$"),)
@@ -239,6 +250,10 @@ ATTENTION = (
     Architecture("llama", "llama", (*DENSE, LIMITED_CONTEXT), (INTERLEAVED_ROTATION,), written=("mistral",)),
     Architecture("qwen2", "qwen2", (*DENSE, LIMITED_CONTEXT)),
     Architecture("qwen3", "qwen3", (*DENSE, LIMITED_CONTEXT)),
+    Architecture(
+        "qwen2vl", "qwen2", (*DENSE, LIMITED_CONTEXT, _SECTIONS), written=("qwen2_vl_text", "qwen2_5_vl_text")
+    ),
+    Architecture("qwen3vl", "qwen3", (*DENSE, LIMITED_CONTEXT, _SECTIONS), written=("qwen3_vl_text",)),
     Architecture(
         "gemma2",
         "gemma2",

@@ -44,7 +44,7 @@ class Tower:
         try:
             config = AutoConfig.for_model(
                 self.projector.model,
-                text_config=text.to_dict(),
+                text_config=self.projector.text(text.to_dict()),
                 tie_word_embeddings=text.tie_word_embeddings,
                 **ends,
                 **fields,
@@ -74,7 +74,9 @@ class Tower:
 
     def _source(self, name: str, shape: tuple[int, ...]) -> ParameterSource:
         for row in self.projector.tensors:
-            source = row.source(name.removeprefix("model."), shape, self.file.tensors)
+            source = row.source(
+                name.removeprefix("model."), shape, self.file.tensors, self.file.size("attention.head_count")
+            )
             if source is not None:
                 return source
         raise GgufError(f"{self.file.name}: no tensor is known for {name}")

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 from engine.gguf.architectures.settings import Fields
 from engine.gguf.container import GgufError, GgufModel, GgufTensor
 from engine.gguf.projectors.tower import TowerTensors
 
 _PREFIX = "clip.vision."
+_deep = re.compile(r"v\.deepstack\.(\d+)\.")
 
 
 class TowerFile:
-    """The metadata of a vision tower, and its tensors by their present names."""
+    """The metadata of a vision tower, and its tensors by their present names.
+
+    deep_layers  whose features the text model gets beside those of the last layer
+    """
 
     def __init__(self, model: GgufModel) -> None:
         self._metadata = model.metadata
@@ -42,7 +49,8 @@ class TowerFile:
         """A finite number for each of three colours. Raises GgufError."""
         values = self._metadata.get(_PREFIX + name)
         numbers = values if isinstance(values, list) else []
-        finite = [float(f"{number:.7g}") for number in numbers if isinstance(number, float) and math.isfinite(number)]
+        # The shortest decimal number of a float32 is the original.
+        finite = [float(str(np.float32(x))) for x in numbers if isinstance(x, float) and math.isfinite(x)]
         if len(finite) != 3:
             raise GgufError(f"its metadata {_PREFIX}{name} is not three numbers")
         return finite
@@ -51,6 +59,24 @@ class TowerFile:
     def side(self) -> int:
         """Patches in a row of the image that the tower is trained for."""
         return self.size("image_size") // self.size("patch_size")
+
+    def has(self, tensor: str) -> bool:
+        """Whether the file has a tensor."""
+        return tensor in self.tensors
+
+    def rows(self, tensor: str) -> int:
+        """The outputs of a matrix. Raises GgufError."""
+        if tensor not in self.tensors:
+            raise GgufError(f"it lacks the tensor {tensor}")
+        return self.tensors[tensor].shape[0]
+
+    def flag(self, key: str) -> bool:
+        """A boolean that is the same for images and audio; false without it. Raises GgufError."""
+        return self._metadata.boolean(f"clip.{key}", False)
+
+    def knows(self, name: str) -> bool:
+        """Whether the file carries a value."""
+        return _PREFIX + name in self._metadata
 
     def tower(self) -> Fields:
         """The settings that all towers have. Raises GgufError."""
@@ -68,8 +94,16 @@ class TowerFile:
         return {"image_mean": self.channels("image_mean"), "image_std": self.channels("image_std")}
 
     def _renamed(self, model: GgufModel) -> dict[str, GgufTensor]:
-        """The first converters exchanged the names of the two matrices of an MLP."""
-        tensors, up = dict(model.tensors), model.tensors.get("v.blk.0.ffn_up.weight")
+        """The mergers of deep layers by their number, not by their layer. The first converters exchanged the names of
+        the two matrices of an MLP.
+        """
+        layers = sorted({int(match[1]) for name in model.tensors if (match := _deep.match(name))})
+        numbers = {layer: number for number, layer in enumerate(layers)}
+        tensors = {
+            _deep.sub(lambda match: f"v.deepstack.{numbers[int(match[1])]}.", name): tensor
+            for name, tensor in model.tensors.items()
+        }
+        self.deep_layers, up = layers, tensors.get("v.blk.0.ffn_up.weight")
         width, inner = (self._metadata.integer(_PREFIX + key, 0) for key in ("embedding_length", "feed_forward_length"))
         if up is None or width == inner or up.shape != (width, inner):
             return tensors
@@ -94,6 +128,14 @@ class ProcessorFiles:
     named_tokens: Mapping[str, str] = field(default_factory=dict)
 
 
+def _same(text: Fields) -> Fields:
+    return text
+
+
+def _always(_: TowerFile) -> bool:
+    return True
+
+
 @dataclass(frozen=True, slots=True)
 class Projector:
     """A type of projector with the text models of one family.
@@ -106,6 +148,9 @@ class Projector:
     tensors      of the parameters, whose names begin with `model.`
     processor    of images
     text_prefix  of the parameters of the text, after `model.`
+    text         the settings of the text for those of the language model alone
+    applies      whether a file is of this model; the first one of the table counts
+    ignored      patterns of tensors that files may have without an effect
     """
 
     name: str
@@ -116,4 +161,6 @@ class Projector:
     tensors: tuple[TowerTensors, ...]
     processor: Callable[[TowerFile], ProcessorFiles]
     text_prefix: str = "language_model."
+    text: Callable[[Fields], Fields] = _same
+    applies: Callable[[TowerFile], bool] = _always
     ignored: tuple[str, ...] = ()

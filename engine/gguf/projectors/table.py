@@ -6,7 +6,9 @@ from typing import Any
 
 from engine.gguf.architectures.settings import Fields
 from engine.gguf.container import GgufError
+from engine.gguf.projectors.pixtral import PIXTRAL
 from engine.gguf.projectors.projector import ProcessorFiles, Projector, TowerFile
+from engine.gguf.projectors.qwen import QWEN
 from engine.gguf.projectors.tower import TowerTensors
 
 _KIND = r"\.(weight|bias)"
@@ -70,6 +72,8 @@ def _idefics3_processor(file: TowerFile) -> ProcessorFiles:
 
 
 PROJECTORS = (
+    *QWEN,
+    *PIXTRAL,
     Projector(
         "gemma3",
         ("gemma3_text",),
@@ -87,7 +91,7 @@ PROJECTORS = (
             TowerTensors(
                 r"multi_modal_projector\.mm_soft_emb_norm\.weight",
                 ("mm.soft_emb_norm.weight",),
-                lambda values: values[0] - 1,
+                lambda values, _: values[0] - 1,
             ),
         ),
         _gemma3_processor,
@@ -110,7 +114,7 @@ PROJECTORS = (
 
 def projector_of(file: TowerFile, text: Any) -> Projector:
     """The projector of a file for a text configuration. Raises GgufError."""
-    named = [row for row in PROJECTORS if row.name == file.projector]
+    named = [row for row in PROJECTORS if row.name == file.projector and row.applies(file)]
     if not named:
         names = ", ".join(dict.fromkeys(row.name for row in PROJECTORS))
         raise GgufError(f"its projector {file.projector} is not supported; supported: {names}")

@@ -100,7 +100,65 @@ def _idefics3_tensors(key: str, values: Any, vision: dict[str, Any]) -> Named:
         yield key, values
 
 
+def _add_qwen(writer: GGUFWriter, config: dict[str, Any], pixels: dict[str, Any]) -> None:
+    vision = config["vision_config"]
+    writer.add_vision_image_size(560)
+    first = "embed_dim" in vision
+    writer.add_vision_embedding_length(vision["embed_dim" if first else "hidden_size"])
+    writer.add_vision_feed_forward_length(vision["hidden_size" if first else "intermediate_size"])
+    writer.add_vision_block_count(vision["depth"])
+    writer.add_vision_head_count(vision["num_heads"])
+    writer.add_vision_min_pixels(pixels["size"]["shortest_edge"])
+    writer.add_vision_max_pixels(pixels["size"]["longest_edge"])
+    if "fullatt_block_indexes" in vision:
+        writer.add_vision_n_wa_pattern(vision["fullatt_block_indexes"][0] + 1)
+    if "deepstack_visual_indexes" in vision:
+        writer.add_vision_spatial_merge_size(vision["spatial_merge_size"])
+        deep = vision["deepstack_visual_indexes"]
+        writer.add_vision_is_deepstack_layers([layer in deep for layer in range(vision["depth"])])
+
+
+def _qwen_tensors(key: str, values: Any, vision: dict[str, Any]) -> Named:
+    key = key.removeprefix("model.")
+    if not key.startswith("visual."):
+        return
+    deep = vision.get("deepstack_visual_indexes")
+    if key == "visual.patch_embed.proj.weight":
+        yield "v.patch_embd.weight", values[:, :, 0]
+        yield "v.patch_embd.weight.1", values[:, :, 1]
+    elif deep is None and ".qkv." in key:
+        for letter, part in zip("qkv", np.split(values, 3), strict=True):
+            yield key.replace("qkv", letter), part
+    elif key.startswith("visual.deepstack_merger_list."):
+        number, part = key.split(".", 3)[2:]
+        yield f"v.deepstack.{deep[int(number)]}.{part.replace('linear_', '')}", values
+    elif deep is not None and key.startswith("visual.merger."):
+        names = {"norm": "v.post_ln", "linear_fc1": "mm.0", "linear_fc2": "mm.2"}
+        _, _, part, kind = key.split(".")
+        yield f"{names[part]}.{kind}", values
+    else:
+        yield key, values
+
+
+def _add_pixtral(writer: GGUFWriter, config: dict[str, Any], pixels: dict[str, Any]) -> None:
+    _add_tower(writer, config["vision_config"])
+    writer.add_vision_attention_layernorm_eps(1e-5)
+    writer.add_vision_use_gelu(True)
+
+
+def _pixtral_tensors(key: str, values: Any, vision: dict[str, Any]) -> Named:
+    if key.endswith(("q_proj.weight", "k_proj.weight")):
+        heads = values.reshape(vision["num_attention_heads"], 2, -1, values.shape[-1])
+        values = heads.swapaxes(1, 2).reshape(values.shape)
+    if key.startswith(("vision_tower.", "multi_modal_projector.")):
+        yield key, values
+
+
 FAMILIES = {
+    "qwen2_vl": Converted(VisionProjectorType.QWEN2VL, _add_qwen, _qwen_tensors),
+    "qwen2_5_vl": Converted(VisionProjectorType.QWEN25VL, _add_qwen, _qwen_tensors),
+    "qwen3_vl": Converted(VisionProjectorType.QWEN3VL, _add_qwen, _qwen_tensors),
+    "pixtral": Converted(VisionProjectorType.PIXTRAL, _add_pixtral, _pixtral_tensors),
     "gemma3": Converted(VisionProjectorType.GEMMA3, _add_gemma3, _gemma3_tensors),
     "smolvlm": Converted(VisionProjectorType.IDEFICS3, _add_idefics3, _idefics3_tensors),
 }

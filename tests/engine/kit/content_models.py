@@ -45,6 +45,9 @@ CONTENT_MODELS = {
     ),
     "smolvlm": ContentModel(_PATCHES, "<image>", processor={"image_seq_len": 1}),
     "qwen2_vl": ContentModel({"patch_size": 14}, "<|image_pad|>", _QWEN_TOKENS),
+    "qwen2_5_vl": ContentModel({"patch_size": 14, "window_size": 112}, "<|image_pad|>", _QWEN_TOKENS),
+    "qwen3_vl": ContentModel({"patch_size": 14}, "<|image_pad|>", _QWEN_TOKENS),
+    "pixtral": ContentModel({"patch_size": 16, "image_size": 64}, "[IMG]"),
     "qwen2_audio": ContentModel({"num_mel_bins": 8, "max_source_positions": 100}, "<|AUDIO|>", kind="audio"),
 }
 
