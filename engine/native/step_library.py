@@ -18,7 +18,7 @@ MAX_VALUES_FROM_KEYS = 1024
 _PRODUCTS = {
     "bfloat16": ("vnni",),
     "vnni": ("vnni",),
-    "avx2": ("avx2",),
+    "avx2": ("avxvnni", "avx2"),
     "neon": ("i8mm", "dotprod", "neon"),
 }
 _NO_MEMORY, _BAD_CELL, _BAD_TOKEN = 1, 2, 3

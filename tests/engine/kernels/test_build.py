@@ -203,7 +203,7 @@ def test_sources_compile(kernel: str, variant: str) -> None:
 VARIANTS = {
     "x86_64": {
         "attention": ("bfloat16", "avx512", "avx2", "generic"),
-        "linear": ("vnni", "avx2", "generic"),
+        "linear": ("vnni", "avxvnni", "avx2", "generic"),
         "step": ("bfloat16", "vnni", "avx2"),
     },
     "aarch64": {"attention": ("neon",), "linear": ("i8mm", "dotprod", "neon"), "step": ("neon",)},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,12 +16,15 @@ from engine.native.step_library import step_variants
 ASIMDDP, I8MM = 1 << 20, 1 << 13
 
 
-def simulate_x86(monkeypatch: pytest.MonkeyPatch, capability: str, *, vnni: bool, bfloat16: bool) -> None:
-    """A processor as torch describes it."""
+def simulate_x86(
+    monkeypatch: pytest.MonkeyPatch, capability: str, *, vnni: bool, bfloat16: bool, flags: tuple[str, ...] = ()
+) -> None:
+    """A processor as torch and Linux describe it."""
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: vnni)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: bfloat16)
+    monkeypatch.setattr(processor, "_linux_flags", lambda: frozenset(flags))
 
 
 @pytest.mark.parametrize(
@@ -44,6 +48,31 @@ def test_x86(
     simulate_x86(monkeypatch, capability, vnni=vnni, bfloat16=bfloat16)
 
     assert (attention, linear) == (libraries.variants("attention"), libraries.variants("linear"))
+
+
+@pytest.mark.parametrize(
+    ("capability", "linear", "products"),
+    [
+        ("AVX2", ("avxvnni", "avx2", "generic"), "avxvnni"),
+        ("AVX512", ("vnni", "avxvnni", "avx2", "generic"), "avxvnni"),
+        ("DEFAULT", ("generic",), None),
+    ],
+)
+def test_x86_with_avx_vnni(
+    monkeypatch: pytest.MonkeyPatch, capability: str, linear: tuple[str, ...], products: str | None
+) -> None:
+    """The step of AVX2 uses the products of AVX-VNNI."""
+    simulate_x86(monkeypatch, capability, vnni=capability == "AVX512", bfloat16=False, flags=("avx2", "avx_vnni"))
+
+    assert linear == libraries.variants("linear")
+    if products is not None:
+        assert ("avx2", products) == step_variants("avx2")
+
+
+@pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="the flags are Linux's")
+def test_flags_of_linux_are_read() -> None:
+    """On x86 every 64-bit processor has SSE2; the file of other architectures has no such line."""
+    assert ("sse2" in processor._linux_flags()) == (platform.machine() in processor.X86)
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,7 @@ KERNELS: dict[str, dict[str, tuple[str, ...]]] = {
     "attention": {"bfloat16": _BFLOAT16, "avx512": _AVX512, "avx2": _AVX2, "neon": _NEON, "generic": ()},
     "linear": {
         "vnni": (*_AVX512, "-mavx512vnni"),
+        "avxvnni": (*_AVX2, "-mavxvnni"),
         "avx2": _AVX2,
         "i8mm": _I8MM,
         "dotprod": _DOTPROD,

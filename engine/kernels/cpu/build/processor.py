@@ -5,11 +5,13 @@ from __future__ import annotations
 import ctypes
 import platform
 import sys
+from contextlib import suppress
+from pathlib import Path
 
 # Values of platform.machine.
 X86 = ("x86_64", "AMD64", "amd64", "i386", "i686")
 ARM64 = ("aarch64", "arm64")
-X86_VARIANTS = ("bfloat16", "avx512", "vnni", "avx2", "generic")
+X86_VARIANTS = ("bfloat16", "avx512", "vnni", "avxvnni", "avx2", "generic")
 ARM64_VARIANTS = ("i8mm", "dotprod", "neon")
 # Linux: entries of the auxiliary vector, and the bits of the instruction sets in them.
 _HWCAP, _HWCAP2 = 16, 26
@@ -34,7 +36,7 @@ def supported_variants() -> frozenset[str]:
 
 
 def _x86_variants() -> frozenset[str]:
-    """By the CPU capabilities that torch reports."""
+    """By the CPU capabilities that torch reports, and AVX-VNNI by the flags of Linux."""
     import torch
 
     capability = torch.backends.cpu.get_cpu_capability()
@@ -44,10 +46,20 @@ def _x86_variants() -> frozenset[str]:
         "bfloat16": vnni and torch.cpu._is_avx512_bf16_supported(),
         "avx512": wide,
         "vnni": vnni,
+        "avxvnni": capability in ("AVX2", "AVX512") and "avx_vnni" in _linux_flags(),
         "avx2": capability in ("AVX2", "AVX512"),
         "generic": True,
     }
     return frozenset(variant for variant, is_supported in supported.items() if is_supported)
+
+
+def _linux_flags() -> frozenset[str]:
+    """The instruction sets of an x86 processor by the names of Linux; none on other systems."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("flags"):
+                return frozenset(line.partition(":")[2].split())
+    return frozenset()
 
 
 def _arm64_variants() -> frozenset[str]:

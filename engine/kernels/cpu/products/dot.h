@@ -106,8 +106,12 @@ inline Totals byte_scales(const int8_t *scales) {
 constexpr int ROWS_ALONE = 4, ROWS_PER_TILE = 4, BLOCKS_AT_ONCE = 1;
 
 struct Words { __m256i half[2]; };
+#if defined(__AVXVNNI__)
+struct Sums { __m256i half[2]; };
+#else
 // `pairs` are int16 sums that are not yet in `half`.
 struct Sums { __m256i half[2], pairs[2]; };
+#endif
 struct Totals { __m256 half[2]; };
 
 template <class Both, class Make>
@@ -115,43 +119,37 @@ inline Both both(Make make) { return {{make(0), make(1)}}; }
 
 inline Totals nothing() { return both<Totals>([](int) { return _mm256_setzero_ps(); }); }
 
+#if defined(__AVXVNNI__)
+
+template <int BITS, int ZERO>
+inline Sums begin(int32_t start) {
+    __m256i all = _mm256_setzero_si256();
+    if constexpr (ZERO > 0) all = _mm256_set1_epi32(start >> shift_to(ZERO));
+    return {{all, all}};
+}
+
+template <int BITS>
+constexpr int PARTS = 1;
+
+template <int BITS, int PART>
+inline __attribute__((always_inline)) Sums dot(const Sums &sums, const Words &words, const int8_t *numbers, int offset) {
+    const __m256i spread = _mm256_set1_epi32(word(numbers + 4 * offset));
+    Sums next = sums;
+    for (int i = 0; i < 2; ++i) asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(next.half[i]) : "x"(words.half[i]), "x"(spread));
+    return next;
+}
+
+template <int BITS, int PART, int WORD, bool IS_LAST>
+inline void widen(Sums &) {}
+
+#else
+
 // 8-bit values are multiplied as signed numbers: the int16 result of the instruction could not hold 255 * 127 * 2.
 template <int BITS, int ZERO>
 inline Sums begin(int32_t start) {
     __m256i all = _mm256_setzero_si256();
     if constexpr (BITS < 8 && ZERO > 0) all = _mm256_set1_epi32(start >> shift_to(ZERO));
     return {{all, all}, {_mm256_setzero_si256(), _mm256_setzero_si256()}};
-}
-
-inline Words fetch(const uint8_t *codes) {
-    return both<Words>([&](int i) { return _mm256_load_si256((const __m256i *)codes + i); });
-}
-inline Words low(const Words &words) {
-    return both<Words>([&](int i) { return _mm256_and_si256(words.half[i], _mm256_set1_epi8(15)); });
-}
-inline Words high(const Words &words) {
-    return low(both<Words>([&](int i) { return _mm256_srli_epi16(words.half[i], 4); }));
-}
-inline void write(uint8_t *to, const Words &words) {
-    for (int i = 0; i < 2; ++i) _mm256_store_si256((__m256i *)to + i, words.half[i]);
-}
-inline Words plus(const Words &words, int number) {
-    return both<Words>([&](int i) { return _mm256_add_epi8(words.half[i], _mm256_set1_epi8((char)number)); });
-}
-inline Words look_up(const uint8_t *values, const Words &codes) {
-    const __m256i all = _mm256_broadcastsi128_si256(_mm_load_si128((const __m128i *)values));
-    return both<Words>([&](int i) { return _mm256_shuffle_epi8(all, codes.half[i]); });
-}
-// Bits [SHIFT, SHIFT + BITS) of each byte of `from` as the bits of `words` from 4 on.
-template <int BITS, int SHIFT>
-inline Words join(const Words &words, const Words &from) {
-    const __m256i mask = _mm256_set1_epi8(BITS == 1 ? 0x10 : 0x30);
-    return both<Words>([&](int i) {
-        __m256i shifted = from.half[i];
-        if constexpr (SHIFT < 4) shifted = _mm256_slli_epi16(shifted, 4 - SHIFT);
-        if constexpr (SHIFT > 4) shifted = _mm256_srli_epi16(shifted, SHIFT - 4);
-        return _mm256_or_si256(words.half[i], _mm256_and_si256(shifted, mask));
-    });
 }
 
 template <int BITS>
@@ -189,6 +187,39 @@ inline __attribute__((always_inline)) void widen(Sums &sums) {
         asm("" : "+x"(sums.half[i]));
         sums.pairs[i] = _mm256_setzero_si256();
     }
+}
+
+#endif
+
+inline Words fetch(const uint8_t *codes) {
+    return both<Words>([&](int i) { return _mm256_load_si256((const __m256i *)codes + i); });
+}
+inline Words low(const Words &words) {
+    return both<Words>([&](int i) { return _mm256_and_si256(words.half[i], _mm256_set1_epi8(15)); });
+}
+inline Words high(const Words &words) {
+    return low(both<Words>([&](int i) { return _mm256_srli_epi16(words.half[i], 4); }));
+}
+inline void write(uint8_t *to, const Words &words) {
+    for (int i = 0; i < 2; ++i) _mm256_store_si256((__m256i *)to + i, words.half[i]);
+}
+inline Words plus(const Words &words, int number) {
+    return both<Words>([&](int i) { return _mm256_add_epi8(words.half[i], _mm256_set1_epi8((char)number)); });
+}
+inline Words look_up(const uint8_t *values, const Words &codes) {
+    const __m256i all = _mm256_broadcastsi128_si256(_mm_load_si128((const __m128i *)values));
+    return both<Words>([&](int i) { return _mm256_shuffle_epi8(all, codes.half[i]); });
+}
+// Bits [SHIFT, SHIFT + BITS) of each byte of `from` as the bits of `words` from 4 on.
+template <int BITS, int SHIFT>
+inline Words join(const Words &words, const Words &from) {
+    const __m256i mask = _mm256_set1_epi8(BITS == 1 ? 0x10 : 0x30);
+    return both<Words>([&](int i) {
+        __m256i shifted = from.half[i];
+        if constexpr (SHIFT < 4) shifted = _mm256_slli_epi16(shifted, 4 - SHIFT);
+        if constexpr (SHIFT > 4) shifted = _mm256_srli_epi16(shifted, SHIFT - 4);
+        return _mm256_or_si256(words.half[i], _mm256_and_si256(shifted, mask));
+    });
 }
 
 inline Totals bfloat16_scales(const uint16_t *scales) {
