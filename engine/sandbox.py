@@ -15,6 +15,8 @@ from pathlib import Path
 # Elapsed time of an answer on a busy machine, where the start of a subprocess takes many seconds.
 _ANSWER_TIMEOUT_SECONDS = 60.0
 _POLLS = 10
+# From the end of the pipe to the end of its subprocess.
+_EXIT_SECONDS = 1.0
 _ROOT = str(Path(__file__).resolve().parents[1])
 _PROGRAM = (
     "import sys; sys.path.insert(0, sys.argv[1])\n"
@@ -40,6 +42,15 @@ class SandboxProcess:
     def is_running(self) -> bool:
         """Whether the subprocess was started, and has not ended."""
         return self._process is not None and self._process.poll() is None
+
+    def was_killed(self) -> bool:
+        """Whether the subprocess, whose pipe is closed, was ended by SIGKILL, as by a machine without memory."""
+        if self._process is None:
+            return False
+        try:
+            return self._process.wait(_EXIT_SECONDS) == -signal.SIGKILL
+        except subprocess.TimeoutExpired:
+            return False
 
     def connect(self, *arguments: object) -> tuple[Connection, bool]:
         """The pipe to the subprocess, and whether it was started now, with the arguments, without a wait for it."""

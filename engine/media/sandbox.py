@@ -27,7 +27,8 @@ from engine.types.content import ContentKind, Upload
 _MAX_SECONDS = 30.0
 # Beyond the memory of the subprocess before its first content: the largest image took 0.64 GiB (measured).
 _MEMORY_BYTES = 2 * 2**30
-# A subprocess may be ended by a machine without memory: a content is tried again in a new one.
+# A subprocess may be killed by a machine without memory: a content is tried again. After a limit of time or
+# a crash it is not: hostile contents would take twice the processor time.
 _ATTEMPTS = 2
 _LOCK_TIMEOUT_SECONDS = 60.0
 _RETRY_SECONDS = 5.0
@@ -106,7 +107,10 @@ class MediaSandbox:
                 try:
                     return self._process_once(upload)
                 except _ENDED:
+                    was_killed = self._process.was_killed()
                     self._process.close()
+                    if not was_killed:
+                        break
         except (TimeoutError, SandboxUnavailable) as error:
             raise Overloaded(1, _RETRY_SECONDS) from error
         finally:

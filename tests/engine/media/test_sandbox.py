@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -105,14 +106,24 @@ def test_memory_is_limited(folder: Path) -> None:
         sandbox.close()
 
 
-def test_time_is_limited(folder: Path) -> None:
-    """A content is tried in two subprocesses; the next one is processed in a third."""
+def test_time_is_limited(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The content is not tried again; the next one is processed in another subprocess."""
     sandbox = MediaSandbox(folder, max_seconds=0.2)
+    started: list[Sequence[object]] = []
+    start = process_module.SandboxProcess._start
+
+    def counted(process: process_module.SandboxProcess, arguments: Sequence[object]) -> Connection:
+        started.append(arguments)
+        return start(process, arguments)
+
+    monkeypatch.setattr(process_module.SandboxProcess, "_start", counted)
     try:
         with pytest.raises(InvalidContent, match="too much time or memory") as error:
             sandbox.process(transparent(4096))
         assert (error.value.field, error.value.problem) == (FIELD, "too_large")
+        assert len(started) == 1
         assert sandbox.process(UPLOAD)
+        assert len(started) == 2
     finally:
         sandbox.close()
 
