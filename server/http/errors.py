@@ -101,6 +101,8 @@ ANTHROPIC_TYPES = {
     503: "overloaded_error",
 }
 
+# Fields of engine requests that have another name in the requests of clients.
+CLIENT_FIELDS = {"score_from": "prompt_logprobs"}
 # The field of the prompt by the end of the path. /score has none: either text of a pair may be too long.
 PROMPT_FIELDS: Mapping[str, str | None] = {
     "/chat/completions": "messages",
@@ -187,7 +189,7 @@ def from_engine_error(error: engine_errors.EngineError, path: str) -> ApiError:
             kind = INVALID_VALUE if is_audio else CONTENT_PROBLEMS[error.problem]
             return invalid_value(error.field, error.reason, kind)
         case engine_errors.InvalidRequest():
-            return invalid_value(error.field, error.reason)
+            return invalid_value(CLIENT_FIELDS.get(error.field, error.field), error.reason)
         case engine_errors.AdapterError() | engine_errors.AdapterUnsupported():
             return _adapter_error(error)
         case engine_errors.Unavailable():

@@ -106,3 +106,12 @@ def test_error_kinds_are_sorted_by_status() -> None:
 
     assert sorted(statuses) == statuses
     assert inspect.getdoc(errors) is not None
+
+
+def test_an_error_of_the_engine_names_the_field_of_the_client() -> None:
+    error = errors.from_engine_error(
+        engine_errors.InvalidRequest("score_from", "cannot be scored"), "/v1/chat/completions"
+    )
+
+    assert error.param == "prompt_logprobs"
+    assert "'prompt_logprobs'" in error.message
