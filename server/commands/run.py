@@ -18,6 +18,7 @@ from server.configuration.settings import Settings
 from server.terminal.client import AnswerPiece, ServerError
 from server.terminal.connection import ServedModel, connected
 from server.terminal.conversation import Conversation
+from server.terminal.media_files import MediaFileError, audio_part, image_part
 from server.terminal.options import RunOptions
 from server.terminal.printable import printable
 from server.terminal.screen import AnswerFigures
@@ -40,14 +41,15 @@ def run_once(model: str, prompt: str | None, options: RunOptions, settings: Sett
     messages = Console(stderr=True, highlight=False)
     try:
         text, schema = read_prompt(prompt), _read_schema(options.json_schema)
+        media = [*map(image_part, options.image), *map(audio_part, options.audio)]
         with (
             end_by_signals(),
             starting(messages) as note,
             connected(model, options.url, settings, note=note) as served,
         ):
-            path, body = _request(served, text, schema, options)
+            path, body = _request(served, [*media, {"type": "text", "text": text}] if media else text, schema, options)
             figures = _print_answer(served, path, body, note)
-    except PromptError as error:
+    except (PromptError, MediaFileError) as error:
         return _fail(messages, str(error), EXIT_USAGE)
     except (OutputError, ServerError) as error:
         return _fail(messages, str(error), EXIT_FAILED)
@@ -92,19 +94,26 @@ def _read_schema(path: Path | None) -> Any:
         raise PromptError(f"--json-schema {path} is not JSON: {error}") from error
 
 
-def _request(served: ServedModel, text: str, schema: Any, options: RunOptions) -> tuple[str, dict[str, Any]]:
-    """Path and body: a chat or, for a model without chat template, a completion of the text."""
+def _request(
+    served: ServedModel, content: str | list[dict[str, Any]], schema: Any, options: RunOptions
+) -> tuple[str, dict[str, Any]]:
+    """Path and body: a chat or, for a model without chat template, a completion of the text.
+
+    content  a text, or the parts of a message with images and sounds
+    """
     conversation = Conversation(system=options.system, parameters=options.parameters)
     if schema is not None:
         json_schema = {"name": "answer", "schema": schema, "strict": True}
         conversation.parameters["response_format"] = {"type": "json_schema", "json_schema": json_schema}
     described = served.client.capabilities(served.name).get("model") or {}
     if described.get("chat", True):
-        conversation.add_user(text)
+        conversation.messages.append({"role": "user", "content": content})
         return CHAT_PATH, conversation.body(served.name)
     if options.system:
         raise PromptError(f"{served.name} has no chat template, so --system has no place in its prompt")
-    return COMPLETION_PATH, {**conversation.parameters, "model": served.name, "prompt": text}
+    if not isinstance(content, str):
+        raise PromptError(f"{served.name} has no chat template, so images and sounds have no place in its prompt")
+    return COMPLETION_PATH, {**conversation.parameters, "model": served.name, "prompt": content}
 
 
 def _print_answer(served: ServedModel, path: str, body: dict[str, Any], note: Callable[[str], None]) -> AnswerFigures:

@@ -59,6 +59,16 @@ class RunOptions(ChatOptions):
         Path | None,
         Parameter(help="File with a JSON schema; the answer is JSON that satisfies it.", show_default="none"),
     ] = None
+    image: Annotated[
+        tuple[Path, ...],
+        Parameter(help="Image file (PNG, JPEG, WebP, GIF) before the prompt; may be repeated.", show_default="none"),
+    ] = ()
+    audio: Annotated[
+        tuple[Path, ...],
+        Parameter(
+            help="Sound file (WAV, MP3, FLAC, Ogg, ...) before the prompt; may be repeated.", show_default="none"
+        ),
+    ] = ()
     verbose: Annotated[
         bool,
         Parameter(

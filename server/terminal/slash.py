@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from server.terminal.client import ServerError, model_label
 from server.terminal.conversation import ConversationError
-from server.terminal.images import ImageError, data_url
+from server.terminal.media_files import MediaFileError, data_url
 
 if TYPE_CHECKING:
     from server.terminal.chat import Chat
@@ -48,7 +48,7 @@ def run_command(chat: Chat, line: str) -> None:
         raise CommandError(f"{name} takes no argument")
     try:
         command.run(chat, argument.strip())
-    except (ConversationError, ImageError, ServerError) as error:
+    except (ConversationError, MediaFileError, ServerError) as error:
         raise CommandError(str(error)) from error
 
 

@@ -21,7 +21,7 @@ import psutil
 import pytest
 
 from server.terminal.client import AnswerEnd, AnswerPiece, ChatClient, model_label
-from server.terminal.images import MAX_BYTES
+from server.terminal.media_files import MAX_BYTES
 from tests.server.fakes import HERMES, serve_in_thread
 from tests.server.media.requests import PNG, MediaTokenizer, media_engine
 from tests.server.terminal.session import CTRL_C, CTRL_D, PROMPT, ROOT, TerminalSession
@@ -319,15 +319,15 @@ def test_a_chat_that_cannot_begin(home: Home, arguments: list[str], message: str
 
 def test_images_are_limited_in_size(tmp_path: Path) -> None:
     """As a request is."""
-    from server.terminal.images import ImageError, data_url
+    from server.terminal.media_files import MediaFileError, data_url
 
     file = tmp_path / "a"
     for start, kind in ((b"\x89PNG\r\n\x1a\n", "png"), (b"\xff\xd8\xff", "jpeg"), (b"RIFFxxxxWEBP", "webp")):
         file.write_bytes(start)
         assert data_url(file).startswith(f"data:image/{kind};base64,")
     file.write_bytes(b"GIF88a")
-    with pytest.raises(ImageError, match="is no PNG, JPEG, WebP or GIF image"):
+    with pytest.raises(MediaFileError, match="is no PNG, JPEG, WebP or GIF image"):
         data_url(file)
     file.write_bytes(b"\xff\xd8\xff" + bytes(MAX_BYTES))
-    with pytest.raises(ImageError, match=r"at most 20\.0 MiB can be sent"):
+    with pytest.raises(MediaFileError, match=r"at most 20\.0 MiB can be sent"):
         data_url(file)

@@ -9,10 +9,16 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
+from server.commands import run as command
+from server.schemas.chat import ChatRequest
+from server.terminal.media_files import audio_part, image_part
+from server.terminal.options import RunOptions
 from tests.selection import quick
+from tests.server.media.requests import PNG, WAV, data_url, text64
 from tests.server.terminal.session import ROOT, TerminalSession
 
 ANSWER = "A slot is one sequence's place in the shared cache. Each running request holds one slot.\n"
@@ -175,3 +181,34 @@ def test_a_terminal_gets_the_text_and_the_pipe_every_byte(url: str, home: Home) 
     with TerminalSession(arguments, home) as session:
         assert 0 == session.end()
         assert ANSWER.strip() in session.text
+
+
+def test_images_and_sounds_precede_the_prompt(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(PNG)
+    (tmp_path / "b.WAV").write_bytes(WAV)
+    served = Mock(**{"client.capabilities.return_value": {"model": {"chat": True}}})
+    served.name = "seer"
+    media = [image_part(tmp_path / "a.png"), audio_part(tmp_path / "b.WAV")]
+
+    path, body = command._request(served, [*media, {"type": "text", "text": "What?"}], None, RunOptions())
+
+    image, sound, text = body["messages"][0]["content"]
+    assert path == "/v1/chat/completions"
+    assert image["image_url"]["url"] == data_url(PNG)
+    assert sound["input_audio"] == {"data": text64(WAV), "format": "wav"}
+    assert text == {"type": "text", "text": "What?"}
+    assert ChatRequest.model_validate(body)
+
+
+def test_files_that_cannot_be_sent(url: str, home: Home, tmp_path: Path) -> None:
+    """No image, no sound, and an image for a model that reads text."""
+    (tmp_path / "a.png").write_bytes(PNG)
+    (tmp_path / "a.txt").write_text("text")
+    for option, file, code, reason in (
+        ("--image", "a.txt", 2, "is no PNG, JPEG, WebP or GIF image"),
+        ("--audio", "a.txt", 2, "has no name of a sound"),
+        ("--image", "a.png", 1, "cellar-tiny reads text only, no images"),
+    ):
+        ended, answer, messages = run(home, "cellar-tiny", QUESTION, "--url", url, option, str(tmp_path / file))
+        assert (ended, answer) == (code, "")
+        assert reason in messages
