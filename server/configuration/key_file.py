@@ -1,4 +1,4 @@
-"""The key file in TOML: API keys with their organisations and scopes."""
+"""The key file in TOML: API keys with their organisations, scopes and limits."""
 
 from __future__ import annotations
 
@@ -12,11 +12,15 @@ Scope = Literal["use", "admin"]
 # Without the separators of the lists of keys, so that each entry has one text there.
 _Key = Annotated[str, StringConstraints(pattern=r"^[^\s:,]+$")]
 
+_Limit = Annotated[int, Field(ge=1, le=2**31 - 1, strict=True)]
+
 
 class KeyEntry(BaseModel):
     """A key of the file.
 
-    scopes  use: every route but those that change the server; admin: those, and GET
+    scopes               use: every route but those that change the server; admin: those, and GET
+    requests_per_minute  and tokens_per_minute, of prompts and answers; None: no limit
+    streams              requests at the same time
     """
 
     # Errors reach the terminal and the log, where no key may stand.
@@ -25,6 +29,9 @@ class KeyEntry(BaseModel):
     key: _Key
     organisation: _Key | None = None
     scopes: Annotated[frozenset[Scope], Field(min_length=1)] = frozenset({"use", "admin"})
+    requests_per_minute: _Limit | None = None
+    tokens_per_minute: _Limit | None = None
+    streams: _Limit | None = None
 
     @property
     def text(self) -> str:

@@ -10,13 +10,14 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 
 from starlette.requests import HTTPConnection
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.configuration.key_file import KeyEntry
 from server.configuration.settings import split_organisation
 from server.http.access_log import current
 from server.http.errors import INVALID_API_KEY, ApiError, error_response
-from server.http.scopes import check_scopes
+from server.http.key_limits import KeyLimitReached, KeyLimits
+from server.http.scopes import check_scopes, is_use
 
 # Compared with scope["path"] literally: no prefix, no case folding, no URL rebuilt from the Host header
 # (CVE-2026-48710).
@@ -33,11 +34,13 @@ class Caller:
 
     owner    the organisation of its key, or the key; "": the server has no keys, or the path is open
     request  the id of the HTTP request
+    limits   of its key
     batch    whether it is a line of a batch, which other requests overtake
     """
 
     owner: str = ""
     request: str = ""
+    limits: KeyLimits | None = None
     batch: bool = False
 
 
@@ -50,22 +53,24 @@ _acting_owner: ContextVar[str | None] = ContextVar("acting_owner", default=None)
 
 @dataclass(frozen=True, slots=True)
 class AcceptedKey:
-    """A valid key: its owner, and its entry in a key file in TOML, if any."""
+    """A valid key: its owner, and its entry and limits of a key file in TOML, if any."""
 
     owner: str = ""
     entry: KeyEntry | None = None
+    limits: KeyLimits | None = None
 
 
 class ApiKeys:
     """The keys of a server, and their owners.
 
     keys     `key`, or `organisation:key`; keys of one organisation are one owner
-    entries  those of `keys` with scopes; other keys have all of them
+    entries  those of `keys` with scopes and limits; other keys have all scopes and no limit
     """
 
     def __init__(self, keys: Iterable[str], entries: Iterable[KeyEntry] = ()) -> None:
         keys = tuple(keys)
-        self._entries = {digest: entry for entry in entries for digest, _ in _owners_of([entry.text])}
+        rules = [(entry.text, entry, KeyLimits(entry)) for entry in entries]
+        self._rules = {digest: (entry, limits) for text, entry, limits in rules for digest, _ in _owners_of([text])}
         self._owners = dict(_owners_of(keys))
         self._organisations = {_organisation_id(name): name for name, _ in map(split_organisation, keys) if name}
         self._digests = list(self._owners)
@@ -91,7 +96,7 @@ class ApiKeys:
         # Digests of equal length, all compared: the time is independent of the keys.
         digest = _digest(key)
         matches = [hmac.compare_digest(digest, known) for known in self._digests]
-        return AcceptedKey(self._owners[digest], self._entries.get(digest)) if any(matches) else None
+        return AcceptedKey(self._owners[digest], *self._rules.get(digest, ())) if any(matches) else None
 
 
 class AuthMiddleware:
@@ -123,9 +128,14 @@ class AuthMiddleware:
                 record.key = self._keys.label(owner)
             if key.entry is not None:
                 check_scopes(scope, key.entry.scopes)
-            token = _current_caller.set(Caller(owner, str(state.get("request_id", "")), batch=acting is not None))
+            token = _current_caller.set(
+                Caller(owner, str(state.get("request_id", "")), key.limits, batch=acting is not None)
+            )
             try:
-                await self.app(scope, receive, send)
+                if key.limits is None:
+                    await self.app(scope, receive, send)
+                else:
+                    await self._serve_limited(key.limits, scope, receive, send)
             finally:
                 _current_caller.reset(token)
             return
@@ -133,6 +143,24 @@ class AuthMiddleware:
         message = "Incorrect API key provided." if has_key else "You didn't provide an API key."
         error = ApiError(INVALID_API_KEY, message, headers={"WWW-Authenticate": "Bearer"})
         await error_response(error, scope["path"])(scope, receive, send)
+
+    async def _serve_limited(self, limits: KeyLimits, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request of a key with limits, whose response tells what is left of them."""
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                added = [(name.encode(), value.encode()) for name, value in limits.headers().items()]
+                message = {**message, "headers": [*message.get("headers", []), *added]}
+            await send(message)
+
+        if not is_use(scope):
+            await self.app(scope, receive, send_with_headers)
+            return
+        try:
+            with limits.admitted():
+                await self.app(scope, receive, send_with_headers)
+        except KeyLimitReached as error:
+            await error_response(error, scope["path"])(scope, receive, send_with_headers)
 
 
 def _digest(key: bytes) -> bytes:

@@ -26,11 +26,16 @@ ADMIN_ROUTES = frozenset(
 _READING_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
+def is_use(scope: Scope) -> bool:
+    """Whether the request is neither a reading nor a change of the server."""
+    method = scope.get("method", "WEBSOCKET")
+    return method not in _READING_METHODS and (method, scope["path"]) not in ADMIN_ROUTES
+
+
 def check_scopes(scope: Scope, scopes: Collection[str]) -> None:
     """Raise ApiError if a key with these scopes may not send the request. Any key may read."""
-    method = scope.get("method", "WEBSOCKET")
-    if method in _READING_METHODS:
+    if scope.get("method") in _READING_METHODS:
         return
-    required = "admin" if (method, scope["path"]) in ADMIN_ROUTES else "use"
+    required = "use" if is_use(scope) else "admin"
     if required not in scopes:
         raise ApiError(SCOPE_REQUIRED, f"This request needs an API key with the scope '{required}'.")

@@ -32,10 +32,11 @@ class GenerationTimer:
 
     Inter-token latencies are added to their histogram in batches, the last batch by `flush`.
 
-    started         time of admission (time.monotonic)
-    slot_at         time when its first event arrived, after it got a slot
-    first_token_at  time of the first text
-    finished        its last event
+    started           time of admission (time.monotonic)
+    slot_at           time when its first event arrived, after it got a slot
+    first_token_at    time of the first text
+    finished          its last event
+    generated_tokens  of the deltas so far
     """
 
     def __init__(self, histograms: RequestHistograms) -> None:
@@ -45,6 +46,7 @@ class GenerationTimer:
         self.slot_at: float | None = None
         self.first_token_at: float | None = None
         self.finished: Finished | None = None
+        self.generated_tokens = 0
         self._latest: float | None = None
         self._pending: list[float] = []
 
@@ -69,6 +71,7 @@ class GenerationTimer:
     def observe_delta(self, delta: Delta) -> None:
         """Observe a delta."""
         now, tokens = time.monotonic(), len(delta.tokens)
+        self.generated_tokens += tokens
         if self._latest is None:
             self.first_token_at = now
             self._histograms.first_token.observe(now - self.started)
