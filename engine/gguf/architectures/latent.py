@@ -12,7 +12,7 @@ from engine.gguf.architectures.attention import COMMON, EPSILON, SILU, WIDTH
 from engine.gguf.architectures.experts import CORRECTION_BIAS, EXPERTS, ROUTED, gate
 from engine.gguf.architectures.layouts import LatentKeysAndValues
 from engine.gguf.architectures.rotary import LATENT_ROTATION
-from engine.gguf.architectures.settings import Derived, Entry, Fields, Fixed, Hyperparameters, Value
+from engine.gguf.architectures.settings import Derived, Entry, Fields, Fixed, Hyperparameters, Inexpressible, Value
 
 
 def _read_heads(file: Hyperparameters) -> Fields:
@@ -41,6 +41,17 @@ def _write_heads(config: Any) -> Mapping[str, Value]:
 def _has_sigmoid_gate(file: Hyperparameters) -> bool:
     gate = file.integer("expert_gating_func", 0)
     return gate == int(ExpertGatingFuncType.SIGMOID) or file.has_tensor(".exp_probs_b")
+
+
+def _write_dense_layers(config: Any) -> Mapping[str, Value]:
+    """The number of layers before those with experts, where the configuration has the kind of each layer."""
+    kinds = getattr(config, "mlp_layer_types", None)
+    if kinds is None:
+        return {}
+    count = list(kinds).count("dense")
+    if "dense" in kinds[count:]:
+        raise Inexpressible("layers without experts after the first layer with experts are not written")
+    return {"leading_dense_block_count": count}
 
 
 def _read_top_k(file: Hyperparameters) -> Fields:
@@ -72,9 +83,10 @@ LATENT = (
     Architecture(
         "deepseek2",
         "deepseek_v3",
-        (*_SETTINGS, gate(ExpertGatingFuncType.SIGMOID)),
+        (*_SETTINGS, gate(ExpertGatingFuncType.SIGMOID), Derived(writes=_write_dense_layers)),
         _LAYOUTS,
         applies=_has_sigmoid_gate,
+        written=("glm4_moe_lite",),
     ),
     Architecture(
         "deepseek2",

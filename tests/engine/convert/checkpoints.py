@@ -72,6 +72,7 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3 long": ("phi3", {"rope_parameters": LONG, "original_max_position_embeddings": 64, "sliding_window": None}),
     "granite": ("granite", {"attention_multiplier": 0.3, "embedding_multiplier": 3, "residual_multiplier": 0.5}),
     "glm4": ("glm4", {}),
+    "glm4_moe_lite": ("glm4_moe_lite", {"mlp_layer_types": ["dense", "sparse", "sparse"]}),
     "glm4_moe": ("glm4_moe", {"use_qk_norm": True, "first_k_dense_replace": 1}),
     "olmo2": ("olmo2", {}),
     "olmo3": ("olmo3", {}),
