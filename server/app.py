@@ -157,7 +157,7 @@ def _make_app(registry: ModelRegistry, media: MediaReader, metrics: Metrics, clo
 
 def _wrap(app: FastAPI, settings: Settings, metrics: Metrics) -> None:
     """Add the middleware, the outermost last."""
-    limits, keys, has_keys = settings.limits, ApiKeys(settings.all_keys, settings.key_entries), bool(settings.all_keys)
+    limits, keys, has_keys = settings.limits, ApiKeys.of(settings), bool(settings.all_keys)
     hosts = ("*",) if has_keys else settings.hosts
     refusals = RefusalLog()
     app.state.refuse = EarlyRefusal(app.state.models.check_admission, keys, hosts, limits, metrics, refusals)

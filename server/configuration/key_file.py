@@ -8,6 +8,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
+from server.configuration.settings import read_bounded
+
 Scope = Literal["use", "admin"]
 # Without the separators of the lists of keys, so that each entry has one text there.
 _Key = Annotated[str, StringConstraints(pattern=r"^[^\s:,]+$")]
@@ -48,7 +50,7 @@ class _KeyFile(BaseModel):
 def read_key_file(path: Path) -> tuple[KeyEntry, ...]:
     """The keys of a TOML file; OSError, or ValueError for a file that is invalid or has a key twice."""
     try:
-        entries = _KeyFile.model_validate(tomllib.loads(path.read_text(encoding="utf-8"))).key
+        entries = _KeyFile.model_validate(tomllib.loads(read_bounded(path))).key
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"{path} is no TOML: {error}") from error
     except ValidationError as error:

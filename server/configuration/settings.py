@@ -35,6 +35,8 @@ CONTAINER_SECRETS = "/run/secrets"
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 # A key file with this suffix has entries with scopes.
 TOML_SUFFIX = ".toml"
+# It is read on the event loop when it has changed: 2,700 entries of TOML take 0.2 s.
+MAX_KEY_FILE_BYTES = 2**18
 
 _origin = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#*\s]+")
 # The last label is no number, which a resolver would read as an address.
@@ -252,7 +254,7 @@ class Settings(EngineConfig):
                 f"--host {self.host} can be reached by others: give --api-key (or CELLAR_API_KEY_FILE), "
                 "or --insecure-no-auth to serve anyone"
             )
-        _check_keys(keys)
+        self.check_keys()
         for origin in self.origins:
             if not _origin.fullmatch(origin):
                 raise ValueError(
@@ -278,6 +280,14 @@ class Settings(EngineConfig):
             raise ValueError(f"--load-timeout must be a number of seconds, not {self.load_timeout}")
         if self.models_dir is not None and not Path(self.models_dir).expanduser().is_dir():
             raise ValueError(f"--models {self.models_dir} is no folder")
+
+    def check_keys(self) -> None:
+        """Raise ValueError for API keys that contradict each other or are missing in the key file, OSError."""
+        owners: dict[str, str] = {}
+        for organisation, key in map(split_organisation, self.all_keys):
+            if owners.setdefault(key, organisation) != organisation:
+                named = " and ".join(sorted(filter(None, (organisation, owners[key]))))
+                raise ValueError(f"--api-key has a key of {named} twice: a key belongs to one organisation, or to none")
 
     @property
     def all_keys(self) -> tuple[str, ...]:
@@ -371,22 +381,23 @@ def _check_media_hosts(hosts: tuple[str, ...]) -> None:
             )
 
 
-def _check_keys(entries: tuple[str, ...]) -> None:
-    owners: dict[str, str] = {}
-    for organisation, key in map(split_organisation, entries):
-        if owners.setdefault(key, organisation) != organisation:
-            named = " and ".join(sorted(filter(None, (organisation, owners[key]))))
-            raise ValueError(f"--api-key has a key of {named} twice: a key belongs to one organisation, or to none")
-
-
 def read_keys(path: Path) -> tuple[str, ...]:
     """The keys of a file; ValueError if there is none, so that an empty mounted secret does not open the server."""
     if path.suffix == TOML_SUFFIX:
         return tuple(entry.text for entry in _read_entries(path))
-    keys = split_keys(path.read_text(encoding="utf-8"))
+    keys = split_keys(read_bounded(path))
     if not keys:
         raise ValueError(f"no API key in {path}")
     return keys
+
+
+def read_bounded(path: Path) -> str:
+    """The text of a key file; ValueError for one that is too long to be read again between requests."""
+    with path.open("rb") as file:
+        content = file.read(MAX_KEY_FILE_BYTES + 1)
+    if len(content) > MAX_KEY_FILE_BYTES:
+        raise ValueError(f"{path} has more than {MAX_KEY_FILE_BYTES // 1024} KiB")
+    return content.decode("utf-8")
 
 
 def _read_entries(path: Path) -> tuple[KeyEntry, ...]:

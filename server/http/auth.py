@@ -13,7 +13,8 @@ from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.configuration.key_file import KeyEntry
-from server.configuration.settings import split_organisation
+from server.configuration.key_file_watch import KeyFileWatch
+from server.configuration.settings import Settings, split_organisation
 from server.http.access_log import current
 from server.http.errors import INVALID_API_KEY, ApiError, error_response
 from server.http.key_limits import KeyLimitReached, KeyLimits
@@ -65,15 +66,23 @@ class ApiKeys:
 
     keys     `key`, or `organisation:key`; keys of one organisation are one owner
     entries  those of `keys` with scopes and limits; other keys have all scopes and no limit
+    watch    replaces the keys when the key file has changed; a key that stays keeps what it has used of its limits
     """
 
-    def __init__(self, keys: Iterable[str], entries: Iterable[KeyEntry] = ()) -> None:
-        keys = tuple(keys)
-        rules = [(entry.text, entry, KeyLimits(entry)) for entry in entries]
-        self._rules = {digest: (entry, limits) for text, entry, limits in rules for digest, _ in _owners_of([text])}
-        self._owners = dict(_owners_of(keys))
-        self._organisations = {_organisation_id(name): name for name, _ in map(split_organisation, keys) if name}
-        self._digests = list(self._owners)
+    def __init__(
+        self, keys: Iterable[str], entries: Iterable[KeyEntry] = (), watch: KeyFileWatch | None = None
+    ) -> None:
+        self._watch = watch
+        self._rules: dict[bytes, tuple[KeyEntry, KeyLimits]] = {}
+        self._organisations: dict[str, str] = {}
+        self._set(tuple(keys), entries)
+
+    @classmethod
+    def of(cls, settings: Settings) -> ApiKeys:
+        """The keys of the settings, which follow the changes of their key file; errors as of `Settings.all_keys`."""
+        # Before the file is read, so that no change is missed.
+        watch = KeyFileWatch(settings)
+        return cls(settings.all_keys, settings.key_entries, watch)
 
     def owner(self, headers: RawHeaders) -> str | None:
         """The owner of the key in the headers, "" on a server without keys; None: there is no valid key."""
@@ -82,6 +91,8 @@ class ApiKeys:
 
     def find(self, headers: RawHeaders) -> AcceptedKey | None:
         """The key in the headers, without an owner on a server without keys; None: there is no valid key."""
+        if self._watch is not None and (changed := self._watch.read_if_changed()) is not None:
+            self._set(*changed)
         if not self._digests:
             return AcceptedKey()
         presented = {*_credentials(headers)}
@@ -91,6 +102,19 @@ class ApiKeys:
     def label(self, owner: str) -> str:
         """The owner in the log: an organisation by its name; else a digest of the key, shortened."""
         return self._organisations.get(owner, owner[:8])
+
+    def _set(self, keys: Sequence[str], entries: Iterable[KeyEntry]) -> None:
+        rules = {}
+        for entry in entries:
+            digests = [digest for digest, _ in _owners_of([entry.text])]
+            earlier = self._rules.get(_digest(entry.key.encode()))
+            limits = KeyLimits(entry) if earlier is None else earlier[1]
+            limits.change(entry)
+            rules.update(dict.fromkeys(digests, (entry, limits)))
+        self._rules, self._owners = rules, dict(_owners_of(keys))
+        # With those of removed keys: their requests may still run.
+        self._organisations |= {_organisation_id(name): name for name, _ in map(split_organisation, keys) if name}
+        self._digests = list(self._owners)
 
     def _find(self, key: bytes) -> AcceptedKey | None:
         # Digests of equal length, all compared: the time is independent of the keys.

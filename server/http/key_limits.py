@@ -22,6 +22,11 @@ class TokenBucket:
         self.per_minute = per_minute
         self._clock, self._level, self._filled_at = clock, float(per_minute), clock()
 
+    def change(self, per_minute: int) -> None:
+        """Refill by another amount from now on. What is left, and a debt, stay."""
+        self.level()
+        self.per_minute = per_minute
+
     def level(self) -> float:
         """The amount that is left; below zero: a debt."""
         now = self._clock()
@@ -42,9 +47,16 @@ class KeyLimits:
     """Counts what a key uses, and refuses what exceeds its limits. Belongs to the event loop's thread."""
 
     def __init__(self, entry: KeyEntry, clock: Callable[[], float] = time.monotonic) -> None:
-        self._requests = _bucket(entry.requests_per_minute, clock)
-        self._tokens = _bucket(entry.tokens_per_minute, clock)
-        self._max_streams, self._open_requests = entry.streams, 0
+        self._clock, self._open_requests = clock, 0
+        self._requests: TokenBucket | None = None
+        self._tokens: TokenBucket | None = None
+        self.change(entry)
+
+    def change(self, entry: KeyEntry) -> None:
+        """Apply the limits of a changed entry. What the key has used, and its open requests, still count."""
+        self._requests = _changed(self._requests, entry.requests_per_minute, self._clock)
+        self._tokens = _changed(self._tokens, entry.tokens_per_minute, self._clock)
+        self._max_streams = entry.streams
 
     @contextmanager
     def admitted(self) -> Iterator[None]:
@@ -83,5 +95,10 @@ class KeyLimits:
         return KeyLimitReached(KEY_LIMIT_REACHED, message, headers={"Retry-After": str(max(math.ceil(seconds), 1))})
 
 
-def _bucket(per_minute: int | None, clock: Callable[[], float]) -> TokenBucket | None:
-    return None if per_minute is None else TokenBucket(per_minute, clock)
+def _changed(bucket: TokenBucket | None, per_minute: int | None, clock: Callable[[], float]) -> TokenBucket | None:
+    if per_minute is None:
+        return None
+    if bucket is None:
+        return TokenBucket(per_minute, clock)
+    bucket.change(per_minute)
+    return bucket
