@@ -22,6 +22,7 @@ from server.http.refusal import EarlyRefusal
 from server.http.version import version
 from server.media.fetch import MediaFetcher
 from server.media.uploads import MediaReader
+from server.metrics.loop_watchdog import LoopWatchdog
 from server.metrics.metrics import Metrics
 from server.metrics.traces import GenerationTraces, make_traces
 from server.models.entry import ModelEntry
@@ -109,6 +110,8 @@ def _make_app(registry: ModelRegistry, media: MediaReader, metrics: Metrics, clo
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[None, None]:
         async with closing:
+            app.state.loop_watchdog = LoopWatchdog()
+            closing.callback(app.state.loop_watchdog.stop)
             batch_service.start(app)
             yield
 
@@ -125,6 +128,7 @@ def _make_app(registry: ModelRegistry, media: MediaReader, metrics: Metrics, clo
         lifespan=lifespan,
     )
     app.state.large_bodies = large_body_limiter()
+    app.state.loop_watchdog = None
     app.state.models = registry
     app.router.route_class = LenientRoute if settings.lenient else WarningRoute
     for routes in (

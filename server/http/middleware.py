@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import uuid
@@ -263,6 +264,9 @@ class _ResponseLog:
         method = scope.get("method", "WEBSOCKET")[:MAX_LOGGED_METHOD]
         self._record = AccessRecord(self.id, method, client[0], trace)
         begin(self._record)
+        if (task := asyncio.current_task()) is not None:
+            # For the warning about a callback that holds the event loop.
+            task.set_name(f"request {self.id} ({method})")
 
     async def send(self, message: Message) -> None:
         if message["type"] in _start_messages:

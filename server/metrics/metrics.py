@@ -79,10 +79,6 @@ class Metrics:
             self._requests.labels(endpoint, timer.reason).inc()
             self._total.observe(time.monotonic() - timer.started)
 
-    def render(self) -> bytes:
-        """The text of a scrape."""
-        return render([self.model_registry])
-
     def _vllm_names(self) -> dict[str, Histogram]:
         histograms = self._histograms
         return {

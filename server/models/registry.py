@@ -7,9 +7,12 @@ from contextlib import AbstractContextManager, asynccontextmanager, contextmanag
 from dataclasses import replace
 from pathlib import Path
 
+from prometheus_client import CollectorRegistry
+
 from engine.client import EngineClient
 from engine.types.model_name import plain_name
 from server.http.errors import MODEL_NOT_FOUND, ApiError
+from server.metrics.metrics import render
 from server.models.lease import LeaseCount, hold_for_request
 from server.models.presets import LATEST_TAG, Presets
 from server.service import Service
@@ -88,9 +91,9 @@ class ModelRegistry:
         """Raise the error of a server that cannot accept a request now."""
         self._service.check_ready()
 
-    def render_metrics(self) -> bytes:
-        """The text of a scrape."""
-        return self._service.metrics.render()
+    def render_metrics(self, *others: CollectorRegistry) -> bytes:
+        """The text of a scrape, with the metrics of other registries."""
+        return render([self._service.metrics.model_registry, *others])
 
     def embeds(self, name: str) -> bool:
         """Whether a name is of the embedding model."""

@@ -10,6 +10,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from prometheus_client import CollectorRegistry
+
 from engine.client import EngineClient
 from engine.config import SLOTS_OF_SEVERAL
 from engine.errors import Draining, Loading, Overloaded
@@ -218,10 +220,10 @@ class SeveralModels(ModelRegistry):
         """The service of the named model."""
         return self._used_by_kind(name)
 
-    def render_metrics(self) -> bytes:
-        """The text of a scrape."""
+    def render_metrics(self, *others: CollectorRegistry) -> bytes:
+        """The text of a scrape, with the metrics of other registries."""
         models = (metrics.model_registry for metrics in self._metrics.values())
-        return render([self._observer.registry, *models])
+        return render([self._observer.registry, *models, *others])
 
     @property
     def phase(self) -> str:

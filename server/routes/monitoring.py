@@ -7,6 +7,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import Response
 
 from server.http.encoding import JsonResponse
+from server.metrics.loop_watchdog import LoopWatchdog
 from server.models.registry import ModelRegistry
 from server.routes.openapi import ERROR_RESPONSES
 
@@ -37,4 +38,6 @@ def add(app: FastAPI, models: ModelRegistry) -> None:
     @app.get("/metrics", responses={**ERROR_RESPONSES, 200: {"content": text}}, response_class=Response)
     async def metrics() -> Response:
         """All metrics of this server."""
-        return Response(models.render_metrics(), media_type=CONTENT_TYPE_LATEST)
+        watchdog: LoopWatchdog | None = app.state.loop_watchdog
+        others = () if watchdog is None else (watchdog.registry,)
+        return Response(models.render_metrics(*others), media_type=CONTENT_TYPE_LATEST)

@@ -21,7 +21,7 @@ from server.generation.requests import generate
 from server.http.direct_writer import CONNECTION
 from server.http.encoding import dumps
 from server.http.stream_encoder import encode_stream
-from server.metrics.metrics import Metrics
+from server.metrics.metrics import Metrics, render
 from server.service import Service
 from tests.server.fakes import WORDS, FakeEngine, finished, serve_in_thread, settings
 
@@ -93,7 +93,7 @@ def run(
         await reader
         return frames_read
 
-    return asyncio.run(respond()), metrics.render().decode()
+    return asyncio.run(respond()), render([metrics.model_registry]).decode()
 
 
 def deliver(text: str, choice: int = 0) -> Callable[[list[RequestStream]], object]:
