@@ -9,7 +9,7 @@ CPU_TORCH = $(BIN)/python -m pip --disable-pip-version-check install --quiet "uv
 	$(BIN)/uv pip install --python $(BIN)/python --torch-backend cpu --no-deps -c constraints.txt torch
 WHEEL = $(BIN)/python -m pip --disable-pip-version-check wheel --quiet --no-deps --wheel-dir dist .
 KERNELS := build/kernels
-CLIENTS := current older evaluation fuzz openresponses ollama_examples programs open_webui
+CLIENTS := current older evaluation fuzz images openresponses ollama_examples programs open_webui
 # Kernels for other processors without optimisations; bytecode is kept for the processes that the tests start.
 QUICK := QUICK_KERNELS=1 PYTHONDONTWRITEBYTECODE=
 PROCESSORS = $$(getconf _NPROCESSORS_ONLN)

@@ -3,7 +3,7 @@
 The page is written only where all environments are named: it would lose the rows of the others.
 
 python -m tests.clients current=.venv/clients-current older=.venv/clients-older evaluation=.venv/clients-evaluation \
-    fuzz=.venv/clients-fuzz openresponses=.venv/clients-openresponses \
+    fuzz=.venv/clients-fuzz images=.venv/clients-images openresponses=.venv/clients-openresponses \
     ollama_examples=.venv/clients-ollama_examples programs=.venv/clients-programs open_webui=.venv/clients-open_webui
 """
 
@@ -28,6 +28,7 @@ import uvicorn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.e2e.serving import serving
+from tests.engine.kit.content_models import save_content_model
 from tests.engine.load.test_hub import Hub
 
 ROOT = Path(__file__).parents[2]
@@ -64,6 +65,9 @@ FLAGS = {"fuzz": ("--context", "256")}
 # Agents: they ask for models by names of their own, and their prompts have tens of thousands of tokens.
 PROGRAMS = "programs"
 PROGRAMS_CONTEXT = 262144
+# The bundled model reads no images.
+IMAGES = "images"
+IMAGES_FAMILY = "qwen2_vl"
 # Names of the models in Ollama's examples, which have no key.
 OLLAMA_EXAMPLES = "ollama_examples"
 OLLAMA_MODELS = (
@@ -72,8 +76,8 @@ OLLAMA_MODELS = (
 )
 HEAD = """# Clients
 
-Other people's clients against a server with the bundled model. `make test-clients` runs them and writes this page; each
-number is passed tests / tests.
+Other people's clients against a server with the bundled model, those of images with a tiny Qwen2-VL.
+`make test-clients` runs them and writes this page; each number is passed tests / tests.
 
 | client | version | {features} |
 | --- | --- |{lines}
@@ -105,6 +109,9 @@ def _server_of(name: str) -> Iterator[str]:
                 model = _long_context_model(Path(folder) / "model")
                 context = ("--context", f"{PROGRAMS_CONTEXT}", "--slots", "2")
                 flags = (*flags, "--served-model-name", "*", "--lenient", *context, "--model", str(model))
+            if name == IMAGES:
+                save_content_model(IMAGES_FAMILY, Path(folder))
+                flags = (*flags, "--model", folder)
             with _server(flags, {}) as url:
                 yield url
         return
