@@ -247,6 +247,10 @@ class EngineDead(Unavailable):
         self.reason = reason
 
 
+class LoadDelayed(Unavailable):
+    """A model that ended several times is not loaded again before an exact time."""
+
+
 class SequenceFailed(EngineError):
     """A running sequence failed."""
 

@@ -309,6 +309,9 @@ def _unavailable(error: engine_errors.Unavailable) -> ApiError:
             return ApiError(MODEL_LOADING, message, headers=retry, details={"phase": error.phase})
         case engine_errors.Draining():
             return ApiError(SERVER_DRAINING, message, headers={**retry, "Connection": "close"})
+        case engine_errors.LoadDelayed():
+            remaining = max(math.ceil(error.retry_after_seconds), 1)
+            return ApiError(ENGINE_DEAD, message, headers={"Retry-After": str(remaining)})
         case _:
             return ApiError(ENGINE_DEAD, message, headers=retry)
 

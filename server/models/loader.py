@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from engine.client import EngineClient
-from engine.errors import Draining, EngineDead, EngineError, Loading, Overloaded, PlanTooLarge, Unavailable
+from engine.errors import Draining, EngineDead, EngineError, LoadDelayed, Loading, Overloaded, PlanTooLarge
 from engine.types.sizes import format_size
 from server.http.errors import load_timeout, model_removed
 from server.models.entry import ModelEntry, ModelStatus
@@ -428,8 +428,8 @@ def _phase(record: ModelRecord) -> str:
     return ""
 
 
-def _backoff_error(record: ModelRecord, now: float) -> Unavailable:
-    return Unavailable(
+def _backoff_error(record: ModelRecord, now: float) -> LoadDelayed:
+    return LoadDelayed(
         f"the model ended several times, at last because {record.failure}", record.crashes.retry_at - now
     )
 

@@ -115,3 +115,11 @@ def test_an_error_of_the_engine_names_the_field_of_the_client() -> None:
 
     assert error.param == "prompt_logprobs"
     assert "'prompt_logprobs'" in error.message
+
+
+def test_the_delay_of_a_load_is_told_exactly() -> None:
+    error = errors.from_engine_error(
+        engine_errors.LoadDelayed("the model ended several times", 419.2), "/v1/chat/completions"
+    )
+
+    assert (error.status_code, error.headers) == (503, {"Retry-After": "420"})
