@@ -18,7 +18,7 @@ from server.configuration.settings import Settings, split_organisation
 from server.http.access_log import current
 from server.http.errors import INVALID_API_KEY, ApiError, error_response
 from server.http.key_limits import KeyLimitReached, KeyLimits
-from server.http.scopes import check_scopes, is_use
+from server.http.scopes import check_scopes, is_limited
 
 # Compared with scope["path"] literally: no prefix, no case folding, no URL rebuilt from the Host header
 # (CVE-2026-48710).
@@ -177,7 +177,7 @@ class AuthMiddleware:
                 message = {**message, "headers": [*message.get("headers", []), *added]}
             await send(message)
 
-        if not is_use(scope):
+        if not is_limited(scope):
             await self.app(scope, receive, send_with_headers)
             return
         try:

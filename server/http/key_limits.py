@@ -6,9 +6,14 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 
 from server.configuration.key_file import KeyEntry
 from server.http.errors import KEY_LIMIT_REACHED, ApiError
+
+LIMIT_HEADERS = tuple(
+    f"x-ratelimit-{value}-{name}" for name in ("requests", "tokens") for value in ("limit", "remaining", "reset")
+)
 
 
 class KeyLimitReached(ApiError):
@@ -43,11 +48,43 @@ class TokenBucket:
         return max(amount - self.level(), 0.0) * 60 / self.per_minute
 
 
+class _OpenRequest:
+    """A request that counts for `streams` until its response and its background response have ended."""
+
+    def __init__(self, limits: KeyLimits) -> None:
+        self._limits, self._holders = limits, 0
+        self.hold()
+
+    def hold(self) -> None:
+        self._limits.open_requests += not self._holders
+        self._holders += 1
+
+    def release(self) -> None:
+        self._holders -= 1
+        self._limits.open_requests -= not self._holders
+
+
+# Tasks of a request inherit it.
+_open_request: ContextVar[_OpenRequest | None] = ContextVar("open_request", default=None)
+
+
+def hold_open() -> Callable[[], None]:
+    """Count the current request as open, also after its response, until the returned function is called once."""
+    request = _open_request.get()
+    if request is None:
+        return lambda: None
+    request.hold()
+    return request.release
+
+
 class KeyLimits:
-    """Counts what a key uses, and refuses what exceeds its limits. Belongs to the event loop's thread."""
+    """Counts what a key uses, and refuses what exceeds its limits. Belongs to the event loop's thread.
+
+    open_requests  those that are running now
+    """
 
     def __init__(self, entry: KeyEntry, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock, self._open_requests = clock, 0
+        self._clock, self.open_requests = clock, 0
         self._requests: TokenBucket | None = None
         self._tokens: TokenBucket | None = None
         self.change(entry)
@@ -61,7 +98,7 @@ class KeyLimits:
     @contextmanager
     def admitted(self) -> Iterator[None]:
         """Count a request as open inside the block; KeyLimitReached if it exceeds a limit."""
-        if self._max_streams is not None and self._open_requests >= self._max_streams:
+        if self._max_streams is not None and self.open_requests >= self._max_streams:
             raise self._refusal(f"{self._max_streams} requests at the same time", 1.0)
         # A prompt has at least one token.
         for name, bucket in (("requests", self._requests), ("tokens", self._tokens)):
@@ -69,11 +106,13 @@ class KeyLimits:
                 raise self._refusal(f"{bucket.per_minute} {name} per minute", seconds)
         if self._requests is not None:
             self._requests.take(1)
-        self._open_requests += 1
+        request = _OpenRequest(self)
+        token = _open_request.set(request)
         try:
             yield
         finally:
-            self._open_requests -= 1
+            _open_request.reset(token)
+            request.release()
 
     def charge(self, tokens: int) -> None:
         """Count tokens of a prompt or an answer."""

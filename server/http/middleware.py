@@ -33,6 +33,7 @@ from server.http.errors import (
     error_response,
     internal_error,
 )
+from server.http.key_limits import LIMIT_HEADERS
 from server.http.parsing import TEXT_LIMIT
 from server.http.paths import PROBE_PATHS, ServedPaths
 from server.metrics.metrics import Metrics
@@ -78,7 +79,7 @@ MAX_LOGGED_METHOD = 16
 # Characters of a host or origin in an error message.
 MAX_NAMED_HOST = 128
 # Response headers that pages may read only if the server exposes them.
-EXPOSED_HEADERS = ("x-request-id", "retry-after", "x-should-retry")
+EXPOSED_HEADERS = ("x-request-id", "retry-after", "x-should-retry", *LIMIT_HEADERS)
 # Origins of pages and desktop applications of the browser's own machine: Ollama's defaults, and Tauri's on Windows.
 LOCAL_ORIGINS = (
     r"https?://(localhost|tauri\.localhost|127\.0\.0\.1|0\.0\.0\.0|\[::1\])(:[0-9]{1,5})?"

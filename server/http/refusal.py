@@ -76,16 +76,19 @@ class EarlyRefusal:
         unread_bytes = int(headers["content-length"]) - (len(data) - match.end())
         if unread_bytes < 0:
             return None
-        owner = self._keys.owner([(name.encode(), value.encode()) for name, value in headers.items()])
-        if owner is None:
+        key = self._keys.find([(name.encode(), value.encode()) for name, value in headers.items()])
+        if key is None:
             return None
         try:
-            self._check_admission(owner)
+            self._check_admission(key.owner)
         except Overloaded as error:
-            record = AccessRecord(request_id(headers), "POST", client, _trace(headers), key=self._keys.label(owner))
+            record = AccessRecord(request_id(headers), "POST", client, _trace(headers), key=self._keys.label(key.owner))
             self._metrics.count_response(path, QUEUE_FULL.status)
             self._log.log(record, path, QUEUE_FULL.status)
-            response = _response(from_engine_error(error, path), path, record.id, default_headers)
+            limits = {} if key.limits is None else key.limits.headers()
+            response = _response(
+                from_engine_error(error, path), path, {**limits, "x-request-id": record.id}, default_headers
+            )
             return Refusal(response, unread_bytes)
         return None
 
@@ -111,13 +114,15 @@ def _trace(headers: dict[str, str]) -> dict[str, str]:
     return {name: headers[name] for name in TRACE_HEADERS if name in headers}
 
 
-def _response(error: ApiError, path: str, id: str, default_headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+def _response(
+    error: ApiError, path: str, added: dict[str, str], default_headers: Iterable[tuple[bytes, bytes]]
+) -> bytes:
     body = _body(error.message, path)
     headers = {
         **(error.headers or {}),
         "content-length": str(len(body)),
         "content-type": JsonResponse.media_type,
-        "x-request-id": id,
+        **added,
     }
     lines = [
         _STATUS_LINE,

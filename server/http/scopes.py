@@ -32,6 +32,12 @@ def is_use(scope: Scope) -> bool:
     return method not in _READING_METHODS and (method, scope["path"]) not in ADMIN_ROUTES
 
 
+def is_limited(scope: Scope) -> bool:
+    """Whether the limits of a key may refuse the request: one for `use` that does not end a running one."""
+    ends = scope.get("method") == "DELETE" or scope["path"].rstrip("/").endswith("/cancel")
+    return is_use(scope) and not ends
+
+
 def check_scopes(scope: Scope, scopes: Collection[str]) -> None:
     """Raise ApiError if a key with these scopes may not send the request. Any key may read."""
     if scope.get("method") in _READING_METHODS:

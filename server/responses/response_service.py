@@ -24,6 +24,7 @@ from server.http.errors import (
     missing_parameter,
 )
 from server.http.events import ChoiceEvents
+from server.http.key_limits import hold_open
 from server.media.uploads import MediaReader
 from server.models.registry import ModelRegistry
 from server.responses.archive import (
@@ -268,6 +269,7 @@ class ResponseService:
             self._running[self._owner, id] = task
             task.add_done_callback(lambda: self._running.pop((self._owner, id), None))
         if background:
+            task.add_done_callback(hold_open())
             self._start_renewal(task)
 
     @asynccontextmanager

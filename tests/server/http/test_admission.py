@@ -6,6 +6,7 @@ import logging
 import re
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -185,6 +186,17 @@ def test_an_early_refusal_is_the_same_response(path: str, full: tuple[FakeEngine
 
     assert before_app == by_app
     assert before_app[0][0] == b"HTTP/1.1 429 Too Many Requests"
+    assert early == [True, False]
+
+
+def test_an_early_refusal_has_what_is_left_of_the_limits_of_its_key(tmp_path: Path, early: list[bool]) -> None:
+    path = tmp_path / "keys.toml"
+    path.write_text('[[key]]\nkey = "one"\ntokens_per_minute = 9\n')
+    with serve_in_thread(FakeEngine(refusal=FULL), settings(key_file=str(path))) as port:
+        before_app, by_app = refused_twice(port, "/v1/completions")
+
+    assert sorted(before_app[0]) == sorted(by_app[0])
+    assert b"x-ratelimit-remaining-tokens: 9" in before_app[0]
     assert early == [True, False]
 
 

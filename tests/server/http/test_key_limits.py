@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,8 @@ import pytest
 
 from server.app import create_app
 from server.configuration.key_file import KeyEntry
-from server.http.key_limits import KeyLimitReached, KeyLimits
-from tests.server.fakes import FakeEngine, ask, settings
+from server.http.key_limits import KeyLimitReached, KeyLimits, hold_open
+from tests.server.fakes import Answer, FakeEngine, Gate, ask, call, finished, settings
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 HEADERS = {"authorization": "Bearer k"}
@@ -122,3 +123,34 @@ def test_a_spent_minute_of_tokens_refuses(tmp_path: Path) -> None:
     assert [answer.status for answer in answers] == [200, 429]
     # 30 seconds a token: the debt, and one more.
     assert answers[1].headers["retry-after"] in {str(30 * (tokens - 1)), str(30 * (tokens - 1) - 1)}
+
+
+def test_a_request_is_open_until_its_background_response_ends() -> None:
+    subject = limits(Clock(), streams=1)
+
+    with subject.admitted():
+        release = hold_open()
+        assert subject.open_requests == 1
+    assert admit(subject) == "1"
+    release()
+    assert admit(subject) == ""
+    hold_open()()
+    assert subject.open_requests == 0
+
+
+def test_a_response_in_the_background_counts_until_it_ends(tmp_path: Path) -> None:
+    """It can be cancelled although its key has no stream left."""
+    app = limited_app(tmp_path, "streams = 1", FakeEngine(lambda request: [Gate(), finished(request)]))
+    body = {"input": "a", "background": True}
+
+    async def scenario() -> list[int]:
+        async def post(path: str) -> Answer:
+            return await call(app, "POST", f"/v1/responses{path}", json_body=body, headers=HEADERS)
+
+        made, refused = await post(""), await post("")
+        cancelled = await post(f"/{made.json['id']}/cancel")
+        again = await post("")
+        await post(f"/{again.json['id']}/cancel")
+        return [made.status, refused.status, cancelled.status, again.status]
+
+    assert asyncio.run(scenario()) == [200, 429, 200, 200]
