@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 
 from engine.config import EngineConfig
+from engine.convert.convert import convert
 from engine.core import Core
 from engine.draft.loading import make_speculation
 from engine.errors import AdapterUnsupported
 from engine.load.load import LoadedModel
+from engine.load.read.gguf_model import read_gguf_config, read_gguf_model
 from engine.step.input import StepFeatures, StepInput
+from engine.types.events import Finished
 from engine.types.request import Request
 from kvcache.cache import Cache
 from kvcache.spec import Span
+from tests.engine.convert.checkpoints import conversion
+from tests.engine.gguf.files import write_wide
 from tests.engine.kit.adapters import KINDS, AdaptedReference, save_adapter
 from tests.engine.kit.models import core, load_model
 from tests.engine.kit.play import Answer, Job, ask, play
@@ -27,40 +34,66 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 NAMES = ("", *(f"adapter{number}" for number in range(len(KINDS))))
 PROMPT = tuple(range(30, 62))
 COUNT = 12
+GGUF = "q4_k_m"
+FORMATS = ("none", "int8", GGUF)
 
 Folder = Callable[[str], Path]
 Adapted = Callable[..., LoadedModel]
+Bases = Callable[[bool], "Base"]
+
+
+@dataclass(frozen=True)
+class Base:
+    """A model without adapters, the folder of its dequantised weights, and the folder of an adapter of each kind."""
+
+    source: Path
+    dequantised: Path
+    adapters: dict[str, Path]
 
 
 @pytest.fixture(scope="module")
-def adapters(folder: Folder, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def bases(folder: Folder, tmp_path_factory: pytest.TempPathFactory) -> Bases:
+    """A model in floats, or a GGUF file in Q4_K_M."""
+
+    def save(is_gguf: bool) -> Base:
+        root = tmp_path_factory.mktemp("adapters")
+        source = dequantised = folder("llama")
+        if is_gguf:
+            source, dequantised = root / "base.gguf", root / "dequantised"
+            write_wide("llama", root)
+            convert(conversion(root / "model", source, GGUF))
+            model, _, _ = read_gguf_model(source, read_gguf_config(source), torch.float32)
+            model.save_pretrained(dequantised)
+        named = enumerate(zip(NAMES[1:], KINDS, strict=True))
+        saved = {name: save_adapter(dequantised, root / name, kind, seed) for seed, (name, kind) in named}
+        return Base(source, dequantised, saved)
+
+    return cache(save)
+
+
+@pytest.fixture(scope="module")
+def adapters(bases: Bases) -> dict[str, Path]:
     """The folder of an adapter of each kind, by name."""
-    root = tmp_path_factory.mktemp("adapters")
-    return {
-        name: save_adapter(folder("llama"), root / name, kind, seed)
-        for seed, (name, kind) in enumerate(zip(NAMES[1:], KINDS, strict=True))
-    }
+    return bases(False).adapters
 
 
 @pytest.fixture(scope="module")
-def adapted(folder: Folder, adapters: dict[str, Path]) -> Callable[[str, str], LoadedModel]:
+def adapted(bases: Bases) -> Callable[[str, str], LoadedModel]:
     """The model with all adapters, by dtype and format of its weights, and by kernels."""
-    models: dict[tuple[str, str, str], LoadedModel] = {}
-    lora = tuple(f"{name}={path}" for name, path in adapters.items())
 
+    @cache
     def load(dtype: str, quantize: str = "none", kernels: str = "auto") -> LoadedModel:
-        kind = dtype, quantize, kernels
-        if kind not in models:
-            settings = {"quantize": quantize, "kernels": kernels, "lora": lora, "drafter": "none"}
-            models[kind] = load_model(folder("llama"), dtype, **settings)
-        return models[kind]
+        base = bases(quantize == GGUF)
+        lora = tuple(f"{name}={path}" for name, path in base.adapters.items())
+        quantize = "none" if quantize == GGUF else quantize
+        return load_model(base.source, dtype, quantize=quantize, kernels=kernels, lora=lora, drafter="none")
 
     return load
 
 
-def requests(names: Sequence[str] = NAMES, prompt: tuple[int, ...] = PROMPT) -> list[Request]:
+def requests(names: Sequence[str] = NAMES, count: int = COUNT, **fields: object) -> list[Request]:
     """A request for each adapter."""
-    return [ask(name, prompt, COUNT, adapter=name, logprobs=1, ignore_eos=True) for name in names]
+    return [ask(name, PROMPT, count, adapter=name, logprobs=1, ignore_eos=True, **fields) for name in names]
 
 
 def answered(own: Core, asked: Sequence[Request]) -> dict[str, Answer]:
@@ -76,30 +109,34 @@ def bits(answers: dict[str, Answer]) -> dict[str, list[tuple[int, float]]]:
     }
 
 
-def alone(model: LoadedModel) -> dict[str, list[tuple[int, float]]]:
+def alone(model: LoadedModel, asked: Sequence[Request], **settings: int) -> dict[str, list[tuple[int, float]]]:
     """Each request in an engine of its own."""
-    return {request.id: bits(answered(core(model, slots=1), [request]))[request.id] for request in requests()}
+    return {request.id: bits(answered(core(model, slots=1, **settings), [request]))[request.id] for request in asked}
 
 
-@pytest.mark.parametrize(("dtype", "kernels"), [("float32", "auto"), ("float32", "torch"), ("float64", "auto")])
+@pytest.mark.parametrize(
+    ("dtype", "quantize", "kernels"),
+    [("float32", "none", "auto"), ("float32", "none", "torch"), ("float64", "none", "auto"), ("float32", GGUF, "auto")],
+)
 def test_texts_of_one_batch_are_those_of_peft(
-    dtype: str, kernels: str, adapted: Adapted, folder: Folder, adapters: dict[str, Path]
+    dtype: str, quantize: str, kernels: str, adapted: Adapted, bases: Bases
 ) -> None:
-    """Adapters of all kinds and the base, in one batch."""
-    answers = answered(core(adapted(dtype, kernels=kernels), slots=len(NAMES)), requests())
+    """Adapters of all kinds and the base, in one batch; of a GGUF file with its dequantised weights."""
+    base, model = bases(quantize == GGUF), adapted(dtype, quantize, kernels)
+    answers = answered(core(model, slots=len(NAMES)), requests())
 
     for name in NAMES:
-        reference = AdaptedReference(folder("llama"), adapters.get(name), getattr(torch, dtype))
+        reference = AdaptedReference(base.dequantised, base.adapters.get(name), getattr(torch, dtype))
         assert answers[name].tokens == reference.greedy(PROMPT, COUNT), name
     assert len({tuple(answer.tokens) for answer in answers.values()}) == len(NAMES)
 
 
-def test_logits_are_those_of_peft(adapted: Adapted, folder: Folder, adapters: dict[str, Path]) -> None:
-    """In float64, within 1e-9 of the logits alone."""
-    model = adapted("float64")
-    cache = Cache(
-        [layer.spec for layer in model.runner.layers], slots=9, capacity=32, cells=9 * 32, dtype=torch.float64
-    )
+@pytest.mark.parametrize(("dtype", "quantize", "error"), [("float64", "none", 1e-9), ("float32", GGUF, 1e-4)])
+def test_logits_are_those_of_peft(dtype: str, quantize: str, error: float, adapted: Adapted, bases: Bases) -> None:
+    """In one batch, relative to the largest logit."""
+    base, model = bases(quantize == GGUF), adapted(dtype, quantize)
+    kind = getattr(torch, dtype)
+    cache = Cache([layer.spec for layer in model.runner.layers], slots=9, capacity=32, cells=9 * 32, dtype=kind)
     spans = [Span(slot, 0, len(PROMPT)) for slot in range(len(NAMES))]
     tokens = PROMPT * len(NAMES)
     with cache.forward(spans) as forward:
@@ -107,21 +144,21 @@ def test_logits_are_those_of_peft(adapted: Adapted, folder: Folder, adapters: di
         logits = model.runner.run(step).logits.split(len(PROMPT))
 
     for name, rows in zip(NAMES, logits, strict=True):
-        reference = AdaptedReference(folder("llama"), adapters.get(name), torch.float64)
-        assert (rows - reference.logits(PROMPT)).abs().max() < 1e-9 * rows.abs().max(), name
+        reference = AdaptedReference(base.dequantised, base.adapters.get(name), kind)
+        assert (rows - reference.logits(PROMPT)).abs().max() < error * rows.abs().max(), name
 
 
 @pytest.mark.parametrize(
     ("quantize", "kernels"),
     quick(
-        [("none", "auto"), ("int8", "auto"), ("none", "torch")],
-        [(quantize, kernels) for quantize in ("none", "int8") for kernels in ("auto", "torch")],
+        [("none", "auto"), ("int8", "auto"), (GGUF, "auto"), ("none", "torch")],
+        [(quantize, kernels) for quantize in FORMATS for kernels in ("auto", "torch")],
     ),
 )
 def test_bits_do_not_depend_on_the_batch(quantize: str, kernels: str, adapted: Adapted) -> None:
-    """Alone, batched, in small chunks, from cached prefixes, after preemptions; with weights in float32 and int8."""
+    """Alone, batched, in small chunks, from cached prefixes, after preemptions; in each format of the weights."""
     model = adapted("float32", quantize, kernels)
-    expected = alone(model)
+    expected = alone(model, requests())
     batched = core(model, slots=len(NAMES))
 
     assert bits(answered(batched, requests())) == expected
@@ -135,10 +172,29 @@ def test_bits_do_not_depend_on_the_batch(quantize: str, kernels: str, adapted: A
     assert model.info.batch_invariant
 
 
-def test_drafts_change_no_text(adapted: Adapted, folder: Folder) -> None:
+@pytest.mark.parametrize("quantize", FORMATS)
+def test_bits_of_shifted_contexts_do_not_depend_on_the_batch(quantize: str, adapted: Adapted) -> None:
+    """Alone, batched and in small chunks; until the first shift they are those of a longer context."""
+    model = adapted("float32", quantize)
+    asked = requests(count=24, overflow="shift", keep=4)
+    expected = alone(model, asked, context=40)
+
+    batched = answered(core(model, slots=len(NAMES), context=40), asked)
+    assert bits(batched) == expected
+    assert bits(answered(core(model, slots=3, context=40, chunk=5), asked)) == expected
+    longer = bits(answered(core(model, slots=len(NAMES)), asked))
+    for name, answer in batched.items():
+        assert isinstance(answer.end, Finished)
+        assert answer.end.usage.context_shifts > 0
+        assert expected[name][:8] == longer[name][:8], name
+        assert expected[name] != longer[name], name
+
+
+@pytest.mark.parametrize("quantize", FORMATS)
+def test_drafts_change_no_text(quantize: str, adapted: Adapted) -> None:
     """Drafts of n-gram lookup: of each adapter's own outputs."""
-    model = adapted("float32")
-    config = EngineConfig(model=str(folder("llama")), drafter="lookup", draft_tokens=4)
+    model = adapted("float32", quantize)
+    config = EngineConfig(model=model.info.folder, drafter="lookup", draft_tokens=4)
     speculation = make_speculation(config, model, None, lambda: 0.0, lambda phase: None)
     drafting = core(model, slots=len(NAMES), speculation=speculation)
     repeated = PROMPT[:8] * 4
@@ -177,7 +233,7 @@ def test_adapters_are_counted_as_weights(adapted: Adapted, loaded: Callable[...,
     assert [info.rank for info in model.info.adapters] == [8, 16, 4, 8, 8, 1, 64, 24]
 
 
-@pytest.mark.parametrize("quantize", ["none", "int8"])
+@pytest.mark.parametrize("quantize", FORMATS)
 def test_the_native_step_computes_adapters(quantize: str, loaded: Callable[..., LoadedModel], adapted: Adapted) -> None:
     """Of a model that was loaded with adapters."""
     model = adapted("float32", quantize)

@@ -1,7 +1,8 @@
-"""Adapters with a draft model and with the disk cache: each text is PEFT's alone."""
+"""Adapters with a draft model, with MTP heads and with the disk cache: each text is PEFT's alone."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 from engine.engine import Engine
 from engine.types.events import Started
 from engine.types.request import Request
+from tests.engine.draft.mtp_models import agree, save_headed
 from tests.engine.kit.adapters import LINEAR, AdaptedReference, change_weights, save_adapter
 from tests.engine.kit.play import ask
 from tests.engine.test_engine import answer, run_with_engine, tokens
@@ -32,9 +34,9 @@ def adapters(folder: Folder, tmp_path: Path) -> dict[str, Path]:
     }
 
 
-def expected(folder: Path, adapters: dict[str, Path], name: str) -> list[int]:
+def expected(folder: Path, adapters: dict[str, Path], name: str, dtype: torch.dtype = torch.float64) -> list[int]:
     """PEFT's tokens alone."""
-    return AdaptedReference(folder, adapters.get(name), torch.float64).greedy(PROMPT, TOKENS)
+    return AdaptedReference(folder, adapters.get(name), dtype).greedy(PROMPT, TOKENS)
 
 
 def lora(adapters: dict[str, Path]) -> tuple[str, ...]:
@@ -65,6 +67,29 @@ def test_a_draft_model_never_adapts_and_the_texts_are_those_of_peft(folder: Fold
     for name in NAMES[1:]:
         tried, right = accepted[name]
         assert right < base_rate * tried, name
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5", "deepseek_v3"])
+def test_an_mtp_head_never_adapts_and_the_texts_are_those_of_peft(kind: str, tmp_path: Path) -> None:
+    """In one batch, of models that are recurrent or have latent attention; the head drafts the base's next tokens."""
+    path = save_headed(kind, tmp_path / "model", agree)
+    adapters = {
+        name: save_adapter(path, tmp_path / name, {"r": 4 * seed, "target_modules": ["q_proj", "o_proj"]}, seed)
+        for seed, name in enumerate(NAMES)
+        if name
+    }
+    texts = {name: expected(path, adapters, name, torch.float32) for name in NAMES}
+    assert len({tuple(text) for text in texts.values()}) == len(NAMES)
+
+    async def story(engine: Engine) -> None:
+        for _ in range(2):
+            answers = await asyncio.gather(*(answer(engine, asked(name)) for name in NAMES))
+            assert {name: tokens(events) for name, events in zip(NAMES, answers, strict=True)} == texts
+        tried, right = _drafts(engine)
+        assert 0 < right < tried
+
+    settings = {"slots": 3, "dtype": "float32", "drafter": "mtp", "draft_tokens": 3}
+    run_with_engine(path, story, lora=lora(adapters), **settings)
 
 
 def _drafts(engine: Engine) -> tuple[int, int]:
