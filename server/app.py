@@ -94,7 +94,7 @@ def _traces(settings: Settings, closing: AsyncExitStack) -> GenerationTraces | N
 
 def _media_reader(settings: Settings) -> MediaReader:
     store = open_store(settings.store)
-    files = open_files(None if store is None else store.location, first_owner(settings.all_keys))
+    files = open_files(None if store is None else store.location, first_owner(settings.all_keys, settings.key_entries))
     return MediaReader(files, MediaFetcher(frozenset(settings.media_hosts)))
 
 
@@ -161,7 +161,7 @@ def _make_app(registry: ModelRegistry, media: MediaReader, metrics: Metrics, clo
 
 def _wrap(app: FastAPI, settings: Settings, metrics: Metrics) -> None:
     """Add the middleware, the outermost last."""
-    limits, keys, has_keys = settings.limits, ApiKeys.of(settings), bool(settings.all_keys)
+    limits, keys, has_keys = settings.limits, ApiKeys.of(settings), settings.has_keys
     hosts = ("*",) if has_keys else settings.hosts
     refusals = RefusalLog()
     app.state.refuse = EarlyRefusal(app.state.models.check_admission, keys, hosts, limits, metrics, refusals)

@@ -339,7 +339,7 @@ def _lines(
     yield "responses", describe_location(settings.store)
     if settings.origins:
         yield "pages", f"of {', '.join(settings.origins)} may call the server from a browser"
-    keys = len(settings.all_keys)
+    keys = len(settings.all_keys) + sum(entry.key is None for entry in settings.key_entries)
     yield "keys", f"{keys} API keys" if keys else "none: every client that reaches the port is served"
 
 
@@ -403,7 +403,7 @@ def _other_model_lines(memory: MemoryPlan) -> Iterator[str]:
 
 
 def _url_lines(settings: Settings, url: str, *, chats: bool) -> Iterator[str]:
-    key = " -H 'Authorization: Bearer YOUR_KEY'" if settings.all_keys else ""
+    key = " -H 'Authorization: Bearer YOUR_KEY'" if settings.has_keys else ""
     path, use = ("chat/completions", "chat") if chats else ("completions", "completion of texts")
     prompt = {"messages": [{"role": "user", "content": "Hello"}]} if chats else {"prompt": "Once upon a time"}
     limit = {} if chats else {"max_tokens": 64}

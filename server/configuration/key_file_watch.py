@@ -18,7 +18,7 @@ CHECK_SECONDS = 1.0
 
 
 class ConfiguredKeys(NamedTuple):
-    """The API keys of a server, and the entries that those of a key file in TOML have."""
+    """The API keys of a server, and the entries of a key file in TOML."""
 
     keys: tuple[str, ...]
     entries: tuple[KeyEntry, ...]
@@ -50,7 +50,7 @@ class KeyFileWatch:
         except (OSError, ValueError) as error:
             logger.error("the changed key file is not used, its earlier keys stay valid: %s", error)
             return None
-        logger.info("%s has changed: %d API keys", self._path, len(keys.keys))
+        logger.info("the API keys of %s have changed", self._path)
         return keys
 
     def _file_state(self) -> tuple[int, int, int] | None:

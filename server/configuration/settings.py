@@ -7,6 +7,7 @@ and the tables of docs/options.md (docs/options.py) are derived from these field
 
 from __future__ import annotations
 
+import hashlib
 import ipaddress
 import math
 import re
@@ -248,8 +249,7 @@ class Settings(EngineConfig):
         if not 0 <= self.grace_seconds < math.inf:
             raise ValueError(f"--grace must be a number of seconds from 0 on, not {self.grace_seconds}")
         self._check_models()
-        keys = self.all_keys
-        if not keys and not self.insecure_no_auth and not is_loopback(self.host):
+        if not self.has_keys and not self.insecure_no_auth and not is_loopback(self.host):
             raise ValueError(
                 f"--host {self.host} can be reached by others: give --api-key (or CELLAR_API_KEY_FILE), "
                 "or --insecure-no-auth to serve anyone"
@@ -283,15 +283,19 @@ class Settings(EngineConfig):
 
     def check_keys(self) -> None:
         """Raise ValueError for API keys that contradict each other or are missing in the key file, OSError."""
-        owners: dict[str, str] = {}
-        for organisation, key in map(split_organisation, self.all_keys):
-            if owners.setdefault(key, organisation) != organisation:
-                named = " and ".join(sorted(filter(None, (organisation, owners[key]))))
+        owners: dict[bytes, str] = {}
+        pairs = [(hashlib.sha256(key.encode()).digest(), name) for name, key in map(split_organisation, self.all_keys)]
+        for digest, organisation in [*pairs, *((entry.digest, entry.organisation or "") for entry in self.key_entries)]:
+            if owners.setdefault(digest, organisation) != organisation:
+                named = " and ".join(sorted(filter(None, (organisation, owners[digest]))))
                 raise ValueError(f"--api-key has a key of {named} twice: a key belongs to one organisation, or to none")
 
     @property
     def all_keys(self) -> tuple[str, ...]:
-        """The API keys of `keys` and of the key file; ValueError for a file without a key, OSError."""
+        """The API keys of `keys` and of the key file, without those that it has as digests only.
+
+        ValueError for a file without a key, OSError.
+        """
         return (*self.keys, *(read_keys(Path(self.key_file)) if self.key_file else ()))
 
     @property
@@ -299,6 +303,11 @@ class Settings(EngineConfig):
         """The keys of a key file in TOML, with their scopes; errors as of `all_keys`."""
         path = Path(self.key_file or "")
         return _read_entries(path) if path.suffix == TOML_SUFFIX else ()
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether requests need an API key; errors as of `all_keys`."""
+        return bool(self.all_keys or self.key_entries)
 
     @property
     def model_names(self) -> tuple[str, ...]:
@@ -384,7 +393,7 @@ def _check_media_hosts(hosts: tuple[str, ...]) -> None:
 def read_keys(path: Path) -> tuple[str, ...]:
     """The keys of a file; ValueError if there is none, so that an empty mounted secret does not open the server."""
     if path.suffix == TOML_SUFFIX:
-        return tuple(entry.text for entry in _read_entries(path))
+        return tuple(entry.text for entry in _read_entries(path) if entry.text is not None)
     keys = split_keys(read_bounded(path))
     if not keys:
         raise ValueError(f"no API key in {path}")

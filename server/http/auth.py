@@ -65,7 +65,8 @@ class ApiKeys:
     """The keys of a server, and their owners.
 
     keys     `key`, or `organisation:key`; keys of one organisation are one owner
-    entries  those of `keys` with scopes and limits; other keys have all scopes and no limit
+    entries  those of `keys` with scopes and limits, and keys of which only the digest is known; other keys have all
+             scopes and no limit
     watch    replaces the keys when the key file has changed; a key that stays keeps what it has used of its limits
     """
 
@@ -106,21 +107,29 @@ class ApiKeys:
     def _set(self, keys: Sequence[str], entries: Iterable[KeyEntry]) -> None:
         rules = {}
         for entry in entries:
-            digests = [digest for digest, _ in _owners_of([entry.text])]
-            earlier = self._rules.get(_digest(entry.key.encode()))
+            earlier = self._rules.get(entry.digest)
             limits = KeyLimits(entry) if earlier is None else earlier[1]
             limits.change(entry)
-            rules.update(dict.fromkeys(digests, (entry, limits)))
-        self._rules, self._owners = rules, dict(_owners_of(keys))
+            known = [] if entry.text is None else [digest for digest, _ in _owners_of([entry.text])]
+            rules.update(dict.fromkeys([entry.digest, *known], (entry, limits)))
+        self._rules = rules
+        self._owners = {digest: _owner_of_organisation(entry) for digest, (entry, _) in rules.items()}
+        self._owners.update(_owners_of(keys))
         # With those of removed keys: their requests may still run.
-        self._organisations |= {_organisation_id(name): name for name, _ in map(split_organisation, keys) if name}
+        names = {*(split_organisation(key)[0] for key in keys), *(entry.organisation for entry, _ in rules.values())}
+        self._organisations |= {_organisation_id(name): name for name in names if name}
         self._digests = list(self._owners)
 
     def _find(self, key: bytes) -> AcceptedKey | None:
         # Digests of equal length, all compared: the time is independent of the keys.
         digest = _digest(key)
         matches = [hmac.compare_digest(digest, known) for known in self._digests]
-        return AcceptedKey(self._owners[digest], *self._rules.get(digest, ())) if any(matches) else None
+        if not any(matches):
+            return None
+        # The owner of a hashed key is the same as with the key in clear, and known at its first request.
+        owner = self._owners[digest] or _key_owner(key)
+        self._owners[digest] = owner
+        return AcceptedKey(owner, *self._rules.get(digest, ()))
 
 
 class AuthMiddleware:
@@ -200,17 +209,31 @@ def _owners_of(keys: Sequence[str]) -> Iterator[tuple[bytes, str]]:
             # The whole entry is a key as well, since a key may contain a colon.
             yield from ((_digest(text.encode()), owner) for text in (entry, key))
         else:
-            yield _digest(key.encode()), _owner_id(b"owner " + key.encode())
+            yield _digest(key.encode()), _key_owner(key.encode())
 
 
-def first_owner(keys: Sequence[str]) -> str:
-    """The owner of the first key; "" without keys. It gets what the store has without an owner."""
-    return next((owner for _, owner in _owners_of(keys)), "")
+def first_owner(keys: Sequence[str], entries: Iterable[KeyEntry] = ()) -> str:
+    """The owner of the first key in clear, else the first organisation; "" if there is none.
+
+    It gets what the store has without an owner.
+    """
+    owners = [*(owner for _, owner in _owners_of(keys)), *filter(None, map(_owner_of_organisation, entries))]
+    return next(iter(owners), "")
 
 
-def count_owners(keys: Sequence[str]) -> int:
+def count_owners(keys: Sequence[str], entries: Iterable[KeyEntry] = ()) -> int:
     """The number of owners of these keys."""
-    return len({owner for _, owner in _owners_of(keys)})
+    hashed = {_owner_of_organisation(entry) or entry.digest.hex() for entry in entries if entry.key is None}
+    return len(hashed.union(owner for _, owner in _owners_of(keys)))
+
+
+def _owner_of_organisation(entry: KeyEntry) -> str:
+    """The owner of a key in an organisation; "" if it depends on the key."""
+    return _organisation_id(entry.organisation) if entry.organisation else ""
+
+
+def _key_owner(key: bytes) -> str:
+    return _owner_id(b"owner " + key)
 
 
 def _organisation_id(name: str) -> str:

@@ -18,7 +18,7 @@ _TEXT = {**ERROR_RESPONSES, 200: {"content": {"text/plain": {"schema": {"type": 
 
 def add(app: FastAPI, models: ModelRegistry) -> None:
     """Add the routes."""
-    permission = ModelPermission(bool(models.settings.all_keys))
+    permission = ModelPermission(models.settings.has_keys)
 
     @app.post("/v1/load_lora_adapter", responses=_TEXT)
     async def load_adapter(body: LoadAdapterRequest, request: Request) -> Response:

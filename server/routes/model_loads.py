@@ -18,7 +18,7 @@ def add(app: FastAPI, models: ModelRegistry) -> None:
     """Add the routes, if there are several models."""
     if not isinstance(models, SeveralModels):
         return
-    permission = ModelPermission(bool(models.settings.all_keys))
+    permission = ModelPermission(models.settings.has_keys)
 
     @app.post("/models/load", responses=ERROR_RESPONSES)
     async def load(body: ModelCommand, request: Request) -> Response:

@@ -40,7 +40,7 @@ OTHER_MODEL = (
 def add(app: FastAPI, models: ModelRegistry, errors: dict[int | str, dict[str, Any]]) -> None:
     """Add the routes."""
     settings = models.settings
-    permission = ModelPermission(bool(settings.all_keys))
+    permission = ModelPermission(settings.has_keys)
     names = _Names(models)
     _add_downloads(app, names, permission, errors)
     _add_presets(app, names, permission, errors)

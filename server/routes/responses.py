@@ -40,12 +40,14 @@ After = Annotated[int, Query(ge=-1, le=2**31 - 1)]
 
 def add(app: FastAPI, models: ModelRegistry) -> ResponseService:
     """Add the routes; the app's owner closes the returned service."""
-    responses = ResponseService(models, open_store(models.settings.store, first_owner(models.settings.all_keys)))
+    settings = models.settings
+    first = first_owner(settings.all_keys, settings.key_entries)
+    responses = ResponseService(models, open_store(settings.store, first))
     _add_create_routes(app, responses, models.settings.limits)
     _add_read_routes(app, responses, models.settings.limits)
 
     connections = connection_limit(models.settings.limits.connections)
-    websockets = WebSocketLimit(connections, count_owners(models.settings.all_keys))
+    websockets = WebSocketLimit(connections, count_owners(settings.all_keys, settings.key_entries))
 
     @app.websocket(PATH)
     async def converse(socket: WebSocket) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 from pathlib import Path
@@ -9,10 +10,12 @@ from typing import Any
 
 import pytest
 
+from server.app import create_app
+from server.configuration.key_file import KeyEntry
 from server.configuration.key_file_watch import KeyFileWatch
 from server.configuration.settings import MAX_KEY_FILE_BYTES
-from server.http.auth import AcceptedKey, ApiKeys
-from tests.server.fakes import settings
+from server.http.auth import AcceptedKey, ApiKeys, count_owners, first_owner
+from tests.server.fakes import FakeEngine, ask, settings
 from tests.server.http.test_key_limits import Clock, admit
 
 
@@ -129,3 +132,52 @@ def test_what_a_key_has_used_still_counts_after_a_change(tmp_path: Path) -> None
     assert after.owner != before.owner
     assert after.limits.headers()["x-ratelimit-remaining-requests"] == "1"
     assert admit(after.limits) == ""
+
+
+def test_a_key_keeps_owner_and_limits_when_its_digest_replaces_it(tmp_path: Path) -> None:
+    rest = "requests_per_minute = 9\nscopes = ['use']\n"
+    wines = 'organisation = "wines"\n'
+    digests = [hashlib.sha256(key).hexdigest().upper() for key in (b"a", b"b")]
+    clear, hashed = (
+        f"[[key]]\n{first}\n{rest}[[key]]\n{second}\n{wines}"
+        for first, second in (('key = "a"', 'key = "b"'), [f'sha256 = "{digest}"' for digest in digests])
+    )
+    watched = WatchedKeys(tmp_path / "keys.toml", clear)
+    before = [watched.find(key) for key in ("a", "b")]
+    watched.write(hashed)
+    after = [watched.find(key) for key in ("a", "b")]
+
+    assert None not in before
+    assert [key and key.owner for key in after] == [key and key.owner for key in before]
+    assert [key and key.limits for key in after] == [key and key.limits for key in before]
+    assert [key and key.entry and len(key.entry.scopes) for key in after] == [1, 2]
+    assert watched.valid(*digests, *(digest.lower() for digest in digests), "", "c") == []
+    assert watched.keys.label(after[1].owner if after[1] else "") == "wines"
+
+
+def test_a_file_of_digests_closes_the_server(tmp_path: Path) -> None:
+    path = tmp_path / "keys.toml"
+    path.write_text(f'[[key]]\nsha256 = "{hashlib.sha256(b"a").hexdigest()}"')
+    configured = settings(key_file=str(path), host="0.0.0.0")
+    app = create_app(FakeEngine(), configured)  # type: ignore[arg-type]
+
+    assert (configured.all_keys, configured.has_keys) == ((), True)
+    assert count_owners(configured.all_keys, configured.key_entries) == 1
+    assert [ask(app, "GET", "/v1/models", headers=headers).status for headers in ({}, {"x-api-key": "a"})] == [401, 200]
+
+
+def test_the_first_owner_is_known_of_keys_in_clear_and_of_organisations() -> None:
+    digest = hashlib.sha256(b"a").hexdigest()
+    alone, wines = KeyEntry(sha256=digest), KeyEntry(sha256=digest, organisation="wines")
+
+    assert first_owner([], [alone]) == ""
+    assert first_owner([], [alone, wines]) == first_owner(["wines:b"])
+    assert first_owner(["c"], [wines]) == first_owner(["c"])
+
+
+def test_one_key_in_two_organisations_is_refused_also_as_a_digest(tmp_path: Path) -> None:
+    path = tmp_path / "keys.toml"
+    path.write_text(f'[[key]]\nsha256 = "{hashlib.sha256(b"a").hexdigest()}"\norganisation = "wines"')
+
+    with pytest.raises(ValueError, match="a key of beers and wines twice"):
+        settings(key_file=str(path), keys=("beers:a",)).check()

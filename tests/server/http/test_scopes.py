@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +167,10 @@ def test_a_key_of_the_option_is_narrowed_by_the_file(tmp_path: Path) -> None:
         ('[[key]]\nkey = "secret"\nscopes = []', "invalid at key.0.scopes"),
         ('[[key]]\nkey = "secret"\nscopes = ["root"]', "invalid at key.0.scopes"),
         ('[[key]]\nkey = "secret"\n[[key]]\nkey = "secret"\nscopes = ["use"]', "a key twice"),
+        ('[[key]]\nkey = "secret"\nsha256 = "' + "0" * 64 + '"', "either 'key' or 'sha256'"),
+        ('[[key]]\nscopes = ["use"]', "either 'key' or 'sha256'"),
+        ('[[key]]\nsha256 = "secret"', "invalid at key.0.sha256"),
+        ('[[key]]\nkey = "a"\n[[key]]\nsha256 = "' + sha256(b"a").hexdigest() + '"', "a key twice"),
         ('[[key]\nkey = "secret"', "is no TOML"),
     ],
 )
