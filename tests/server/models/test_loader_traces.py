@@ -1,4 +1,4 @@
-"""Invariants of the loader under random requests, crashes and disconnects, in virtual time."""
+"""Invariants of the loader under random requests, crashes, disconnects and removals, in virtual time."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import asyncio
 import math
 import random
 from collections import Counter
+from typing import Any
 
 from engine.errors import EngineError
+from server.http.errors import ApiError
 from server.models.entry import ModelEntry
 from server.models.eviction import TURN_SECONDS
 from server.models.instance import UnloadReason
@@ -18,12 +20,24 @@ from tests.virtual_time import run_in_virtual_time
 
 TRACES = 1000
 REQUESTS = 25
+REMOVALS = 6
 LONGEST_STREAM_SECONDS = 40.0
 SETTINGS = settings()
 
 
 class KeepAliveLauncher(FakeLauncher):
-    """Checks also that idle models are unloaded when their keep_alive ends."""
+    """Checks also that idle models are unloaded when their keep_alive ends, and that removed ones are not loaded.
+
+    removed  names of models without files now
+    """
+
+    def __init__(self, needed: dict[str, int], budget: int, keep_alive: float) -> None:
+        super().__init__(needed, budget, keep_alive=keep_alive)
+        self.removed = set[str]()
+
+    def start(self, entry: ModelEntry, memory_bytes: int) -> Any:
+        self.check(entry.name not in self.removed, f"{entry.name} is removed and loaded")
+        return super().start(entry, memory_bytes)
 
     def unloaded(self, model: str, reason: UnloadReason) -> None:
         super().unloaded(model, reason)
@@ -49,7 +63,9 @@ class Trace:
         default = self.random.choice([math.inf, 5.0])
         self.launcher = KeepAliveLauncher(needed, self.budget, keep_alive=default)
         self.crashes = self.random.random() < 0.3
+        self.removes = self.random.random() < 0.3
         entries = [ModelEntry(name, SETTINGS, pinned=name in self.pinned) for name in names]
+        self.entries = {entry.name: entry for entry in entries}
         limits = LoaderLimits(self.budget, max_waiting=1000, load_timeout=10_000, keep_alive=default)
         self.loader = Loader(entries, self.launcher, limits, self.launcher)
         self.names, self.outcomes, self.longest_wait = names, Counter[str](), 0.0
@@ -58,6 +74,8 @@ class Trace:
         """All requests, then the end of the server."""
         self.loader.start()
         requests = [asyncio.create_task(self._request()) for _ in range(REQUESTS)]
+        if self.removes:
+            requests += [asyncio.create_task(self._remove()) for _ in range(REMOVALS)]
         await asyncio.wait(requests)
         for request in requests:
             assert request.cancelled() or request.exception() is None, request.exception()
@@ -87,6 +105,18 @@ class Trace:
         await asyncio.wait((task,))
         self.outcomes["left"] += 1
 
+    async def _remove(self) -> None:
+        """Remove a model, and add it again later."""
+        await asyncio.sleep(self.random.uniform(0, 120))
+        name = self.random.choice([name for name in self.names if name not in self.pinned] or [""])
+        if not name or name in self.launcher.removed:
+            return
+        self.launcher.removed.add(name)
+        self.loader.remove(name)
+        await asyncio.sleep(self.random.choice([0.0, 0.1, self.random.uniform(0, 60)]))
+        self.loader.add(self.entries[name])
+        self.launcher.removed.remove(name)
+
     async def _use(self, name: str, keep_alive: float | None) -> None:
         loop = asyncio.get_running_loop()
         began = loop.time()
@@ -95,6 +125,11 @@ class Trace:
         except EngineError:
             assert self.crashes
             self.outcomes["failed"] += 1
+            return
+        except ApiError:
+            # The model is removed.
+            assert self.removes
+            self.outcomes["refused"] += 1
             return
         finally:
             self.longest_wait = max(self.longest_wait, loop.time() - began)
@@ -134,4 +169,5 @@ def test_the_invariants_hold_in_random_traces() -> None:
 
     assert sum(outcomes.values()) > 0.9 * TRACES * REQUESTS
     assert outcomes["served"] > 0.7 * TRACES * REQUESTS
+    assert outcomes["refused"] > 500
     assert min(unloads[reason] for reason in ("idle", "memory", "crash")) > 100
