@@ -57,6 +57,7 @@ OTHER_KEYS = {
     "overload": ("model", "clients", "retry"),
     "sharing": ("model", "requests", "cell"),
     "adapters": ("model", "streams", "rank", "dtype", "mode"),
+    "adapter_loads": ("model", "streams", "rank", "loads", "mode"),
     "encodings": ("model", "streams", "cell"),
     "fleet_validation": ("replicas", "policy"),
 }
