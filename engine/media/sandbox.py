@@ -11,6 +11,7 @@ import logging
 import os
 import threading
 import warnings
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -49,8 +50,48 @@ class MediaDescription:
     refused: Mapping[ContentKind, str]
 
 
+class _FifoLock:
+    """A lock that threads get in the order of their arrival.
+
+    Of other locks a thread with several contents takes the next turn, too: the threads of other requests would wait
+    for all of them.
+    """
+
+    def __init__(self) -> None:
+        self._guard = threading.Lock()
+        # The first holds the lock.
+        self._turns: deque[threading.Event] = deque()
+
+    def acquire(self, timeout_seconds: float | None = None) -> bool:
+        """Whether the lock was acquired in time."""
+        turn = threading.Event()
+        with self._guard:
+            self._turns.append(turn)
+            self._turns[0].set()
+        if turn.wait(timeout_seconds):
+            return True
+        with self._guard:
+            if turn.is_set():
+                return True
+            self._turns.remove(turn)
+            return False
+
+    def release(self) -> None:
+        """Pass the lock on."""
+        with self._guard:
+            self._turns.popleft()
+            if self._turns:
+                self._turns[0].set()
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
 class MediaSandbox:
-    """The subprocess, started on demand. For any thread; one content at a time.
+    """The subprocess, started on demand. For any thread; one content at a time, in order of arrival.
 
     folder        with the files of the processor
     reads_speech  whether sounds are features for transcription, rather than contents of prompts
@@ -67,7 +108,7 @@ class MediaSandbox:
         memory_bytes: int = _MEMORY_BYTES,
     ) -> None:
         self._arguments = folder, max_seconds, memory_bytes, "speech" if reads_speech else "contents"
-        self._lock = threading.Lock()
+        self._lock = _FifoLock()
         self._process = SandboxProcess(__name__)
         self._is_ready = False
         self._description: MediaDescription | None = None
@@ -100,7 +141,7 @@ class MediaSandbox:
 
     def process(self, upload: Upload) -> ProcessedContent:
         """Decode and process a content. Raises InvalidContent, and Overloaded."""
-        if not self._lock.acquire(timeout=_LOCK_TIMEOUT_SECONDS):
+        if not self._lock.acquire(_LOCK_TIMEOUT_SECONDS):
             raise Overloaded(1, _RETRY_SECONDS)
         try:
             for _ in range(_ATTEMPTS):

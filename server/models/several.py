@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from anyio import CapacityLimiter
 from prometheus_client import CollectorRegistry
 
 from engine.client import EngineClient
@@ -18,6 +20,7 @@ from engine.errors import Draining, Loading, Overloaded
 from engine.types.model_name import plain_name
 from server.configuration.settings import Settings
 from server.http.errors import MODEL_NOT_FOUND, ApiError, missing_parameter
+from server.media.threads import MediaThreads
 from server.media.uploads import MediaReader
 from server.metrics.metrics import Metrics, render
 from server.metrics.traces import GenerationTraces
@@ -30,7 +33,7 @@ from server.models.loader import Loader
 from server.models.loader_metrics import LoaderMetrics
 from server.models.presets import LATEST_TAG, Presets
 from server.models.registry import MAX_NAME_LENGTH, ModelRegistry
-from server.service import Service
+from server.service import MAX_GRAMMAR_THREADS, Service
 
 logger = logging.getLogger("cellar")
 
@@ -83,6 +86,9 @@ class SeveralModels(ModelRegistry):
         self.loader, self._observer, self._media, self._traces = loader, observer, media, traces
         self.entries = names_of(entries)
         self._metrics = {name: self._new_metrics(name) for name in loader.names}
+        # By the model's name: each request has a new Service.
+        self._media_threads = defaultdict[str, MediaThreads](MediaThreads)
+        self._grammar_threads = defaultdict[str, CapacityLimiter](lambda: CapacityLimiter(MAX_GRAMMAR_THREADS))
         self._scan = FolderScan(settings)
         self._scanned: Sequence[ModelEntry] = ()
         self.created = int(time.time())
@@ -273,6 +279,8 @@ class SeveralModels(ModelRegistry):
             created=self.created,
             adapter=short if short in entry.settings.adapters else "",
             media=self._media,
+            grammar_threads=self._grammar_threads[entry.name],
+            media_threads=self._media_threads[entry.name],
         )
 
     def unknown(self, name: str) -> ApiError:

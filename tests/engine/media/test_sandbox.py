@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
@@ -59,6 +61,45 @@ def test_a_content_equals_that_of_the_processor_in_this_process(sandbox: MediaSa
     assert contents == [processor.process(upload) for upload in uploads]
     assert (sandbox.markers, sandbox.placeholders) == (processor.markers, processor.placeholders)
     assert sandbox.describe().refused == {}
+
+
+def test_contents_of_several_requests_alternate(sandbox: MediaSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request with many contents lets another one pass after each of them."""
+    order: list[str] = []
+    both = threading.Barrier(2)
+
+    def recorded(upload: Upload) -> str:
+        order.append(upload.field)
+        if upload.field == "a0":
+            both.wait(30)
+            while len(sandbox._lock._turns) < 2:
+                time.sleep(0.01)
+        return upload.field
+
+    monkeypatch.setattr(sandbox, "_process_once", recorded)
+
+    def first() -> None:
+        for number in range(3):
+            sandbox.process(Upload("image", b"", f"a{number}"))
+
+    def other() -> None:
+        both.wait(30)
+        sandbox.process(Upload("image", b"", "b0"))
+
+    with ThreadPoolExecutor(2) as threads:
+        [done.result() for done in [threads.submit(first), threads.submit(other)]]
+
+    assert order == ["a0", "b0", "a1", "a2"]
+
+
+def test_a_wait_for_the_process_is_limited(sandbox: MediaSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Afterwards the thread is no longer in the queue."""
+    monkeypatch.setattr(sandbox_module, "_LOCK_TIMEOUT_SECONDS", 0.01)
+    with sandbox._lock, ThreadPoolExecutor(1) as threads, pytest.raises(Overloaded):
+        threads.submit(sandbox.process, UPLOAD).result()
+
+    assert not sandbox._lock._turns
+    assert sandbox.process(UPLOAD)
 
 
 def test_a_refused_content_keeps_the_process(sandbox: MediaSandbox) -> None:

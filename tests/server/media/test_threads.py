@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,9 @@ import pytest
 from engine.errors import Overloaded
 from engine.types.request import RenderedPrompt
 from server.app import create_app
-from server.media.threads import MAX_MEDIA_THREADS, MediaThreads
+from server.http.auth import Caller
+from server.media import threads as threads_module
+from server.media.threads import MAX_OWNER_THREADS, MediaThreads
 from tests.server.fakes import Answer, call, settings
 from tests.server.media.requests import PNG, MediaTokenizer, data_url, media_engine
 
@@ -33,6 +36,46 @@ async def _check_wait() -> None:
 
     assert await first
     assert await threads.run(lambda: 7) == 7
+
+
+def test_owners_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The requests of a second owner pass the queue of the first one."""
+    first, order = asyncio.run(_started(MediaThreads(1, owner_count=2), monkeypatch))
+
+    assert first == ["a0"]
+    assert order == ["a0", "a1", "b0", "a2", "b1", "a3"]
+
+
+def test_an_owner_leaves_threads_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, _ = asyncio.run(_started(MediaThreads(2, owner_count=1), monkeypatch))
+
+    assert first == ["a0", "b0"]
+
+
+async def _started(threads: MediaThreads, monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], list[str]]:
+    """Four requests of the owner "a", then two of "b": those that start while none ends, and all in order."""
+    owner: ContextVar[str] = ContextVar("owner")
+    monkeypatch.setattr(threads_module, "caller", lambda: Caller(owner.get()))
+    order: list[str] = []
+    release = threading.Event()
+
+    async def run(name: str) -> None:
+        owner.set(name[0])
+
+        def work() -> None:
+            order.append(name)
+            assert release.wait(30)
+
+        await threads.run(work)
+
+    tasks = [asyncio.create_task(run(name)) for name in ("a0", "a1", "a2", "a3", "b0", "b1")]
+    await asyncio.sleep(0)
+    while len(order) < threads.running:
+        await asyncio.sleep(0.01)
+    first = sorted(order)
+    release.set()
+    await asyncio.gather(*tasks)
+    return first, order
 
 
 class WaitingTokenizer(MediaTokenizer):
@@ -65,7 +108,7 @@ async def _check_text() -> None:
         return await call(app, "POST", "/v1/chat/completions", body=body, headers={"content-length": str(len(body))})
 
     images = [asyncio.create_task(ask([image])) for _ in range(45)]
-    while tokenizer.waiting < MAX_MEDIA_THREADS:
+    while tokenizer.waiting < MAX_OWNER_THREADS:
         await asyncio.sleep(0.01)
     try:
         text = await asyncio.wait_for(ask("hi"), 10)
