@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import anyio.to_thread
 from pydantic import TypeAdapter
@@ -12,6 +12,7 @@ from pydantic import TypeAdapter
 from server.http.encoding import dumps
 from server.http.errors import PREVIOUS_RESPONSE_NOT_FOUND, ApiError, invalid_value
 from server.media.uploads import MediaReader
+from server.responses.fork import OutputTokens
 from server.responses.partial_items import new_id
 from server.schemas.media import InlineMedia
 from server.schemas.response_input import Input, InputItem, ReferenceInput
@@ -37,6 +38,18 @@ NOT_STORED = (
 )
 
 
+# The field of a stored body that no client gets.
+_OUTPUT_TOKENS = "output_tokens"
+
+
+class ForkSource(NamedTuple):
+    """A stored response with its input items, without earlier ones, and its tokens, if they are stored."""
+
+    response: ResponseBody
+    input_items: list[Item]
+    output: OutputTokens | None
+
+
 class Archive:
     """The stored responses of `owner`."""
 
@@ -51,14 +64,18 @@ class Archive:
         *,
         final: bool,
         new: bool = True,
+        output: OutputTokens | None = None,
     ) -> None:
         """Store a response with its input items and event frames; a final record is not replaced.
 
-        new  also store it if it is not stored yet
+        new     also store it if it is not stored yet
+        output  the tokens from which others may continue
         """
         # Only ids of this server: ids of clients may be ambiguous.
         items = [item["id"] for item in response["output"]]
-        body, input = dumps(response), dumps(list(input_items))
+        tokens = None if output is None else output.as_json()
+        body = dumps(response if tokens is None else {**response, _OUTPUT_TOKENS: tokens})
+        input = dumps(list(input_items))
         previous = response["previous_response_id"]
         cancelled = response["status"] == "cancelled"
         record = Record(
@@ -70,6 +87,15 @@ class Archive:
         """The response as stored; failed if its lease has expired."""
         record = await self._store.get(id, self._owner)
         return None if record is None else _record_body(record)
+
+    async def fork_source(self, id: str) -> ForkSource | None:
+        """What another response continues; None: there is no such response."""
+        record = await self._store.get(id, self._owner)
+        if record is None:
+            return None
+        tokens = json.loads(record.body).get(_OUTPUT_TOKENS)
+        output = None if tokens is None else OutputTokens.from_json(tokens)
+        return ForkSource(_record_body(record), record_input(record), output)
 
     async def frames(self, id: str) -> list[bytes]:
         """The event frames of a response, in order."""
@@ -201,7 +227,9 @@ def _output_text(text: str) -> Item:
 
 
 def _record_body(record: Record) -> ResponseBody:
-    body = cast(ResponseBody, json.loads(record.body))
+    stored = json.loads(record.body)
+    stored.pop(_OUTPUT_TOKENS, None)
+    body = cast(ResponseBody, stored)
     return failed_response(body, WORKER_LOST) if record.lease_expired else body
 
 

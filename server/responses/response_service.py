@@ -30,6 +30,7 @@ from server.models.registry import ModelRegistry
 from server.responses.archive import (
     NOT_STORED,
     Archive,
+    ForkSource,
     Item,
     as_items,
     check_call_outputs,
@@ -41,6 +42,7 @@ from server.responses.archive import (
 )
 from server.responses.cache_diagnostics import compare
 from server.responses.compaction import SUMMARY_QUESTION, compaction, summary_request
+from server.responses.fork import OutputTokens, checked_count, continued, ended_after, first_items, with_prompt_of
 from server.responses.initial import initial_response, prompt_of_response
 from server.responses.messages import LatestResponse
 from server.responses.partial_items import new_id
@@ -90,11 +92,14 @@ class ResponseService:
         latest    a response outside the store that this one may continue
         """
         self._check(body)
-        input_items = await self._input_items(body)
+        body, input_items, output = await self._forked(body)
         items = await self._prompt_items(body, input_items, latest)
         # The generation has its own lease, as it may outlive the request.
         with self._models.lease(body.model) as service:
             turn = await self._turn(body, items, new_id("resp"))
+            if output is not None and body.continue_from is not None:
+                vocabulary = service.engine.info.vocabulary
+                turn = continued(turn, output, body.continue_from.token_count, vocabulary)
             response = initial_response(body, turn, stored=body.stored and self._archive is not None)
             if all_warnings := [*warnings, *client_warnings(turn.warnings)]:
                 response["warnings"] = all_warnings
@@ -102,7 +107,7 @@ class ResponseService:
                 input_items = await _with_files(input_items, service.media)
             writer = ResponseWriter(response, encrypted=body.includes("reasoning.encrypted_content"))
             diagnose = await self._diagnose(body.compared, response, turn)
-            task = ResponseTask(turn, writer, partial(self._store_final, input_items), items, diagnose)
+            task = ResponseTask(turn, writer, partial(self._store_final, body, turn, input_items), items, diagnose)
             await self._start(task, turn, input_items)
         return task
 
@@ -199,6 +204,40 @@ class ResponseService:
             message = f"Invalid value for '{name}': this server stores no responses; see --store."
             raise ApiError(UNSUPPORTED_VALUE, message, param=name)
 
+    async def _forked(self, body: ResponseRequest) -> tuple[ResponseRequest, list[Item], OutputTokens | None]:
+        """The request with the prompt of the response that it continues, if it does; the input items; and the tokens
+        that the answer continues, unless further input follows them.
+        """
+        new_items = await self._input_items(body)
+        if body.continue_from is None:
+            return body, new_items, None
+        source = await self._required_archive.fork_source(body.continue_from.response_id)
+        if source is None:
+            raise _not_found(body.continue_from.response_id)
+        count = checked_count(body, source.output)
+        assert source.output is not None
+        request = with_prompt_of(body, source.response, source.output)
+        if body.input is None:
+            return request, source.input_items, source.output
+        kept = await self._first_output(request, source, count)
+        items = [*source.input_items, *kept, *new_items]
+        check_call_outputs(items)
+        return request, items, None
+
+    async def _first_output(self, body: ResponseRequest, source: ForkSource, count: int) -> list[Item]:
+        """The output items of the first `count` tokens of a response. Nothing is computed for them."""
+        if not count:
+            return []
+        items = await self._prompt_items(body, source.input_items)
+        with self._models.lease(body.model) as service:
+            turn = await self._turn(body, items, new_id("resp"))
+            assert source.output is not None
+            turn = ended_after(continued(turn, source.output, count, service.engine.info.vocabulary), count)
+            writer = ResponseWriter(initial_response(body, turn, stored=False))
+            task = ResponseTask(turn, writer, _store_nothing)
+            await task.start(self._generate(turn))
+            return first_items(await task.wait_finished(), source.response)
+
     async def _input_items(self, body: PromptFields | CompactRequest) -> list[Item]:
         """The stored input items of a request."""
         items = as_items(body.input)
@@ -293,13 +332,21 @@ class ResponseService:
         if len(owners) >= limit and owners.count(self._owner) >= share:
             raise Overloaded(len(owners), BACKGROUND_RETRY_SECONDS)
 
-    async def _store_final(self, input_items: Sequence[Item], response: ResponseBody, frames: Sequence[bytes]) -> None:
+    async def _store_final(
+        self,
+        body: ResponseRequest,
+        turn: ChatTurn,
+        input_items: Sequence[Item],
+        response: ResponseBody,
+        frames: Sequence[bytes],
+        tokens: Sequence[int],
+    ) -> None:
         if not response["store"]:
             return
         # One in the background is stored since its start, unless it was deleted.
         save = partial(self._required_archive.save, final=True, new=not response["background"])
         try:
-            await save(response, input_items, frames)
+            await save(response, input_items, frames, output=OutputTokens.of(body, turn, tokens))
         except StoreError:
             if response["background"]:
                 # A failed response needs less space than a whole answer.
@@ -325,6 +372,10 @@ class ResponseService:
 
 def _not_found(id: str) -> ApiError:
     return ApiError(RESPONSE_NOT_FOUND, f"Response with id '{id[:128]}' not found.")
+
+
+async def _store_nothing(response: ResponseBody, frames: Sequence[bytes], tokens: Sequence[int]) -> None:
+    """The response is part of another one."""
 
 
 async def _with_files(items: Sequence[Item], media: MediaReader) -> list[Item]:

@@ -15,7 +15,7 @@ from typing import Any
 from engine.errors import EngineError
 from engine.types.content import Content
 from engine.types.events import Finished, Started
-from server.generation.chat_turn import ChatTurn, ChoiceDelta, ChoiceEnd, parse_choices
+from server.generation.chat_turn import ChatTurn, ChoiceDelta, ChoiceEnd, EarlierDelta, parse_choices
 from server.generation.logprobs import chat_logprobs
 from server.generation.usage import cache_write_tokens, content_tokens
 from server.http.errors import ApiError, check_deadline, internal_error
@@ -31,8 +31,8 @@ from server.store.database import StoreError
 
 logger = logging.getLogger("cellar.http")
 
-# Stores a response with its event frames, before the last events are published.
-SaveResponse = Callable[[ResponseBody, Sequence[bytes]], Awaitable[None]]
+# Stores a response with its event frames and output tokens, before the last events are published.
+SaveResponse = Callable[[ResponseBody, Sequence[bytes], Sequence[int]], Awaitable[None]]
 Diagnose = Callable[[int], CacheDiagnostics]
 Item = dict[str, Any]
 
@@ -55,6 +55,7 @@ class ResponseTask:
         self._turn, self._writer, self._save, self._diagnose = turn, writer, save, diagnose
         self.items = items
         self._frames: list[bytes] = []
+        self._tokens: list[int] = []
         self._changed = asyncio.Event()
         self._admission = AsyncExitStack()
         self._task: asyncio.Task[None] | None = None
@@ -136,7 +137,7 @@ class ResponseTask:
                 last = await self._final_events(events)
             frames = _encoded(last)
             try:
-                await self._save(self.response, [*self._frames, *frames])
+                await self._save(self.response, [*self._frames, *frames], self._tokens)
             except StoreError as error:
                 logger.error("a response could not be stored: %s", error)
                 frames = [*frames[:-1], *_encoded(self._writer.not_stored(NOT_STORED))]
@@ -166,10 +167,13 @@ class ResponseTask:
                 match item:
                     case Started() if self.response["status"] == "queued":
                         self._emit(self._writer.in_progress())
-                    case ChoiceDelta():
-                        self._emit(self._writer.add(item.deltas, self._logprobs(item)))
+                    case ChoiceDelta() | EarlierDelta():
+                        delta = item.delta if isinstance(item, EarlierDelta) else item
+                        self._tokens.extend(delta.tokens)
+                        self._emit(self._writer.add(delta.deltas, self._logprobs(delta)))
                     case ChoiceEnd():
                         check_deadline([item.finished])
+                        self._tokens.extend(item.finished.tokens)
                         return list(self._end(item))
         raise AssertionError("the engine ends every stream with Finished or Failed")
 

@@ -230,6 +230,13 @@ class PromptFields(Strict):
     chat_template_kwargs: Annotated[dict[ArgumentName, ArgumentValue], Field(max_length=16)] | None = None
 
 
+class ForkPoint(Strict):
+    """A stored response, and how many of its output tokens the answer begins with."""
+
+    response_id: Label
+    token_count: Annotated[int, Field(ge=0, le=2**31 - 1)]
+
+
 class ResponseRequest(PromptFields):
     """A response request. The last fields are extensions, as in chat completions."""
 
@@ -260,6 +267,7 @@ class ResponseRequest(PromptFields):
     cache_salt: Annotated[Label, Field(min_length=1)] | None = None
     timeout: Annotated[float, Field(gt=0, le=86400)] | None = None
     speculation: SpeculationOptions | None = None
+    continue_from: ForkPoint | None = None
 
     @property
     def stored(self) -> bool:
