@@ -1,7 +1,7 @@
 """The synchronous engine: submit, cancel, step. A step returns the events of its requests.
 
-A step schedules, drafts, runs the forward, verifies drafts and delivers tokens. An exception in a step fails the
-sequences of that step only: the forward is a transaction on the cache, which is rolled back.
+A step schedules, drafts, runs the forward, verifies drafts and delivers tokens. An exception fails the sequences that
+cause it: a forward is a transaction on the cache, which is rolled back, and then computes each sequence alone.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from engine.schedule.draft import Draft
 from engine.schedule.encoder_inputs import EncoderInputs
 from engine.schedule.inspection import Inspection
 from engine.schedule.prefill_budget import Budget
-from engine.schedule.scheduler import ScheduledSequence, Scheduler
+from engine.schedule.scheduler import ScheduledSequence, Scheduler, ShiftFailed
 from engine.schedule.sequence import Sequence
 from engine.schedule.step import Stepper, StepResult
 from engine.schedule.step_cost import StepCost, Work
@@ -151,9 +151,14 @@ class Core:
         self._finish_expired(began)
         self._encode_media()
         scheduling, self._finish_seconds = self._clock(), 0.0
-        scheduled = self._scheduler.schedule()
+        scheduled = self._schedule()
         if scheduled:
-            self._compute(scheduled, scheduling)
+            try:
+                self._compute(scheduled, scheduling)
+            except Exception as error:
+                log.exception("a step failed")
+                for part in scheduled:
+                    self._fail(part.sequence, f"the step failed ({type(error).__name__})")
             self._totals["steps"] += 1
             self._step_seconds += self._clock() - began
         self._encode_contents(began)
@@ -162,8 +167,12 @@ class Core:
 
     def flush_when_idle(self) -> bool:
         """Flush some cached prefixes, encoder entries and draft outputs to disk; False: all of them are flushed."""
-        flushed = self.cache.flush_to_disk(_FLUSH_BYTES) > 0 or self.encoder_inputs.files.flush_one()
-        return flushed or self._speculation.flush(_FLUSH_BYTES)
+        try:
+            flushed = self.cache.flush_to_disk(_FLUSH_BYTES) > 0 or self.encoder_inputs.files.flush_one()
+            return flushed or self._speculation.flush(_FLUSH_BYTES)
+        except Exception:
+            log.exception("cached content is not written; it is tried again later")
+            return False
 
     def stats(self) -> Stats:
         """The current statistics."""
@@ -261,30 +270,48 @@ class Core:
             self._events.append((request.id, Failed(reason, caused_by_request=True)))
             return None
 
+    def _schedule(self) -> list[ScheduledSequence]:
+        """The spans of the next step. A shift that fails fails its sequence; other exceptions fail all that run."""
+        while True:
+            try:
+                return self._scheduler.schedule()
+            except ShiftFailed as error:
+                log.exception("a context shift failed")
+                self._fail(error.sequence, f"{error} ({type(error.__cause__).__name__})")
+            except Exception as error:
+                log.exception("the scheduler failed")
+                for sequence in tuple(self._scheduler.running) or tuple(self._scheduler.waiting)[:1]:
+                    self._fail(sequence, f"the scheduler failed ({type(error).__name__})")
+                return []
+
     def _compute(self, batch: Rows[ScheduledSequence], began: float) -> None:
         """Run a step; `began` is the time before it was scheduled."""
+        work = Work.of([scheduled.span for scheduled in batch])
+        self._totals["batch"] += work.batch_tokens
+        self._batch_sizes[bisect_left(BATCH_BUCKETS, work.batch_tokens)] += 1
+        self._cost.expect(work)
+        batch = self._add_drafts(batch, work.batch_tokens)
+        results = self._run(batch)
+        sound = [result for result in results if not self._fail_if_broken(result)]
+        self._scheduler.record_step([result.scheduled for result in results])
+        for result in sound:
+            self._accept(result)
+        if self._speculation.reads_hidden_states:
+            self._notify_drafters(results)
+        # Step time includes the post-processing of tokens, but not finishing a sequence.
+        draft_tokens = sum([len(scheduled.draft_tokens) for scheduled in batch])
+        self._speculation.stepped(work.batch_tokens + draft_tokens, self._clock() - began - self._finish_seconds)
+
+    def _run(self, batch: Rows[ScheduledSequence]) -> list[StepResult]:
+        """The results of a step. After an exception each sequence is computed alone, and fails if that fails too."""
         try:
-            work = Work.of([scheduled.span for scheduled in batch])
-            self._totals["batch"] += work.batch_tokens
-            self._batch_sizes[bisect_left(BATCH_BUCKETS, work.batch_tokens)] += 1
-            self._cost.expect(work)
-            batch = self._add_drafts(batch, work.batch_tokens)
-            results = self._stepper.run(batch, returns_states=self._speculation.reads_hidden_states)
-            sound = [result for result in results if not self._fail_if_broken(result)]
-            self._scheduler.record_step(batch)
-            for result in sound:
-                if not result.scheduled.sequence.output:
-                    self._accept_prompt(result)
-                self._accept_tokens(result)
-            if self._speculation.reads_hidden_states:
-                self._notify_drafters(results)
-            # Step time includes the post-processing of tokens, but not finishing a sequence.
-            draft_tokens = sum([len(scheduled.draft_tokens) for scheduled in batch])
-            self._speculation.stepped(work.batch_tokens + draft_tokens, self._clock() - began - self._finish_seconds)
+            return self._stepper.run(batch, returns_states=self._speculation.reads_hidden_states)
         except Exception as error:
             log.exception("a step failed")
-            for scheduled in batch:
-                self._fail(scheduled.sequence, f"the step failed ({type(error).__name__})")
+            if len(batch) == 1:
+                self._fail(batch[0].sequence, f"the step failed ({type(error).__name__})")
+                return []
+        return [result for scheduled in batch for result in self._run([scheduled])]
 
     def _add_drafts(self, batch: Rows[ScheduledSequence], batch_tokens: int) -> Rows[ScheduledSequence]:
         """Add drafts to a step of `batch_tokens`, as far as cells are free or evictable."""
@@ -351,6 +378,17 @@ class Core:
         )
         return True
 
+    def _accept(self, result: StepResult) -> None:
+        """Deliver the output of a step for a sequence; an exception fails it."""
+        sequence = result.scheduled.sequence
+        try:
+            if not sequence.output:
+                self._accept_prompt(result)
+            self._accept_tokens(result)
+        except Exception as error:
+            log.exception("the output of a sequence failed")
+            self._fail(sequence, f"the output failed ({type(error).__name__})")
+
     def _accept_tokens(self, result: StepResult) -> None:
         """Add the sampled tokens of a sequence, up to its end or a None."""
         sequence, draft = result.scheduled.sequence, result.scheduled.draft
@@ -406,14 +444,19 @@ class Core:
         self, sequence: Sequence, reason: FinishReason, stop: str | int | None, end_logprob: TokenLogprob | None = None
     ) -> None:
         began = self._clock()
-        if sequence.text.stop is None:
-            self._deliver(sequence, sequence.text.flush())
+        try:
+            if sequence.text.stop is None:
+                self._deliver(sequence, sequence.text.flush())
+        except Exception as error:
+            log.exception("the output of a sequence failed")
+            return self._fail(sequence, f"the output failed ({type(error).__name__})")
         delivered = max(sequence.text.released_tokens, len(sequence.request.emitted))
         undelivered = tuple(sequence.output[delivered:])
         usage, timings = sequence.usage(), sequence.stats.timings(began)
         self._emit(sequence, Finished(reason, stop, usage, timings, end_logprob, undelivered))
         self._leave(sequence)
         self._finish_seconds += self._clock() - began
+        return None
 
     def _fail(self, sequence: Sequence, reason: str, *, caused_by_request: bool = False) -> None:
         """Fail a sequence; `caused_by_request`: its constraints are the cause."""

@@ -260,7 +260,11 @@ class AttentionGroup:
         present = content["present"].numpy()
         before, count = int(present[:start].sum()), int(present[start:stop].sum())
         cells = self.pool.allocate(count)
-        self.pool.load(cells, content, before, before + count)
+        try:
+            self.pool.load(cells, content, before, before + count)
+        except (MemoryError, RuntimeError):
+            self.pool.release(cells)
+            raise
         references = np.full(stop - start, HOLE, dtype=np.int64)
         references[present[start:stop]] = cells
         return references

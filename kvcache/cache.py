@@ -269,8 +269,13 @@ class Cache:
         self._check_spans(forward.spans)
         for component in self._components:
             component.check_append(forward.spans)
-        for component in self._components:
-            component.append(forward.spans)
+        try:
+            for component in self._components:
+                component.append(forward.spans)
+        except (MemoryError, RuntimeError):
+            for span in forward.spans:
+                self._components.truncate(span.slot, span.start)
+            raise
         self._open_forward = forward
 
     def end_forward(self, forward: Forward, kept: Mapping[int, int]) -> None:

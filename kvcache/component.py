@@ -227,7 +227,15 @@ class CacheComponents(tuple[CacheComponent[Any], ...]):
 
     def load(self, content: Sequence[SavedTensors], start: int, stop: int) -> ComponentReferences:
         """Copy the tokens [start, stop) of a saved range to new cells; `load_shortfall` must be 0."""
-        return [component.load(part, start, stop) for component, part in zip(self, content, strict=True)]
+        loaded: ComponentReferences = []
+        try:
+            for component, part in zip(self, content, strict=True):
+                loaded.append(component.load(part, start, stop))
+        except (MemoryError, RuntimeError):
+            for component, references in zip(self, loaded, strict=False):
+                component.release(references)
+            raise
+        return loaded
 
     def load_shortfall(self, content: Sequence[SavedTensors], start: int, stop: int) -> list[int]:
         """Cells that must be freed before `load`."""

@@ -55,6 +55,7 @@ class OffloadTier:
 
     token_bytes     upper bound of one token's content
     on_lost         called with an entry that has lost its content, while nodes still refer to it
+    report          see OffloadConfig
     written_tokens  total since the start
     """
 
@@ -67,6 +68,7 @@ class OffloadTier:
         on_lost: Callable[[OffloadEntry], None],
     ) -> None:
         self._config, self._components, self._on_lost = config, components, on_lost
+        self.report = config.report
         self._disk = None if config.folder is None else DiskFolder(config.folder, config.identity)
         write_buffer = 0 if self._disk is None else min(WRITE_BUFFER_BYTES, config.disk_bytes)
         self.memory_budget = max(config.memory_bytes, write_buffer)
@@ -149,7 +151,11 @@ class OffloadTier:
         """Save the content of a resident node that has no entry yet, as far as it fits the memory budget."""
         remaining, slices = self.memory_budget, list(node.entry_slices)
         for start in range(node.offloaded_tokens, len(node.tokens), self.max_entry_tokens):
-            entry = self._save(node, start)
+            try:
+                entry = self._save(node, start)
+            except (MemoryError, RuntimeError) as error:
+                self.report(f"evicted tokens are not kept ({type(error).__name__})")
+                break
             if (remaining := remaining - entry.memory_bytes) < 0:
                 break
             self.memory_bytes += entry.memory_bytes
@@ -163,7 +169,7 @@ class OffloadTier:
                 self._memory.move_to_end(part.entry)
 
     def read(self, entry: OffloadEntry) -> Sequence[SavedTensors] | None:
-        """The saved tensors of each component; None if the file is unreadable: the entry is lost then."""
+        """The saved tensors of each component; None if it is unreadable; an invalid file is deleted."""
         if entry.content is not None:
             self._copies.wait()
         if entry.content is not None or entry.file is None or self._disk is None:
@@ -173,9 +179,12 @@ class OffloadTier:
             entry.placeholder = self._components.placeholder(content, len(entry.tokens))
             return content
         except InvalidFile as error:
-            self._config.report(f"a file of the disk cache is invalid and was deleted: {error}")
+            self.report(f"a file of the disk cache is invalid and was deleted: {error}")
         except OSError as error:
-            self._config.report(f"a file of the disk cache cannot be read: {error}")
+            self.report(f"a file of the disk cache cannot be read: {error}")
+        except MemoryError:
+            self.report("a file of the disk cache is not read: out of memory")
+            return None
         self._delete_file(entry)
         return None
 
@@ -224,7 +233,7 @@ class OffloadTier:
         try:
             entry.file, entry.file_bytes = self._disk.write(data), len(data)
         except OSError as error:
-            self._config.report(f"the disk cache cannot write to its folder, and pauses: {error}")
+            self.report(f"the disk cache cannot write to its folder, and pauses: {error}")
             return 0
         entry.last_used = node.last_used
         self._files.add(entry)

@@ -326,7 +326,11 @@ class PrefixTree:
         self._evict_until_freed(self._components.load_shortfall(content, part.start, part.stop))
         if any(self._components.load_shortfall(content, part.start, part.stop)):
             return None
-        return self._components.load(content, part.start, part.stop)
+        try:
+            return self._components.load(content, part.start, part.stop)
+        except (MemoryError, RuntimeError) as error:
+            self.offload.report(f"cached tokens are not loaded ({type(error).__name__})")
+            return None
 
     def _insert_files(self) -> None:
         """Insert the files of earlier processes; files without their prefix, and duplicates, are deleted."""

@@ -7,10 +7,13 @@ fast reader the `fast_path` callback takes a delta inside the delivery, without 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Callable
 
 from engine.types.events import Delta, Event, Failed, Finished
+
+log = logging.getLogger("cellar.engine")
 
 # Queued events from which on the output counts as unread.
 UNREAD_EVENTS = 32
@@ -22,7 +25,8 @@ class RequestStream:
     number     of the request among all of its engine, from 1 on: an id may return, the number does not
     finished   the last event was delivered
     on_unread  called with True when events are left unread, with False when they are read again
-    fast_path  called with a delta that arrives while the reader waits; False queues the delta. Must not raise
+    fast_path  called with a delta that arrives while the reader waits; False queues the delta, an exception ends the
+               stream with Failed
     """
 
     def __init__(self, request_id: str, number: int = 0, on_unread: Callable[[bool], None] = lambda _: None) -> None:
@@ -39,9 +43,18 @@ class RequestStream:
             return
         if self._wakeup is None or self._wakeup.done():
             self._queue(event)
-        elif self.fast_path is None or not isinstance(event, Delta) or not self.fast_path(event):
-            self._queue(event)
+        elif (queued := self._after_fast_path(event)) is not None:
+            self._queue(queued)
             self._wakeup.set_result(None)
+
+    def _after_fast_path(self, event: Event) -> Event | None:
+        """The event to queue: none if the fast path took it."""
+        try:
+            taken = self.fast_path is not None and isinstance(event, Delta) and self.fast_path(event)
+        except Exception as error:
+            log.exception("a delta could not be delivered")
+            return Failed(f"the output could not be delivered ({type(error).__name__})")
+        return None if taken else event
 
     def _queue(self, event: Event) -> None:
         self.finished = isinstance(event, Finished | Failed)

@@ -112,6 +112,14 @@ class _Leader:
     shared_length: int
 
 
+class ShiftFailed(Exception):
+    """The context shift of a running sequence failed, perhaps in the middle: only `discard` is possible."""
+
+    def __init__(self, sequence: Sequence) -> None:
+        super().__init__("a context shift failed")
+        self.sequence = sequence
+
+
 class Scheduler:
     """The waiting and the running sequences of one cache.
 
@@ -181,7 +189,7 @@ class Scheduler:
             self._remove_prefixes(sequence)
 
     def schedule(self) -> list[ScheduledSequence]:
-        """The spans of the next step; there are free cells for all of them."""
+        """The spans of the next step; there are free cells for all of them. Raises ShiftFailed."""
         self._admit()
         for sequence in tuple(self.running):
             if len(sequence.tokens) > self._cache.capacity and self._is_at_capacity(sequence):
@@ -302,9 +310,9 @@ class Scheduler:
         more tokens than a slot can resume at, the end of the match becomes a checkpoint.
         """
         slot, context = _slot(sequence), sequence.context
-        keys = context.prefix_keys(min(sequence.reusable_length, self._cache.capacity))
-        cached_length = self._cache.reuse_prefix(slot, keys, salt=context.salt)
-        match = self._cache.match_prefix(keys, salt=context.salt)
+        length = min(sequence.reusable_length, self._cache.capacity)
+        cached_length = self._slots.reuse_prefix(slot, context, length)
+        match = self._cache.match_prefix(context.prefix_keys(length), salt=context.salt)
         sequence.record_prefix_match(match.length, diverged=match.diverged)
         return self._slots.rewind(slot, context, cached_length)
 
@@ -468,6 +476,8 @@ class Scheduler:
                     cached_length = self._cache.shift(sequence.slot, drop.start, drop.length, states=states)
             except OutOfCells:
                 self._free_cells_for_copies()
+            except Exception as error:
+                raise ShiftFailed(sequence) from error
             else:
                 if cached_length <= drop.start:
                     # No key moved. How many keys of earlier shifts are left may depend on chunk sizes: drop them all.

@@ -5,10 +5,13 @@ A released slot is empty; its keys and values live on in the prefix cache.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Protocol
 
 from kvcache.cache import Cache
+
+log = logging.getLogger("cellar.engine")
 
 
 class CachedContext(Protocol):
@@ -56,6 +59,17 @@ class Slots:
     def insert_prefix(
         self, slot: int, context: CachedContext, length: int | None = None, *, checkpoint: bool = False
     ) -> None:
-        """Insert the first `length` tokens of the slot into the prefix cache; None: all."""
+        """Insert the first `length` tokens of the slot into the prefix cache; None: all. Failures are logged."""
         keys = context.prefix_keys(self._cache.cached_length(slot) if length is None else length)
-        self._cache.insert_prefix(slot, keys, salt=context.salt, checkpoint=checkpoint)
+        try:
+            self._cache.insert_prefix(slot, keys, salt=context.salt, checkpoint=checkpoint)
+        except Exception:
+            log.exception("tokens are not added to the prefix cache")
+
+    def reuse_prefix(self, slot: int, context: CachedContext, length: int) -> int:
+        """Extend the slot by cached cells of its first `length` tokens; its new length. Failures are logged."""
+        try:
+            return self._cache.reuse_prefix(slot, context.prefix_keys(length), salt=context.salt)
+        except Exception:
+            log.exception("tokens of the prefix cache are not reused")
+            return self._cache.rewind(slot, self._cache.cached_length(slot))

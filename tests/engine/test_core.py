@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 
 from engine.load.load import LoadedModel
-from engine.types.events import Failed, Finished
-from engine.types.request import SamplingParams
+from engine.types.events import Delta, Event, Failed, Finished
+from engine.types.request import Grammar, SamplingParams
 from tests.engine.kit.models import END, Models, References, core
 from tests.engine.kit.play import Answer, Job, ask, play
 
@@ -226,6 +227,33 @@ def test_a_failing_step_fails_its_sequences(
     after = play(engine, [Job(ask("after", PROMPT * 3, 10, ignore_eos=True))])["after"]
     assert list(reference("llama").greedy(PROMPT * 3, 10)) == after.tokens
     assert 0 == after.started[0].cached_tokens
+
+
+def test_one_broken_sequence_fails_alone(loaded: Models, reference: References) -> None:
+    """A grammar that raises: the step is computed again without its sequence, and the other answer is exact."""
+
+    class Broken:
+        error = ""
+
+        def allowed_bits(self, draft: Sequence[int]) -> bytes:
+            raise MemoryError("no memory for a mask")
+
+        def forced_tokens(self, limit: int) -> list[int]:
+            return []
+
+    broken: Any = Broken()
+    engine = core(loaded("llama"), slots=2)
+    engine.submit(ask("breaks", PROMPT, 10, grammar=Grammar("anything")), broken)
+    engine.submit(ask("goes on", PROMPT, 10, ignore_eos=True))
+    events = list[tuple[str, Event]]()
+    while engine.busy:
+        events += engine.step()
+
+    tokens = [token for _, event in events if isinstance(event, Delta | Finished) for token in event.tokens]
+    assert list(reference("llama").greedy(PROMPT, 10)) == tokens
+    assert ["breaks"] == [name for name, event in events if isinstance(event, Failed)]
+    assert 1 == engine.stats().failed_total
+    assert engine.cache.cells == engine.cache.free_cells + engine.cache.evictable_cells()
 
 
 def test_stats_add_up(loaded: Models) -> None:

@@ -12,6 +12,9 @@ from tests.house.source import ROOT, sources
 BOUNDARIES = {
     "engine/engine.py": "end of the engine thread",
     "engine/core.py": "a failing step fails its own sequences",
+    "engine/output/stream.py": "a delta that cannot be delivered ends its own stream",
+    "engine/schedule/scheduler.py": "a context shift that fails fails its own sequence",
+    "engine/schedule/slots.py": "tokens that the prefix cache cannot add or load are computed",
     "engine/chat_format/lark_writer.py": "an invalid grammar is refused with a message",
     "engine/embedder/loading.py": "an embedding model that cannot run is refused with a message",
     "engine/embedder/scheduler.py": "a failing batch fails its own jobs",

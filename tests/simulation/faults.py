@@ -5,11 +5,27 @@ from __future__ import annotations
 from random import Random
 from typing import Literal, get_args
 
-FaultKind = Literal["forward", "layer", "sampling", "nan", "allocation", "drafter"]
+FaultKind = Literal[
+    "forward",
+    "layer",
+    "sampling",
+    "nan",
+    "allocation",
+    "drafter",
+    "shift",
+    "insertion",
+    "reuse",
+    "saving",
+    "loading",
+    "detokenizer",
+    "matcher",
+]
 KINDS: tuple[FaultKind, ...] = get_args(FaultKind)
+# Of the prefix cache and of drafters, which no output depends on: they fail no sequence. Others fail one at most.
+HARMLESS: tuple[FaultKind, ...] = ("drafter", "insertion", "reuse", "saving", "loading")
 
 
-class InjectedError(Exception):
+class InjectedError(RuntimeError):
     """An error that the simulation raises."""
 
 

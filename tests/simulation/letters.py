@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from engine.grammar import bitmask
 from engine.types.events import Logprob
+from tests.simulation.faults import Faults, InjectedError
 
 END = 1
 VOCABULARY = 32
@@ -22,7 +23,11 @@ class LetterDetokenizer:
 
     skipped_tokens = SPECIAL
 
+    def __init__(self, faults: Faults) -> None:
+        self._faults = faults
+
     def push(self, token: int) -> str:
+        self._faults.raise_if("detokenizer")
         return letter(token)
 
     def flush(self) -> str:
@@ -34,8 +39,11 @@ class LetterTokenizer:
 
     special_tokens = SPECIAL
 
+    def __init__(self, faults: Faults) -> None:
+        self._faults = faults
+
     def detokenizer(self, prompt: Sequence[int], *, special: bool = False) -> LetterDetokenizer:
-        return LetterDetokenizer()
+        return LetterDetokenizer(self._faults)
 
     def describe_token(self, token: int, logprob: float) -> Logprob:
         return Logprob(token, letter(token), letter(token).encode(), logprob)
@@ -50,18 +58,21 @@ def allowed_tokens(output: Sequence[int]) -> list[int]:
 
 
 class LetterMatcher:
-    """The grammar above; the part of GrammarMatcher that sequences read."""
+    """The grammar above; the part of GrammarMatcher that sequences read. After a fault every call fails."""
 
     error = ""
 
-    def __init__(self) -> None:
+    def __init__(self, faults: Faults) -> None:
+        self._faults, self._is_broken = faults, False
         self._output: list[int] = []
 
     def append(self, token: int) -> None:
+        self._fail_if_due()
         assert token in allowed_tokens(self._output), "a token that the grammar forbids"
         self._output.append(token)
 
     def allowed_bits(self, draft: Sequence[int]) -> bytes:
+        self._fail_if_due()
         return bitmask.pack(allowed_tokens([*self._output, *draft]), VOCABULARY)
 
     def forced_tokens(self, limit: int) -> list[int]:
@@ -69,3 +80,8 @@ class LetterMatcher:
         while len(forced) < limit and len(only := allowed_tokens([*self._output, *forced])) == 1:
             forced += only
         return forced
+
+    def _fail_if_due(self) -> None:
+        self._is_broken = self._is_broken or self._faults.is_due("matcher")
+        if self._is_broken:
+            raise InjectedError("matcher")

@@ -36,7 +36,7 @@ from engine.types.status import MemoryPlan, ModelInfo
 from kvcache.attention_group import AttentionGroup
 from kvcache.cache import Cache
 from tests.simulation.choices import Traffic, configuration
-from tests.simulation.faults import Faults
+from tests.simulation.faults import HARMLESS, FaultKind, Faults
 from tests.simulation.hash_model import HashModel
 from tests.simulation.invariants import check_cache, check_core, check_empty
 from tests.simulation.letters import END, VOCABULARY, LetterMatcher, LetterTokenizer
@@ -100,6 +100,7 @@ class World:
         self._speculation_at_start = self.core._speculation
         for group in self.core.cache.groups[-1:]:
             self._fail_allocations(group)
+        self._fail_prefixes(self.core.cache)
         if trace:
             trace(repr(self.configuration))
 
@@ -136,7 +137,7 @@ class World:
             self._open.add(request.id)
             if self._trace:
                 self._trace(f"  {request}")
-            self.core.submit(request, LetterMatcher() if request.grammar is not None else None)
+            self.core.submit(request, LetterMatcher(self.faults) if request.grammar is not None else None)
 
     def _abort(self) -> None:
         if self._open:
@@ -152,8 +153,10 @@ class World:
         self._now += 0.001
         if not self.core.busy:
             return
-        for name, event in self.core.step():
+        events = self.core.step()
+        for name, event in events:
             self._take(name, event)
+        self._check_failures(sum(isinstance(event, Failed) for _, event in events))
         self.steps += 1
         self.occurred.update(self.faults.occurred)
         self.faults.reset()
@@ -216,6 +219,12 @@ class World:
             check_cache(cache)
         if self._open != set(self.core._sequences):
             raise Violation(f"requests in the engine: {sorted(self._open ^ set(self.core._sequences))} differ")
+
+    def _check_failures(self, failed: int) -> None:
+        """Check that a fault failed no other sequence than those that it concerns."""
+        limit = sum(kind not in HARMLESS for kind in self.faults.occurred)
+        if failed > limit:
+            raise Violation(f"{failed} sequences failed, for {self.faults.occurred}")
 
     def _finish(self) -> None:
         left = sum(2 * self.configuration.capacity + len(self._histories[name].request.prompt) for name in self._open)
@@ -314,7 +323,7 @@ class World:
         settings = self.configuration
         info = ModelInfo("hashes", "", "", "Hashes", 0, "float64", VOCABULARY, settings.capacity, settings.slots)
         memory = MemoryPlan(0, settings.cells, 0, 0, 0, int(settings.state_bytes / STATE_SHARE))
-        tokenizer: Any = LetterTokenizer()
+        tokenizer: Any = LetterTokenizer(self.faults)
         grammars: Any = None
         return LoadedModel(
             model=None,
@@ -366,6 +375,24 @@ class World:
             append(slot, start, length)
 
         group._extend = extend
+
+    def _fail_prefixes(self, cache: Cache) -> None:
+        """Let methods of the prefix cache fail when faults are due; copies of the last group, after the others."""
+        self._fail_method(cache, "insert_prefix", "insertion")
+        self._fail_method(cache, "reuse_prefix", "reuse")
+        for group in cache.groups[-1:]:
+            self._fail_method(group, "shift", "shift")
+            self._fail_method(group.pool, "save", "saving")
+            self._fail_method(group.pool, "load", "loading")
+
+    def _fail_method(self, part: object, name: str, kind: FaultKind) -> None:
+        method = getattr(part, name)
+
+        def fail_or_call(*arguments: Any, **options: Any) -> Any:
+            self.faults.raise_if(kind)
+            return method(*arguments, **options)
+
+        setattr(part, name, fail_or_call)
 
     def _salt(self, salt: bytes) -> int:
         return 1 + int(salt.split()[-1]) if salt.startswith(b"salt") else hash_of(salt)

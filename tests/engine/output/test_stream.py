@@ -107,6 +107,22 @@ def test_the_fast_path_takes_deltas_of_a_waiting_reader() -> None:
     assert ["a", "b", "c"] == [delta.text for delta in taken]
 
 
+def test_a_fast_path_that_raises_ends_its_stream() -> None:
+    async def run() -> list[Event]:
+        def fast_path(delta: Delta) -> bool:
+            raise MemoryError
+
+        stream = RequestStream("one")
+        stream.fast_path = fast_path
+        reading = asyncio.create_task(read(stream))
+        await asyncio.sleep(0)
+        stream.deliver(Delta("a", (1,)))
+        stream.deliver(Delta("b", (2,)))
+        return await reading
+
+    assert [Failed("the output could not be delivered (MemoryError)")] == asyncio.run(run())
+
+
 def test_the_fast_path_is_off_after_the_reader_left() -> None:
     taken: list[Delta] = []
 
