@@ -22,6 +22,7 @@ from server.http.refusal import EarlyRefusal
 from server.http.version import version
 from server.media.fetch import MediaFetcher
 from server.media.uploads import MediaReader
+from server.metrics.key_usage import KeyUsage
 from server.metrics.loop_watchdog import LoopWatchdog
 from server.metrics.metrics import Metrics
 from server.metrics.traces import GenerationTraces, make_traces
@@ -163,14 +164,15 @@ def _wrap(app: FastAPI, settings: Settings, metrics: Metrics) -> None:
     """Add the middleware, the outermost last."""
     limits, keys, has_keys = settings.limits, ApiKeys.of(settings), settings.has_keys
     hosts = ("*",) if has_keys else settings.hosts
-    refusals = RefusalLog()
-    app.state.refuse = EarlyRefusal(app.state.models.check_admission, keys, hosts, limits, metrics, refusals)
+    refusals, usage = RefusalLog(), KeyUsage()
+    app.state.key_usage = usage
+    app.state.refuse = EarlyRefusal(app.state.models.check_admission, keys, hosts, limits, metrics, refusals, usage)
     if isinstance(app.state.models, SeveralModels):
         app.add_middleware(LoadMiddleware, models=app.state.models)
     app.add_middleware(LeaseMiddleware)
     app.add_middleware(BodyLimitMiddleware, limits=limits, reads_media=lambda: app.state.models.reads_media)
     app.add_middleware(AdmissionMiddleware, routes=app.routes)
-    app.add_middleware(AuthMiddleware, keys=keys, open_paths=page.open_paths())
+    app.add_middleware(AuthMiddleware, keys=keys, open_paths=page.open_paths(), usage=usage)
     app.add_middleware(
         BoundaryMiddleware,
         hosts=hosts,

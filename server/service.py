@@ -98,8 +98,8 @@ class Service:
         release_reservation()
         async with self.engine.open(request) as stream, self._observed(stream, endpoint, choice) as events:
             # The choices of a request share its prompt.
-            if (limits := caller().limits) is not None and not choice:
-                limits.charge(len(request.prompt))
+            if not choice:
+                caller().charge(prompt_tokens=len(request.prompt))
             yield events
 
     @asynccontextmanager
@@ -135,8 +135,7 @@ class Service:
                 async with aclosing(self._observed_events(stream, timer, choice)) as events:
                     yield ChoiceEvents(events, partial(_set_sink, stream, timer, choice))
             finally:
-                if (limits := caller().limits) is not None:
-                    limits.charge(timer.generated_tokens)
+                caller().charge(generated_tokens=timer.generated_tokens)
                 record = current()
                 if self.traces is not None and record is not None:
                     self.traces.record(timer, endpoint, record.id, record.trace)

@@ -14,7 +14,7 @@ from starlette.requests import HTTPConnection
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from engine.errors import EngineError
+from engine.errors import EngineError, Overloaded
 from server.http.auth import caller
 from server.http.errors import error_response, from_engine_error
 
@@ -63,6 +63,8 @@ class AdmissionMiddleware:
             except EngineError as error:
                 # For the access log and metrics: the request does not reach its route.
                 scope["route"] = self._routes[path]
+                if isinstance(error, Overloaded):
+                    caller().count_refusal("queue_full")
                 await error_response(from_engine_error(error, path), path)(scope, receive, send)
                 return
             with _reservation_scope() as reservation:

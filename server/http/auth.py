@@ -18,7 +18,8 @@ from server.configuration.settings import Settings, split_organisation
 from server.http.access_log import current
 from server.http.errors import INVALID_API_KEY, ApiError, error_response
 from server.http.key_limits import KeyLimitReached, KeyLimits
-from server.http.scopes import check_scopes, is_limited
+from server.http.scopes import check_scopes, is_limited, is_use
+from server.metrics.key_usage import KeyUsage, RefusalReason
 
 # Compared with scope["path"] literally: no prefix, no case folding, no URL rebuilt from the Host header
 # (CVE-2026-48710).
@@ -37,12 +38,30 @@ class Caller:
     request  the id of the HTTP request
     limits   of its key
     batch    whether it is a line of a batch, which other requests overtake
+    key      the name of its key in the log and in metrics; "": the server has no keys, or the path is open
+    admin    whether its key has the scope `admin`
+    usage    counts what the key uses
     """
 
     owner: str = ""
     request: str = ""
     limits: KeyLimits | None = None
     batch: bool = False
+    key: str = ""
+    admin: bool = True
+    usage: KeyUsage | None = None
+
+    def charge(self, *, prompt_tokens: int = 0, generated_tokens: int = 0) -> None:
+        """Count tokens of a prompt or an answer."""
+        if self.limits is not None:
+            self.limits.charge(prompt_tokens + generated_tokens)
+        if self.usage is not None:
+            self.usage.count_tokens(self.key, prompt_tokens, generated_tokens)
+
+    def count_refusal(self, reason: RefusalReason) -> None:
+        """Count a refused request."""
+        if self.usage is not None:
+            self.usage.count_refusal(self.key, reason)
 
 
 _ANONYMOUS = Caller()
@@ -139,10 +158,14 @@ class AuthMiddleware:
     Without keys it accepts every request.
 
     open_paths  that need no key, besides OPEN_PATHS
+    usage       counts the requests, tokens and refusals of keys
     """
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys, open_paths: Collection[str] = ()) -> None:
+    def __init__(
+        self, app: ASGIApp, keys: ApiKeys, open_paths: Collection[str] = (), usage: KeyUsage | None = None
+    ) -> None:
         self.app, self._keys, self._open_paths = app, keys, OPEN_PATHS.union(open_paths)
+        self._usage = KeyUsage() if usage is None else usage
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on with its owner, or answer 401; ApiError outside the scopes of its key."""
@@ -157,13 +180,20 @@ class AuthMiddleware:
             owner = key.owner
             state = scope.setdefault("state", {})
             state[OWNER_KEY] = owner
+            label = self._keys.label(owner)
             if (record := current()) is not None:
-                record.key = self._keys.label(owner)
-            if key.entry is not None:
-                check_scopes(scope, key.entry.scopes)
-            token = _current_caller.set(
-                Caller(owner, str(state.get("request_id", "")), key.limits, batch=acting is not None)
+                record.key = label
+            client = Caller(
+                owner,
+                str(state.get("request_id", "")),
+                key.limits,
+                batch=acting is not None,
+                key=label,
+                admin=key.entry is None or "admin" in key.entry.scopes,
+                usage=self._usage if owner else None,
             )
+            self._check(scope, key, client)
+            token = _current_caller.set(client)
             try:
                 if key.limits is None:
                     await self.app(scope, receive, send)
@@ -176,6 +206,16 @@ class AuthMiddleware:
         message = "Incorrect API key provided." if has_key else "You didn't provide an API key."
         error = ApiError(INVALID_API_KEY, message, headers={"WWW-Authenticate": "Bearer"})
         await error_response(error, scope["path"])(scope, receive, send)
+
+    def _check(self, scope: Scope, key: AcceptedKey, client: Caller) -> None:
+        if client.usage is not None and is_use(scope):
+            client.usage.count_request(client.key)
+        try:
+            if key.entry is not None:
+                check_scopes(scope, key.entry.scopes)
+        except ApiError:
+            client.count_refusal("scope_required")
+            raise
 
     async def _serve_limited(self, limits: KeyLimits, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request of a key with limits, whose response tells what is left of them."""
@@ -193,6 +233,7 @@ class AuthMiddleware:
             with limits.admitted():
                 await self.app(scope, receive, send_with_headers)
         except KeyLimitReached as error:
+            caller().count_refusal("key_limit_reached")
             await error_response(error, scope["path"])(scope, receive, send_with_headers)
 
 

@@ -21,6 +21,7 @@ from server.http.auth import ApiKeys
 from server.http.encoding import JsonResponse, dumps
 from server.http.errors import QUEUE_FULL, ApiError, error_body, from_engine_error
 from server.http.middleware import AUDIO_PATHS, host_of, request_id
+from server.metrics.key_usage import KeyUsage
 from server.metrics.metrics import Metrics
 from server.metrics.traces import TRACE_HEADERS
 
@@ -60,9 +61,11 @@ class EarlyRefusal:
         limits: ClientLimits,
         metrics: Metrics,
         log: RefusalLog,
+        usage: KeyUsage,
     ) -> None:
         self._check_admission, self._keys, self._hosts = check_admission, keys, frozenset(hosts)
         self._limits, self._metrics, self._log = limits, metrics, log
+        self._usage = usage
 
     def __call__(self, data: bytes, client: str, default_headers: Iterable[tuple[bytes, bytes]]) -> Refusal | None:
         """The refusal of the request that `data` starts, if nothing follows it; None if the app shall answer it."""
@@ -82,7 +85,11 @@ class EarlyRefusal:
         try:
             self._check_admission(key.owner)
         except Overloaded as error:
-            record = AccessRecord(request_id(headers), "POST", client, _trace(headers), key=self._keys.label(key.owner))
+            label = self._keys.label(key.owner)
+            if key.owner:
+                self._usage.count_request(label)
+                self._usage.count_refusal(label, "queue_full")
+            record = AccessRecord(request_id(headers), "POST", client, _trace(headers), key=label)
             self._metrics.count_response(path, QUEUE_FULL.status)
             self._log.log(record, path, QUEUE_FULL.status)
             limits = {} if key.limits is None else key.limits.headers()

@@ -6,7 +6,9 @@ from fastapi import FastAPI
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import Response
 
+from server.http.auth import caller
 from server.http.encoding import JsonResponse
+from server.metrics.key_usage import KeyUsage
 from server.metrics.loop_watchdog import LoopWatchdog
 from server.models.registry import ModelRegistry
 from server.routes.openapi import ERROR_RESPONSES
@@ -37,7 +39,11 @@ def add(app: FastAPI, models: ModelRegistry) -> None:
 
     @app.get("/metrics", responses={**ERROR_RESPONSES, 200: {"content": text}}, response_class=Response)
     async def metrics() -> Response:
-        """All metrics of this server."""
+        """All metrics of this server, with the usage of all keys, or of its own for a key without the scope `admin`."""
         watchdog: LoopWatchdog | None = app.state.loop_watchdog
-        others = () if watchdog is None else (watchdog.registry,)
+        usage: KeyUsage = app.state.key_usage
+        client = caller()
+        others = [usage.registry(None if client.admin else client.key)]
+        if watchdog is not None:
+            others.append(watchdog.registry)
         return Response(models.render_metrics(*others), media_type=CONTENT_TYPE_LATEST)
