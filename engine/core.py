@@ -25,6 +25,7 @@ from engine.grammar.matcher import GrammarMatcher
 from engine.load.cache import model_cache, offload_config
 from engine.load.contents import with_ranges
 from engine.load.load import LoadedModel
+from engine.media.entry_codec import CONTENT_CODEC
 from engine.schedule.content_inputs import ContentInputs, EncodingFailed
 from engine.schedule.draft import Draft
 from engine.schedule.encoder_inputs import EncoderInputs
@@ -39,7 +40,7 @@ from engine.types.events import Delta, Event, Failed, Finished, FinishReason, Pr
 from engine.types.request import Request
 from engine.types.snapshot import EngineSnapshot
 from engine.types.status import BATCH_BUCKETS, Stats
-from kvcache.encoder_files import EncoderFiles
+from kvcache.encoder_files import ENCODER_CODEC, EncoderFiles
 
 log = logging.getLogger("cellar.engine")
 
@@ -70,9 +71,9 @@ class Core:
         scored = max(_SCORED_LOGITS_BYTES // (4 * loaded.info.vocabulary), _MIN_SCORED_TOKENS)
         self._scheduler = Scheduler(self.cache, self._budget, max_scored=scored, on_start=self._on_slot_assigned)
         self._inspection = Inspection(self.cache, self._scheduler, clock)
-        encoder_files = EncoderFiles(offload_config(config, loaded.identity), torch.device(config.device))
-        self.encoder_inputs = EncoderInputs(loaded.encoder, encoder_files)
-        self.content_inputs = ContentInputs(loaded.content_encoder)
+        offload, device = offload_config(config, loaded.identity), torch.device(config.device)
+        self.encoder_inputs = EncoderInputs(loaded.encoder, EncoderFiles(offload, device, ENCODER_CODEC))
+        self.content_inputs = ContentInputs(loaded.content_encoder, EncoderFiles(offload, device, CONTENT_CODEC))
         self._sequences: dict[str, Sequence] = {}
         self._events: list[tuple[str, Event]] = []
         self._totals = dict.fromkeys(
@@ -167,8 +168,9 @@ class Core:
 
     def flush_when_idle(self) -> bool:
         """Flush some cached prefixes, encoder entries and draft outputs to disk; False: all of them are flushed."""
+        files = self.encoder_inputs.files, self.content_inputs.files
         try:
-            flushed = self.cache.flush_to_disk(_FLUSH_BYTES) > 0 or self.encoder_inputs.files.flush_one()
+            flushed = self.cache.flush_to_disk(_FLUSH_BYTES) > 0 or any(of_kind.flush_one() for of_kind in files)
             return flushed or self._speculation.flush(_FLUSH_BYTES)
         except Exception:
             log.exception("cached content is not written; it is tried again later")

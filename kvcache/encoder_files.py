@@ -7,13 +7,16 @@ atomic, damaged files are rejected (kvcache/disk.py).
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic
 
 import numpy as np
 import torch
-from torch import Tensor
 
+from kvcache.component import SavedTensors
 from kvcache.disk import DiskFolder, FileHeader, InvalidFile
-from kvcache.encoder_cache import EncoderEntry
+from kvcache.encoder_cache import EncoderEntry, Entry
 from kvcache.offload import OffloadConfig
 
 # Share of the disk budget: entries are large, and few are used again.
@@ -24,21 +27,35 @@ _MAX_UNWRITTEN = 4
 _PLACEHOLDER_TOKENS = np.zeros(1, dtype=np.int64)
 
 
-class EncoderFiles:
+@dataclass(frozen=True, slots=True)
+class EntryCodec(Generic[Entry]):
+    """How entries of one type are written.
+
+    name    of the type, in the identity of its folder
+    encode  the tensors of an entry, contiguous on the CPU and with memory of their own; ValueError: it has other values
+    decode  the entry of a digest from its tensors on the CPU, on a device. Raises ValueError or KeyError
+    """
+
+    name: str
+    encode: Callable[[Entry], SavedTensors]
+    decode: Callable[[bytes, SavedTensors, torch.device], Entry]
+
+
+class EncoderFiles(Generic[Entry]):
     """Encoder entries on disk by digest, least recently used first. Owned by the thread that owns the cache."""
 
-    def __init__(self, config: OffloadConfig, device: torch.device) -> None:
-        self._report, self._device = config.report, device
+    def __init__(self, config: OffloadConfig, device: torch.device, codec: EntryCodec[Entry]) -> None:
+        self._report, self._device, self._codec = config.report, device, codec
         self._budget = config.disk_bytes // _BUDGET_DIVISOR
-        self._disk = None if config.folder is None else DiskFolder(config.folder, f"{config.identity} encoder")
+        self._disk = None if config.folder is None else DiskFolder(config.folder, f"{config.identity} {codec.name}")
         self._files: OrderedDict[bytes, tuple[str, int]] = OrderedDict()
         self._bytes = 0
-        self._unwritten: OrderedDict[bytes, EncoderEntry] = OrderedDict()
+        self._unwritten: OrderedDict[bytes, Entry] = OrderedDict()
         for file in sorted(self._disk.scan() if self._disk else (), key=lambda file: file.last_used):
             self._add(file.header.salt, file.name, file.bytes)
         self._enforce_budget()
 
-    def read(self, digest: bytes) -> EncoderEntry | None:
+    def read(self, digest: bytes) -> Entry | None:
         """The entry of a digest; None if there is no valid file."""
         if self._disk is None or digest not in self._files:
             return None
@@ -47,13 +64,13 @@ class EncoderFiles:
             (content,) = self._disk.read(name)
             self._disk.touch(name)
             self._files.move_to_end(digest)
-            return _entry(digest, {name: tensor.to(self._device) for name, tensor in content.items()})
-        except (InvalidFile, OSError, ValueError) as error:
+            return self._codec.decode(digest, content, self._device)
+        except (InvalidFile, OSError, ValueError, KeyError) as error:
             self._report(f"a file of the encoder cache is invalid and was deleted: {error}")
             self._delete(digest)
             return None
 
-    def enqueue(self, entry: EncoderEntry) -> None:
+    def enqueue(self, entry: Entry) -> None:
         """Queue a new entry for `flush_one`."""
         if self._disk is not None and entry.digest not in self._files:
             self._unwritten[entry.digest] = entry
@@ -65,12 +82,14 @@ class EncoderFiles:
         if self._disk is None or not self._disk.writable or not self._unwritten:
             return False
         digest, entry = self._unwritten.popitem()
-        data = self._disk.encode(FileHeader(digest, 0, _PLACEHOLDER_TOKENS, ends_edge=True), [_content(entry)])
-        if len(data) > self._budget:
-            return bool(self._unwritten)
         try:
+            data = self._disk.encode(
+                FileHeader(digest, 0, _PLACEHOLDER_TOKENS, ends_edge=True), [self._codec.encode(entry)]
+            )
+            if len(data) > self._budget:
+                return bool(self._unwritten)
             self._add(digest, self._disk.write(data), len(data))
-        except OSError as error:
+        except (OSError, ValueError) as error:
             self._report(f"an entry of the encoder cache cannot be written: {error}")
             return False
         self._enforce_budget()
@@ -94,13 +113,18 @@ class EncoderFiles:
         self._disk.delete(name)
 
 
-def _content(entry: EncoderEntry) -> dict[str, Tensor]:
-    content: dict[str, Tensor] = {}
+def _encode(entry: EncoderEntry) -> SavedTensors:
+    content: SavedTensors = {}
     for layer, (keys, values) in entry.layers.items():
         content |= {f"{layer}.keys": keys.contiguous().cpu(), f"{layer}.values": values.contiguous().cpu()}
     return content
 
 
-def _entry(digest: bytes, content: dict[str, Tensor]) -> EncoderEntry:
+def _decode(digest: bytes, content: SavedTensors, device: torch.device) -> EncoderEntry:
+    content = {name: tensor.to(device) for name, tensor in content.items()}
     layers = sorted({int(name.partition(".")[0]) for name in content})
     return EncoderEntry(digest, {layer: (content[f"{layer}.keys"], content[f"{layer}.values"]) for layer in layers})
+
+
+# Of cross-attention keys and values.
+ENCODER_CODEC = EntryCodec("encoder", _encode, _decode)

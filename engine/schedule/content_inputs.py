@@ -16,6 +16,7 @@ from engine.schedule.fairness import OwnerTurns
 from engine.schedule.sequence import Sequence
 from engine.step.content import ContentEncoder, ContentEntry
 from kvcache.encoder_cache import EncoderCache
+from kvcache.encoder_files import EncoderFiles
 
 
 class EncodingFailed(Exception):
@@ -45,10 +46,13 @@ class _Encoding:
 
 
 class ContentInputs:
-    """The entries of all sequences. `encoder` None: the model reads text only."""
+    """The entries of all sequences. `encoder` None: the model reads text only.
 
-    def __init__(self, encoder: ContentEncoder | None) -> None:
-        self._encoder = encoder
+    files  on disk, for entries that outlive the process; written when the engine is idle
+    """
+
+    def __init__(self, encoder: ContentEncoder | None, files: EncoderFiles[ContentEntry]) -> None:
+        self._encoder, self.files = encoder, files
         self.store = EncoderCache[ContentEntry](0 if encoder is None else encoder.budget_bytes)
         self._holders: set[Sequence] = set()
         self._turns = OwnerTurns()
@@ -108,13 +112,16 @@ class ContentInputs:
         return True
 
     def _start(self, needs: list[_Need]) -> None:
-        """Start the next encoding if there is memory for its entry."""
+        """Read the next entry from its file, or start its encoding, if there is memory for it."""
         assert self._encoder is not None, "requests are checked before"
         encoder, sequence = self._encoder, self._turns.choose([need.sequence for need in needs])
         need = next(need for need in needs if need.sequence is sequence)
         content = sequence.request.contents[need.number]
         size = encoder.entry_bytes(content)
         if self.store.evict_for(size):
+            return
+        if (entry := self.files.read(need.key)) is not None:
+            self._put(entry, needs)
             return
         tokens = sequence.request.prompt[content.start : content.stop]
         call = SlicedCall(lambda: replace(encoder.encode(content, tokens), digest=need.key), encoder.modules)
@@ -131,11 +138,18 @@ class ContentInputs:
         # Sequences may have pinned other entries meanwhile.
         if not is_complete or self.store.evict_for(encoding.entry_bytes):
             return False
-        self.store.put(encoding.call.result)
-        for need in users:
-            self._pin(need)
-        self.store.unpin(encoding.key)
+        if any(need.sequence.request.cacheable for need in users):
+            self.files.enqueue(encoding.call.result)
+        self._put(encoding.call.result, users)
         return True
+
+    def _put(self, entry: ContentEntry, needs: Iterable[_Need]) -> None:
+        """Add an entry, pinned by the sequences that need it."""
+        self.store.put(entry)
+        for need in needs:
+            if need.key == entry.digest:
+                self._pin(need)
+        self.store.unpin(entry.digest)
 
 
 def _holds_next(sequence: Sequence, cached_length: int) -> bool:

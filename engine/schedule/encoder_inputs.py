@@ -21,7 +21,7 @@ class EncoderInputs:
     files  on disk, for entries that outlive the process; written when the engine is idle
     """
 
-    def __init__(self, encoder: Encoder | None, files: EncoderFiles) -> None:
+    def __init__(self, encoder: Encoder | None, files: EncoderFiles[EncoderEntry]) -> None:
         self._encoder, self.files = encoder, files
         self.store = EncoderCache[EncoderEntry](0 if encoder is None else encoder.budget_bytes)
 

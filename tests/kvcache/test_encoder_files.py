@@ -7,14 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvcache.encoder_files import EncoderFiles
+from kvcache.encoder_cache import EncoderEntry
+from kvcache.encoder_files import ENCODER_CODEC, EncoderFiles
 from kvcache.offload import OffloadConfig
 from tests.kvcache.test_encoder_cache import entry
 
 
-def files(folder: Path, *, identity: str = "model", disk_bytes: int = 2**20) -> EncoderFiles:
+def files(folder: Path, *, identity: str = "model", disk_bytes: int = 2**20) -> EncoderFiles[EncoderEntry]:
     """The files of one process."""
-    return EncoderFiles(OffloadConfig(folder=folder, disk_bytes=disk_bytes, identity=identity), torch.device("cpu"))
+    config = OffloadConfig(folder=folder, disk_bytes=disk_bytes, identity=identity)
+    return EncoderFiles(config, torch.device("cpu"), ENCODER_CODEC)
 
 
 def written(folder: Path, *names: str) -> list[Path]:
@@ -73,7 +75,7 @@ def test_files_keep_to_their_budget(tmp_path: Path) -> None:
 
 
 def test_without_a_folder_nothing_is_written() -> None:
-    none = EncoderFiles(OffloadConfig(), torch.device("cpu"))
+    none = EncoderFiles(OffloadConfig(), torch.device("cpu"), ENCODER_CODEC)
     none.enqueue(entry("a", 1))
 
     assert not none.flush_one()

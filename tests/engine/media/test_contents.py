@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -201,6 +202,38 @@ def test_a_prefix_that_ends_inside_an_image_continues_there(models: Callable[[st
 
         assert content.start < _cached(answer) < content.stop
         assert answer.tokens == model.expected(prompt)
+
+
+@pytest.mark.parametrize("name", quick(NAMES, MORE_NAMES))
+def test_entries_survive_a_restart(models: Callable[[str], ContentModel], name: str, tmp_path: Path) -> None:
+    """In files of the disk cache, under the salt of their owner: other prompts do not run the tower again."""
+    model, (image, *_) = models(name), models(name).images
+    asked = [model.prompt(1, *TEXT[:5], image, *TEXT[5:9]), model.prompt(1, *TEXT[10:14], image, *TEXT[6:9])]
+    first = core(model.loaded, disk_cache=str(tmp_path))
+    play(first, [Job(content_request("first", asked[0], salt=b"one"))])
+    while first.flush_when_idle():
+        pass
+
+    model.encoder.encoded.clear()
+    second = core(model.loaded, disk_cache=str(tmp_path))
+    answers = play(second, [Job(content_request("same", asked[1], salt=b"one"))])
+    encoded = len(model.encoder.encoded)
+    answers |= play(second, [Job(content_request("other", asked[1], salt=b"two"))])
+
+    assert encoded == 0
+    assert texts(answers) == dict.fromkeys(("same", "other"), model.expected(asked[1]))
+    assert len(model.encoder.encoded) == 1
+    assert second.content_inputs.store.pinned_bytes == 0
+
+
+def test_entries_of_uncacheable_requests_are_not_written(models: Callable[[str], ContentModel], tmp_path: Path) -> None:
+    model = models("qwen3_vl")
+    subject = core(model.loaded, disk_cache=str(tmp_path))
+    prompt = model.prompt(1, *TEXT[:5], model.images[0], *TEXT[5:9])
+    play(subject, [Job(content_request("1", prompt, salt=b"one", cacheable=False))])
+
+    assert not subject.flush_when_idle()
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
 def test_an_image_of_many_requests_is_encoded_once(models: Callable[[str], ContentModel]) -> None:
