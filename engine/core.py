@@ -25,7 +25,6 @@ from engine.grammar.matcher import GrammarMatcher
 from engine.load.cache import model_cache, offload_config
 from engine.load.contents import with_ranges
 from engine.load.load import LoadedModel
-from engine.media.entry_codec import CONTENT_CODEC
 from engine.schedule.content_inputs import ContentInputs, EncodingFailed
 from engine.schedule.draft import Draft
 from engine.schedule.encoder_inputs import EncoderInputs
@@ -40,7 +39,6 @@ from engine.types.events import Delta, Event, Failed, Finished, FinishReason, Pr
 from engine.types.request import Request
 from engine.types.snapshot import EngineSnapshot
 from engine.types.status import BATCH_BUCKETS, Stats
-from kvcache.encoder_files import ENCODER_CODEC, EncoderFiles
 
 log = logging.getLogger("cellar.engine")
 
@@ -72,8 +70,8 @@ class Core:
         self._scheduler = Scheduler(self.cache, self._budget, max_scored=scored, on_start=self._on_slot_assigned)
         self._inspection = Inspection(self.cache, self._scheduler, clock)
         offload, device = offload_config(config, loaded.identity), torch.device(config.device)
-        self.encoder_inputs = EncoderInputs(loaded.encoder, EncoderFiles(offload, device, ENCODER_CODEC))
-        self.content_inputs = ContentInputs(loaded.content_encoder, EncoderFiles(offload, device, CONTENT_CODEC))
+        self.encoder_inputs = EncoderInputs(loaded.encoder, offload, device)
+        self.content_inputs = ContentInputs(loaded.content_encoder, offload, device)
         self._sequences: dict[str, Sequence] = {}
         self._events: list[tuple[str, Event]] = []
         self._totals = dict.fromkeys(
@@ -206,6 +204,7 @@ class Core:
             written_tokens_total=counts.written,
             batch_sizes=tuple(self._batch_sizes),
             drafts=self._speculation.counts(),
+            encoders=self.content_inputs.counts,
         )
 
     def snapshot(self, owner: str, salt: bytes) -> EngineSnapshot:

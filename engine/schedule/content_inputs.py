@@ -8,15 +8,22 @@ pinned stay while there is memory for them.
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
+import torch
+
+from engine.media.entry_codec import CONTENT_CODEC
 from engine.media.slices import CallFailed, SlicedCall
 from engine.schedule.fairness import OwnerTurns
 from engine.schedule.sequence import Sequence
 from engine.step.content import ContentEncoder, ContentEntry
+from engine.types.content import Content, ContentKind
+from engine.types.status import EncoderCounts
 from kvcache.encoder_cache import EncoderCache
 from kvcache.encoder_files import EncoderFiles
+from kvcache.offload import OffloadConfig
 
 
 class EncodingFailed(Exception):
@@ -35,12 +42,17 @@ class _Need:
     number: int
     key: bytes
 
+    @property
+    def content(self) -> Content:
+        return self.sequence.request.contents[self.number]
+
 
 @dataclass(frozen=True, slots=True)
 class _Encoding:
     """An encoding in progress; `entry_bytes`: maximum bytes of its entry."""
 
     key: bytes
+    kind: ContentKind
     entry_bytes: int
     call: SlicedCall[ContentEntry]
 
@@ -51,12 +63,18 @@ class ContentInputs:
     files  on disk, for entries that outlive the process; written when the engine is idle
     """
 
-    def __init__(self, encoder: ContentEncoder | None, files: EncoderFiles[ContentEntry]) -> None:
-        self._encoder, self.files = encoder, files
+    def __init__(self, encoder: ContentEncoder | None, offload: OffloadConfig, device: torch.device) -> None:
+        self._encoder, self.files = encoder, EncoderFiles(offload, device, CONTENT_CODEC)
         self.store = EncoderCache[ContentEntry](0 if encoder is None else encoder.budget_bytes)
         self._holders: set[Sequence] = set()
         self._turns = OwnerTurns()
         self._encoding: _Encoding | None = None
+        self._counts: dict[ContentKind, EncoderCounts] = {}
+
+    @property
+    def counts(self) -> tuple[EncoderCounts, ...]:
+        """Of each kind that was needed so far."""
+        return tuple(self._counts.values())
 
     def release_computed(self, cached_length: Callable[[Sequence], int]) -> None:
         """Unpin entries with computed tokens, and entries of sequences that lost their slot."""
@@ -77,7 +95,7 @@ class ContentInputs:
             for sequence in sequences
             if not _holds_next(sequence, cached_length(sequence))
         ]
-        needs = [need for need in needs if not self._pin(need)]
+        needs = [need for need in needs if not self._pin_cached(need)]
         if self._encoding is not None and all(need.key != self._encoding.key for need in needs):
             self.close()
         if needs and self._encoding is None:
@@ -102,6 +120,12 @@ class ContentInputs:
             self._encoding.call.close()
             self._encoding = None
 
+    def _pin_cached(self, need: _Need) -> bool:
+        is_cached = self._pin(need)
+        if is_cached:
+            self._count(need.content.kind, memory_hits_total=1)
+        return is_cached
+
     def _pin(self, need: _Need) -> bool:
         """Give a sequence its entry; whether there is one."""
         contents, entry = need.sequence.contents, self.store.pin(need.key)
@@ -116,40 +140,51 @@ class ContentInputs:
         assert self._encoder is not None, "requests are checked before"
         encoder, sequence = self._encoder, self._turns.choose([need.sequence for need in needs])
         need = next(need for need in needs if need.sequence is sequence)
-        content = sequence.request.contents[need.number]
+        content = need.content
         size = encoder.entry_bytes(content)
         if self.store.evict_for(size):
             return
         if (entry := self.files.read(need.key)) is not None:
+            self._count(content.kind, disk_hits_total=1)
             self._put(entry, needs)
             return
         tokens = sequence.request.prompt[content.start : content.stop]
         call = SlicedCall(lambda: replace(encoder.encode(content, tokens), digest=need.key), encoder.modules)
-        self._encoding = _Encoding(need.key, size, call)
+        self._encoding = _Encoding(need.key, content.kind, size, call)
 
     def _advance(self, encoding: _Encoding, needs: list[_Need], seconds: float) -> bool:
         """Compute a slice; whether the entry is complete and pinned by the sequences that need it."""
         users = [need for need in needs if need.key == encoding.key]
+        began = time.perf_counter()
         try:
             is_complete = encoding.call.advance(seconds)
         except CallFailed as error:
             self.close()
             raise EncodingFailed(need.sequence for need in users) from error.__cause__
+        self._count(encoding.kind, seconds_total=time.perf_counter() - began)
         # Sequences may have pinned other entries meanwhile.
         if not is_complete or self.store.evict_for(encoding.entry_bytes):
             return False
+        self._count(encoding.kind, encodings_total=1)
         if any(need.sequence.request.cacheable for need in users):
             self.files.enqueue(encoding.call.result)
         self._put(encoding.call.result, users)
         return True
 
     def _put(self, entry: ContentEntry, needs: Iterable[_Need]) -> None:
-        """Add an entry, pinned by the sequences that need it."""
+        """Add an entry, pinned by the sequences that need it: hits of all but the first."""
         self.store.put(entry)
-        for need in needs:
-            if need.key == entry.digest:
-                self._pin(need)
+        users = [need for need in needs if need.key == entry.digest]
+        for index, need in enumerate(users):
+            self._pin(need)
+            self._count(need.content.kind, memory_hits_total=int(index > 0))
         self.store.unpin(entry.digest)
+
+    def _count(self, kind: ContentKind, **increments: float) -> None:
+        counts = self._counts.get(kind, EncoderCounts(kind))
+        self._counts[kind] = replace(
+            counts, **{name: getattr(counts, name) + increment for name, increment in increments.items()}
+        )
 
 
 def _holds_next(sequence: Sequence, cached_length: int) -> bool:

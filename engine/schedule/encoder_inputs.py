@@ -8,11 +8,14 @@ from __future__ import annotations
 import hashlib
 from dataclasses import replace
 
+import torch
+
 from engine.model.encoder import Encoder
 from engine.schedule.sequence import Sequence
 from engine.types.request import Media
 from kvcache.encoder_cache import EncoderCache, EncoderEntry
-from kvcache.encoder_files import EncoderFiles
+from kvcache.encoder_files import ENCODER_CODEC, EncoderFiles
+from kvcache.offload import OffloadConfig
 
 
 class EncoderInputs:
@@ -21,8 +24,8 @@ class EncoderInputs:
     files  on disk, for entries that outlive the process; written when the engine is idle
     """
 
-    def __init__(self, encoder: Encoder | None, files: EncoderFiles[EncoderEntry]) -> None:
-        self._encoder, self.files = encoder, files
+    def __init__(self, encoder: Encoder | None, offload: OffloadConfig, device: torch.device) -> None:
+        self._encoder, self.files = encoder, EncoderFiles(offload, device, ENCODER_CODEC)
         self.store = EncoderCache[EncoderEntry](0 if encoder is None else encoder.budget_bytes)
 
     def prepare(self, sequence: Sequence) -> bool:

@@ -175,6 +175,21 @@ class DraftCounts:
     accepted: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class EncoderCounts:
+    """Entries of images or sounds that sequences needed: encoded, or in the encoder cache.
+
+    encodings_total  complete ones
+    seconds_total    in the encoder
+    """
+
+    kind: ContentKind
+    encodings_total: int = 0
+    seconds_total: float = 0.0
+    memory_hits_total: int = 0
+    disk_hits_total: int = 0
+
+
 # Upper bounds of the batch tokens of a forward pass, for statistics.
 BATCH_BUCKETS = tuple(2**power for power in range(13))
 
@@ -217,4 +232,5 @@ class Stats:
     written_tokens_total: int = 0
     batch_sizes: tuple[int, ...] = (0,) * (len(BATCH_BUCKETS) + 1)
     drafts: tuple[DraftCounts, ...] = ()
+    encoders: tuple[EncoderCounts, ...] = ()
     embedding: EmbeddingCounts = EmbeddingCounts()

@@ -9,7 +9,7 @@ from typing import Protocol
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from engine.types.status import BATCH_BUCKETS, DraftCounts, Stats
+from engine.types.status import BATCH_BUCKETS, DraftCounts, EncoderCounts, Stats
 
 
 class EngineStatistics(Protocol):
@@ -42,6 +42,7 @@ class EngineCollector(Collector):
         yield from _counters(stats)
         yield batch_tokens("cellar_batch_tokens", stats)
         yield from _drafts(stats.drafts)
+        yield from _encoders(stats.encoders)
 
 
 def batch_tokens(name: str, stats: Stats) -> Metric:
@@ -103,6 +104,21 @@ def _drafts(counts: Sequence[DraftCounts]) -> Iterator[Metric]:
             drafted.add_metric((drafter.kind, str(position)), drafts)
             accepted.add_metric((drafter.kind, str(position)), right)
     yield from (drafted, accepted)
+
+
+def _encoders(counts: Sequence[EncoderCounts]) -> Iterator[Metric]:
+    """By the kind of content."""
+    encodings = CounterMetricFamily("cellar_encoder_encodings", "Encoded images and sounds.", labels=("kind",))
+    seconds = CounterMetricFamily("cellar_encoder_seconds", "Time in the encoder.", labels=("kind",))
+    hits = CounterMetricFamily(
+        "cellar_encoder_cache_hits", "Images and sounds found in the encoder cache.", labels=("kind", "tier")
+    )
+    for encoder in counts:
+        encodings.add_metric((encoder.kind,), encoder.encodings_total)
+        seconds.add_metric((encoder.kind,), encoder.seconds_total)
+        hits.add_metric((encoder.kind, "memory"), encoder.memory_hits_total)
+        hits.add_metric((encoder.kind, "disk"), encoder.disk_hits_total)
+    yield from (encodings, seconds, hits)
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:

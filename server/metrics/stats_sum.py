@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 from itertools import zip_longest
-from typing import Any
+from typing import Any, TypeAlias
 
-from engine.types.status import DraftCounts, EmbeddingCounts, Stats
+from engine.types.status import DraftCounts, EmbeddingCounts, EncoderCounts, Stats
+
+_Counts: TypeAlias = Stats | EmbeddingCounts | EncoderCounts
 
 
 def with_totals(stats: Stats, ended: Stats) -> Stats:
@@ -16,6 +18,7 @@ def with_totals(stats: Stats, ended: Stats) -> Stats:
         **_sums(stats, ended),
         batch_sizes=_added(stats.batch_sizes, ended.batch_sizes),
         drafts=_drafts(stats.drafts, ended.drafts),
+        encoders=_encoders(stats.encoders, ended.encoders),
         embedding=replace(stats.embedding, **_sums(stats.embedding, ended.embedding)),
     )
 
@@ -25,7 +28,7 @@ def only_totals(stats: Stats) -> Stats:
     return with_totals(Stats(), stats)
 
 
-def _sums(stats: Stats | EmbeddingCounts, ended: Stats | EmbeddingCounts) -> dict[str, Any]:
+def _sums(stats: _Counts, ended: _Counts) -> dict[str, Any]:
     names = [field.name for field in fields(stats) if field.name.endswith("_total")]
     return {name: getattr(stats, name) + getattr(ended, name) for name in names if not name.startswith("cells")}
 
@@ -39,6 +42,14 @@ def _drafts(counts: tuple[DraftCounts, ...], ended: tuple[DraftCounts, ...]) -> 
                 count.kind, _added(count.drafted, other.drafted), _added(count.accepted, other.accepted)
             )
         by_kind[count.kind] = count
+    return tuple(by_kind.values())
+
+
+def _encoders(counts: tuple[EncoderCounts, ...], ended: tuple[EncoderCounts, ...]) -> tuple[EncoderCounts, ...]:
+    by_kind = {count.kind: count for count in ended}
+    for count in counts:
+        other = by_kind.get(count.kind)
+        by_kind[count.kind] = count if other is None else replace(count, **_sums(count, other))
     return tuple(by_kind.values())
 
 

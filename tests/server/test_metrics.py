@@ -9,8 +9,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from engine.types.events import Delta, Failed, Started
 from engine.types.request import Request
-from engine.types.status import DraftCounts, EmbeddingCounts, Stats
+from engine.types.status import DraftCounts, EmbeddingCounts, EncoderCounts, Stats
 from server.app import create_app
+from server.metrics.stats_sum import with_totals
 from tests.server.fakes import TIMINGS, FakeEngine, ask, finished, settings
 
 CHAT = "/v1/chat/completions"
@@ -100,6 +101,29 @@ def test_the_engines_numbers_are_read_at_the_scrape() -> None:
         name: value
         for (name, labels), value in samples.items()
         if name.startswith("cellar_") and not labels and not OF_REQUESTS.search(name)
+    }
+
+
+def test_encodings_are_counted_by_kind() -> None:
+    """With those of ended processes; hits by the tier of the cache."""
+    now = Stats(encoders=(EncoderCounts("image", 5, 1.5, 4, 2),))
+    ended = Stats(encoders=(EncoderCounts("image", 1, 0.5, 1, 1), EncoderCounts("audio", 7, 2.0, 0, 3)))
+
+    samples = scrape(create_app(FakeEngine(numbers=with_totals(now, ended)), settings()))  # type: ignore[arg-type]
+
+    assert {
+        ("encodings_total", (("kind", "image"),)): 6,
+        ("encodings_total", (("kind", "audio"),)): 7,
+        ("seconds_total", (("kind", "image"),)): 2,
+        ("seconds_total", (("kind", "audio"),)): 2,
+        ("cache_hits_total", (("kind", "image"), ("tier", "memory"))): 5,
+        ("cache_hits_total", (("kind", "image"), ("tier", "disk"))): 3,
+        ("cache_hits_total", (("kind", "audio"), ("tier", "memory"))): 0,
+        ("cache_hits_total", (("kind", "audio"), ("tier", "disk"))): 3,
+    } == {
+        (name.removeprefix("cellar_encoder_"), labels): value
+        for (name, labels), value in samples.items()
+        if name.startswith("cellar_encoder_")
     }
 
 

@@ -220,7 +220,15 @@ def test_entries_survive_a_restart(models: Callable[[str], ContentModel], name: 
     encoded = len(model.encoder.encoded)
     answers |= play(second, [Job(content_request("other", asked[1], salt=b"two"))])
 
+    counts = second.stats().encoders[0]
     assert encoded == 0
+    assert (counts.kind, counts.encodings_total, counts.memory_hits_total, counts.disk_hits_total) == (
+        model.family.kind,
+        1,
+        0,
+        1,
+    )
+    assert counts.seconds_total > 0
     assert texts(answers) == dict.fromkeys(("same", "other"), model.expected(asked[1]))
     assert len(model.encoder.encoded) == 1
     assert second.content_inputs.store.pinned_bytes == 0
