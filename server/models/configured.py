@@ -122,6 +122,6 @@ def _kind(path: Path) -> ModelKind:
         return "embedding"
     try:
         architectures: Iterable[str] = json.loads((path / "config.json").read_bytes()).get("architectures") or ()
-    except (OSError, ValueError, AttributeError):
+        return "embedding" if any("ForSequenceClassification" in name for name in architectures) else "generate"
+    except (OSError, ValueError, AttributeError, TypeError):
         return "generate"
-    return "embedding" if any("ForSequenceClassification" in name for name in architectures) else "generate"

@@ -27,7 +27,6 @@ from server.models.waiting_stream import WaitingStream
 MODEL_PATHS = GENERATION_PATHS | {
     "/api/chat",
     "/api/generate",
-    "/api/show",
     "/v1/tokenize",
     "/tokenize",
     "/v1/detokenize",

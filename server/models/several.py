@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -24,11 +25,12 @@ from server.media.threads import MediaThreads
 from server.media.uploads import MediaReader
 from server.metrics.metrics import Metrics, render
 from server.metrics.traces import GenerationTraces
+from server.models.description import Descriptions, ModelDescription
 from server.models.entry import ModelEntry
 from server.models.eviction import TURN_SECONDS
 from server.models.folder_scan import FolderScan
 from server.models.instance import Lease
-from server.models.lease import LeaseCount
+from server.models.lease import LeaseCount, hold_for_request
 from server.models.loader import Loader
 from server.models.loader_metrics import LoaderMetrics
 from server.models.presets import LATEST_TAG, Presets
@@ -89,7 +91,7 @@ class SeveralModels(ModelRegistry):
         # By the model's name: each request has a new Service.
         self._media_threads = defaultdict[str, MediaThreads](MediaThreads)
         self._grammar_threads = defaultdict[str, CapacityLimiter](lambda: CapacityLimiter(MAX_GRAMMAR_THREADS))
-        self._scan = FolderScan(settings)
+        self._scan, self._descriptions = FolderScan(settings), Descriptions()
         self._scanned: Sequence[ModelEntry] = ()
         self.created = int(time.time())
 
@@ -144,6 +146,11 @@ class SeveralModels(ModelRegistry):
         self._metrics.setdefault(entry.name, self._new_metrics(entry.name))
         self.loader.add(entry)
 
+    async def describe(self) -> Mapping[str, ModelDescription]:
+        """What the files of the models say, by main name; nothing of models that are not local."""
+        entries = [*dict.fromkeys(self.entries.values())]
+        return await asyncio.to_thread(self._descriptions.read, entries)
+
     def metrics_of(self, name: str) -> Metrics:
         """The metrics of a model by its main name."""
         return self._metrics[name]
@@ -181,7 +188,19 @@ class SeveralModels(ModelRegistry):
 
     @contextmanager
     def lease(self, name: str | None = None) -> Iterator[Service]:
-        """The service of a loaded model; by default the one that the current request names."""
+        """The service of a loaded model; by default the one that the current request names.
+
+        ApiError for the name of an embedding model, which generates no text.
+        """
+        entry = self.entry_of(name) if name else None
+        if entry is not None and entry.kind == "embedding":
+            raise self._no_text(entry)
+        with self._lease(name) as service:
+            yield service
+
+    @contextmanager
+    def _lease(self, name: str | None) -> Iterator[Service]:
+        """The service of a model of any kind."""
         current = selected.get()
         if not name:
             if current is None:
@@ -289,11 +308,17 @@ class SeveralModels(ModelRegistry):
         message = f"The model '{name[:128]}' does not exist here. This server serves {served}."
         return ApiError(MODEL_NOT_FOUND, message, param="model")
 
+    def _no_text(self, entry: ModelEntry) -> ApiError:
+        """The error of a request for text to an embedding model."""
+        served = ", ".join(f"'{name}'" for name in self.names) or "another model"
+        message = f"The model '{entry.name}' is an embedding model and does not support this endpoint; use {served}."
+        return ApiError(MODEL_NOT_FOUND, message, param="model")
+
     def _is_adapter(self, name: str) -> bool:
         """No: adapters are names of their entries."""
         return False
 
     def _used_by_kind(self, name: str | None) -> Service:
-        service = self.use(name)
+        service = hold_for_request(self._lease(name))
         embedding = service.settings.embedding_name
         return service if embedding is None else replace(service, name=embedding)

@@ -74,13 +74,7 @@ class ModelCards:
             "capabilities": [name for name, there in abilities.items() if there],
             "modified_at": preset.created_at if preset else self._modified(),
         }
-        if preset and preset.system:
-            card["system"] = preset.system
-        if preset and preset.messages:
-            card["messages"] = [message.model_dump(exclude_none=True) for message in preset.messages]
-        if preset and preset.license:
-            card["license"] = "\n".join(preset.license)
-        return card
+        return card | shown_texts(preset)
 
     def shown_embedding(self, embedding: EmbeddingModelInfo) -> dict[str, Any]:
         """The card of the embedding model."""
@@ -126,6 +120,18 @@ class ModelCards:
 
     def _modified(self) -> str:
         return datetime.fromtimestamp(self.service.created, UTC).isoformat().replace("+00:00", "Z")
+
+
+def shown_texts(preset: Preset | None) -> dict[str, Any]:
+    """The texts of a preset in a card."""
+    texts: dict[str, Any] = {}
+    if preset and preset.system:
+        texts["system"] = preset.system
+    if preset and preset.messages:
+        texts["messages"] = [message.model_dump(exclude_none=True) for message in preset.messages]
+    if preset and preset.license:
+        texts["license"] = "\n".join(preset.license)
+    return texts
 
 
 def _details(info: ModelInfo) -> dict[str, Any]:

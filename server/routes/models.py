@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 from fastapi import FastAPI
@@ -9,6 +10,7 @@ from starlette.responses import Response
 
 from engine.types.status import ModelInfo
 from server.http.encoding import JsonResponse
+from server.models.description import ModelDescription
 from server.models.entry import State
 from server.models.registry import ModelRegistry
 from server.models.several import SeveralModels
@@ -35,7 +37,8 @@ def add(app: FastAPI, models: ModelRegistry) -> None:
         """List the names of the models."""
         if isinstance(models, SeveralModels):
             await models.rescan()
-            listed = [_entry_of_several(models, name) for name in models.all_names]
+            described = await models.describe()
+            listed = [_entry_of_several(models, name, described) for name in models.all_names]
         else:
             listed = [_model(models.use(), name) for name in models.all_names]
         return JsonResponse(ModelList(object="list", data=listed))
@@ -46,7 +49,7 @@ def add(app: FastAPI, models: ModelRegistry) -> None:
         """Describe a model by one of its names."""
         if isinstance(models, SeveralModels):
             await models.find(model)
-            return JsonResponse(_entry_of_several(models, model))
+            return JsonResponse(_entry_of_several(models, model, await models.describe()))
         model = models.served_name(model)
         service = models.use(None if model == models.settings.embedding_name else model)
         return JsonResponse(_model(service, model))
@@ -68,8 +71,11 @@ def _model(service: Service, name: str) -> Model:
     return _model_entry(service, name, main_name, service.engine.info, {})
 
 
-def _entry_of_several(models: SeveralModels, name: str) -> Model:
-    """A model in any state; never loads it."""
+def _entry_of_several(models: SeveralModels, name: str, files: Mapping[str, ModelDescription]) -> Model:
+    """A model in any state; never loads it.
+
+    files  descriptions by main name
+    """
     entry = models.entry_of(name)
     if entry is None:
         raise models.unknown(name)
@@ -77,12 +83,24 @@ def _entry_of_several(models: SeveralModels, name: str) -> Model:
     described = Model(id=name, object="model", created=models.created, owned_by="cellar", root=entry.name)
     if engine is not None and engine.ready:
         described = _model(models.service(entry, name, engine), name)
+    description = files.get(entry.name)
+    if description is not None:
+        described = _with_description(described, description)
     state = ModelState(value=STATE_NAMES[status.state])
     if status.phase:
         state["progress"] = status.phase
     if status.reason:
         state["reason"] = status.reason
     return {**described, "status": state}
+
+
+def _with_description(model: Model, description: ModelDescription) -> Model:
+    """The model with what its files say; what the loaded model says comes first."""
+    if description.context is not None:
+        trained = OptionalMeta(n_ctx_train=description.context)
+        model = {**model, "meta": {**model["meta"], **trained} if "meta" in model else trained}
+    modalities = model.get("input_modalities", list(description.input_modalities))
+    return {**model, "kind": description.kind, "input_modalities": modalities}
 
 
 def _model_entry(service: Service, name: str, root: str, info: ModelInfo, more: OptionalMeta) -> Model:

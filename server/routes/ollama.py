@@ -31,7 +31,7 @@ from server.models.registry import ModelRegistry
 from server.models.several import SeveralModels
 from server.ollama.model_cards import ModelCards
 from server.ollama.plain_turn import prepare_plain
-from server.ollama.several_cards import all_cards, loaded_cards
+from server.ollama.several_cards import all_cards, loaded_cards, unloaded_card
 from server.ollama.translation import (
     OllamaAnswer,
     chat_body,
@@ -183,7 +183,8 @@ def _add_cards(app: FastAPI, models: ModelRegistry) -> None:
         """List the names of the models."""
         if isinstance(models, SeveralModels):
             await models.rescan()
-            return JsonResponse({"models": [*all_cards(models, models.presets.of(owner(request)))]})
+            cards = all_cards(models, models.presets.of(owner(request)), await models.describe())
+            return JsonResponse({"models": [*cards]})
         return JsonResponse({"models": _cards(models, request).listed()})
 
     @app.get("/api/ps", responses=OLLAMA_ERRORS)
@@ -207,14 +208,28 @@ def _add_details(app: FastAPI, models: ModelRegistry) -> None:
         if (name := body.named) is None:
             raise missing_parameter("model")
         preset = models.presets.get(owner(request), name)
-        if preset is None and isinstance(models, SeveralModels) and models.entry_of(name) is None:
-            raise models.unknown(name)
+        if isinstance(models, SeveralModels):
+            return JsonResponse(await _shown_of_several(models, name, preset))
         card, embedding = _cards(models, request), models.use().engine.embedding
         if embedding is not None and models.embeds(models.without_tag(name)):
             return JsonResponse(card.shown_embedding(embedding))
         if preset is None:
             models.use(models.without_tag(name))
         return JsonResponse(await anyio.to_thread.run_sync(card.shown, preset))
+
+
+async def _shown_of_several(models: SeveralModels, name: str, preset: Preset | None) -> dict[str, Any]:
+    """A model in any state; never loads it."""
+    entry = await models.find(name if preset is None else preset.base)
+    if entry is None:
+        raise models.unknown(name)
+    engine = models.loader.engine(entry.name)
+    if engine is None or not engine.ready:
+        return unloaded_card(models, entry, (await models.describe()).get(entry.name), preset)
+    cards = ModelCards(models.service(entry, name, engine), {})
+    if engine.embedding is not None and entry.kind == "embedding":
+        return cards.shown_embedding(engine.embedding)
+    return await anyio.to_thread.run_sync(cards.shown, preset)
 
 
 def _load_response(

@@ -19,9 +19,10 @@ class AdapterMeta(TypedDict):
 
 
 class OptionalMeta(TypedDict):
-    """Embedding dimensions of an embedding model, and the adapter of a name."""
+    """Embedding dimensions of an embedding model, the trained context, and the adapter of a name."""
 
     n_embd: NotRequired[int]
+    n_ctx_train: NotRequired[int]
     adapter: NotRequired[AdapterMeta]
 
 
@@ -47,7 +48,8 @@ class ModelState(TypedDict):
 class Model(TypedDict):
     """One name of a model, or of an adapter of the model `parent`.
 
-    Only with several models it has a `status`, and lacks `max_model_len` and `meta` unless it is loaded.
+    Only with several models it has a `status`, and a `kind` and `n_ctx_train` of its files. Unless it is loaded, it
+    lacks `max_model_len` and the rest of `meta`.
     """
 
     id: str
@@ -58,7 +60,8 @@ class Model(TypedDict):
     parent: NotRequired[str]
     max_model_len: NotRequired[int]
     input_modalities: NotRequired[list[Literal["text", "image", "audio"]]]
-    meta: NotRequired[ModelMeta]
+    meta: NotRequired[ModelMeta | OptionalMeta]
+    kind: NotRequired[Literal["chat", "embedding", "rerank"]]
     status: NotRequired[ModelState]
 
 

@@ -19,6 +19,7 @@ from server.models.entry import ModelEntry
 from server.models.loader import LoaderLimits
 from server.models.several import DuplicateName, names_of
 from tests.server.fakes import FakeEngine, call, settings
+from tests.server.models.gguf_header import write_gguf
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 5}
 SERVER = settings(limits={"ping_seconds": 0.05})
@@ -259,6 +260,77 @@ def test_ollama_loads_lists_and_unloads() -> None:
     _run(scenario)
 
 
+def test_unloaded_models_are_described_by_their_files(tmp_path: Path) -> None:
+    """And never loaded; a changed file is read again."""
+    configs: dict[str, dict[str, Any]] = {
+        "chat": {"model_type": "llama", "max_position_embeddings": 2048},
+        "vision": {"model_type": "llava", "text_config": {"max_position_embeddings": 99}, "vision_config": {"a": 1}},
+        "ranker": {"model_type": "bert", "architectures": ["BertForSequenceClassification"]},
+        "vectors": {"model_type": "bert", "max_position_embeddings": 512},
+        "wrong": {"architectures": 3},
+    }
+    for name, config in configs.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    (tmp_path / "vectors" / "modules.json").write_text("[]")
+    (tmp_path / "chat" / "chat_template.jinja").write_text("{{ tools }}")
+    write_gguf(tmp_path / "file.gguf", {"llama.context_length": 77})
+    server = replace(SERVER, served_names=(), models_dir=str(tmp_path))
+    launcher = Launcher()
+    app = create_app_of_several(configured_entries(server, (), {}), launcher, LoaderLimits(8), server)
+
+    async def scenario() -> None:
+        described = {model["id"]: model for model in (await call(app, "GET", "/v1/models")).json["data"]}
+        kinds = {name: (model.get("kind"), model.get("meta")) for name, model in described.items()}
+        assert kinds == {
+            "chat": ("chat", {"n_ctx_train": 2048}),
+            "file": ("chat", {"n_ctx_train": 77}),
+            "ranker": ("rerank", None),
+            "vectors": ("embedding", {"n_ctx_train": 512}),
+            "vision": ("chat", {"n_ctx_train": 99}),
+            "wrong": (None, None),
+        }
+        assert described["vision"]["input_modalities"] == ["text", "image"]
+        listed = {model["name"]: model for model in (await call(app, "GET", "/api/tags")).json["models"]}
+        assert (listed["file"]["details"]["format"], listed["chat"]["details"]["family"]) == ("gguf", "llama")
+
+        async def shown(name: str) -> Any:
+            return (await call(app, "POST", "/api/show", json_body={"model": name})).json
+
+        assert (await shown("chat"))["capabilities"] == ["completion", "tools"]
+        assert (await shown("chat"))["model_info"]["llama.context_length"] == 2048
+        assert (await shown("vectors"))["capabilities"] == ["embedding"]
+        assert (await shown("vision:latest"))["capabilities"] == ["completion", "vision"]
+        assert (await shown("wrong"))["model_info"] == {}
+        (tmp_path / "chat" / "config.json").write_text('{"model_type": "llama", "max_position_embeddings": 4096000}')
+        assert (await call(app, "GET", "/v1/models/chat")).json["meta"] == {"n_ctx_train": 4096000}
+
+    asyncio.run(scenario())
+    assert launcher.engines == {}
+
+
+def test_an_embedding_model_generates_no_text() -> None:
+    """Whatever the route."""
+    entries = [ModelEntry("a", settings(served_names=("a",))), ModelEntry("vectors", SERVER, kind="embedding")]
+    app = create_app_of_several(entries, Launcher(), LoaderLimits(8), SERVER)
+
+    async def scenario() -> None:
+        for path, body in [
+            ("/v1/chat/completions", CHAT),
+            ("/v1/completions", {"prompt": "Hi"}),
+            ("/v1/messages", CHAT),
+            ("/v1/responses", {"input": "Hi", "store": False}),
+            ("/api/chat", {"messages": CHAT["messages"]}),
+            ("/v1/tokenize", {"prompt": "Hi"}),
+        ]:
+            answer = await call(app, "POST", path, json_body={**body, "model": "vectors"})
+            assert answer.status == 404, path
+            assert "embedding model and does not support" in answer.body.decode(), path
+        await app.state.loader.close()
+
+    asyncio.run(scenario())
+
+
 def test_ollama_creates_shows_and_deletes() -> None:
     async def scenario(app: Any, launcher: Launcher) -> None:
         async def answer_of(path: str, method: str = "POST", **body: Any) -> Any:
@@ -280,7 +352,8 @@ def test_ollama_creates_shows_and_deletes() -> None:
         assert set(launcher.engines) == {"b"}
         for name in ("short", "a:latest"):
             assert "model_info" in (await answer_of("show", model=name)).json
-        assert set(launcher.engines) == {"a", "b"}
+        # Models are described without a load.
+        assert set(launcher.engines) == {"b"}
         assert (await answer_of("show", model="nope")).status == 404
         assert (await answer_of("delete", "DELETE", model="a")).status == 400
         assert (await answer_of("delete", "DELETE", model="organisation/nope")).status == 404
