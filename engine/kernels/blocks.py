@@ -61,11 +61,23 @@ class BlockReader(Protocol):
         ...
 
 
+# The largest code is 12: 12 * 2 ** (253 - 128) exceeds float32.
+_MAX_MXFP4_EXPONENT = 252
+
+
 class InfiniteScale(ValueError):
     """Blocks of a type have a scale that is infinite or NaN."""
 
     def __init__(self, type: GGMLQuantizationType) -> None:
         super().__init__(f"a scale of {type.name} blocks is infinite or no number")
+
+
+def check_exponents(blocks: Tensor, type: GGMLQuantizationType) -> None:
+    """Raise InfiniteScale for blocks of MXFP4 with an exponent that makes the largest code infinite."""
+    if type == _Type.MXFP4 and blocks.numel():
+        exponents = blocks[:, :: GGML_QUANT_SIZES[type][1]]
+        if int(exponents.max()) > _MAX_MXFP4_EXPONENT:
+            raise InfiniteScale(type)
 
 
 def pack_blocks(
@@ -75,6 +87,7 @@ def pack_blocks(
     packed = allocate_packed(blocks, type, storage)
     if packed is None:
         return None
+    check_exponents(blocks, type)
     outputs_at_once = BLOCK * packed.blocks_at_once
     for first in range(0, len(blocks), outputs_at_once):
         rows = unpack_blocks(blocks[first : first + outputs_at_once], type)

@@ -41,6 +41,8 @@ def random_blocks(kind: GGMLQuantizationType, outputs: int, blocks: int, seed: i
         halves[halves & 0x7C00 == 0x7C00] &= 0x83FF
         halves[: len(EXTREMES), :, 0] = np.array(EXTREMES)[:outputs, None]
         raw[:, :, at : at + 2] = halves.view(np.uint8)
+    if kind == Type.MXFP4:
+        raw[:, :, 0] = np.minimum(raw[:, :, 0], 252)
     return torch.from_numpy(raw.reshape(outputs, -1))
 
 
@@ -139,3 +141,18 @@ def test_infinite_scales_are_refused(native: NativeLinear, kind: GGMLQuantizatio
         for pack in (pack_blocks, native.pack_blocks):
             with pytest.raises(InfiniteScale, match=f"a scale of {kind.name} blocks is infinite or no number"):
                 pack(blocks, kind)
+
+
+@pytest.mark.parametrize("exponent", [253, 254, 255])
+def test_exponents_of_infinite_weights_are_refused(native: NativeLinear, exponent: int) -> None:
+    """Of MXFP4; the largest one below is finite with every code."""
+    blocks = random_blocks(Type.MXFP4, 20, 3, seed=0)
+    blocks[17, 17] = 252
+    largest = pack_blocks(blocks, Type.MXFP4)
+    assert largest is not None
+    assert largest.unpack(torch.float32).isfinite().all()
+
+    blocks[17, 17] = exponent
+    for pack in (pack_blocks, native.pack_blocks):
+        with pytest.raises(InfiniteScale, match="a scale of MXFP4 blocks is infinite or no number"):
+            pack(blocks, Type.MXFP4)

@@ -15,7 +15,7 @@ import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
-from engine.kernels.blocks import EXACT_FORMATS, InfiniteScale, allocate_packed, dequantize
+from engine.kernels.blocks import EXACT_FORMATS, InfiniteScale, allocate_packed, check_exponents, dequantize
 from engine.kernels.cpu.build.layout import Mirrors, check_layout
 from engine.kernels.formats import LAYOUTS, WeightFormat
 from engine.kernels.linear import MultiplyRows
@@ -115,6 +115,7 @@ class NativeLinear:
         packed = allocate_packed(blocks, type, storage)
         if packed is None:
             return None
+        check_exponents(blocks, type)
         rows = blocks.contiguous()
         fields = _BlockFields(
             rows.data_ptr(),
