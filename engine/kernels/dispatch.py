@@ -85,7 +85,7 @@ def native_attention() -> AttentionFunction:
     if variant == "generic":
         # Measured: without wide vectors it is slower than torch.
         raise libraries.LibraryUnavailable(NO_VECTORS)
-    library = libraries.library("attention", variant)
+    library = libraries.library("attention")
     try:
         return NativeAttention(library).attend
     except OSError as error:
@@ -154,7 +154,7 @@ def native_product() -> RowInvariantProduct:
     variant = libraries.variants("linear")[0]
     if variant == "generic":
         raise libraries.LibraryUnavailable(NO_VECTORS)
-    library = libraries.library("linear", variant)
+    library = libraries.library("linear")
     try:
         return NativeProduct(library)
     except OSError as error:

@@ -386,17 +386,24 @@ class StepLibrary:
 
 def step_variants(variant: str | None = None) -> tuple[str, str]:
     """A variant of the step, by default the fastest, and that of its products. Raises LibraryUnavailable."""
-    variants = libraries.variants("step")
-    if not variants:
-        raise libraries.LibraryUnavailable("it needs AVX2, AVX-512 or NEON, which this processor lacks")
-    variant = variant or variants[0]
-    return variant, next(products for products in libraries.variants("linear") if products in _PRODUCTS[variant])
+    steps = libraries.variants("step") if variant is None else (variant,)
+    for step in steps:
+        for products in libraries.variants("linear"):
+            if products in _PRODUCTS[step]:
+                return step, products
+    raise libraries.LibraryUnavailable("it needs AVX2, AVX-512 or NEON, which this processor or its compiler lacks")
 
 
 def step_library(variant: str | None = None) -> StepLibrary:
     """The library of a variant, by default the fastest. May build it, in seconds. Raises LibraryUnavailable."""
-    step, products = step_variants(variant)
-    files = libraries.library("step", step), libraries.library("linear", products)
+    chosen = step, products = step_variants(variant)
+    try:
+        files = libraries.library("step", step), libraries.library("linear", products)
+    except libraries.BuildFailed:
+        # The compiler may lack the instructions of the fastest variants.
+        if step_variants(variant) == chosen:
+            raise
+        return step_library(variant)
     try:
         return StepLibrary(*files)
     except OSError as error:

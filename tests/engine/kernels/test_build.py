@@ -49,7 +49,8 @@ class Workbench:
 
 
 @pytest.fixture
-def bench(tmp_path: Path) -> Workbench:
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workbench:
+    monkeypatch.setattr(libraries, "_failed", set())
     return Workbench(tmp_path)
 
 
@@ -114,6 +115,30 @@ def test_compiler_error_is_quoted(bench: Workbench) -> None:
     with pytest.raises(libraries.LibraryUnavailable, match="no such header: omp.h"):
         bench.library()
     assert [] == list(bench.cache.iterdir())
+
+
+def test_the_next_variant_is_built_when_the_compiler_fails(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiler that lacks the instructions of the fastest variant; it is not asked again."""
+    monkeypatch.setattr(libraries, "supported_variants", lambda: frozenset({"avxvnni", "avx2", "generic"}))
+    unknown = 'case "$*" in *-mavxvnni*) echo "unrecognized option -mavxvnni" >&2; exit 1;; esac'
+    bench.install(work=unknown)
+
+    first, second = (
+        libraries.library("linear", prebuilt=bench.prebuilt, cache=bench.cache, path=str(bench.path)) for _ in range(2)
+    )
+
+    assert first == second
+    assert first.name.startswith("linear-avx2-")
+    assert 2 == bench.builds
+    assert ("avx2", "generic") == libraries.variants("linear")
+
+
+def test_a_compiler_that_builds_no_variant_is_the_reason(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(libraries, "supported_variants", lambda: frozenset({"avxvnni", "avx2", "generic"}))
+    bench.install(work="echo 'no such header: omp.h' >&2; exit 1")
+
+    with pytest.raises(libraries.LibraryUnavailable, match="no such header: omp.h"):
+        libraries.library("linear", prebuilt=bench.prebuilt, cache=bench.cache, path=str(bench.path))
 
 
 def test_a_build_is_limited_in_processor_time(

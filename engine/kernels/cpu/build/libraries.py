@@ -20,7 +20,7 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from engine.kernels.cache_folder import cache_folder, make_private, mark_used, replace_file, scratch_folder, trim
 from engine.kernels.cpu.build.processor import supported_variants, variants_of
@@ -66,6 +66,8 @@ _DIGEST_BYTES = 32
 _AHEAD = (("step",), ("attention", "linear"))
 # One build of a library in this process; other processes may build it too.
 _building: dict[Path, threading.Lock] = {}
+# Kernels and variants that the compiler failed on.
+_failed: set[tuple[str, str]] = set()
 
 
 class LibraryUnavailable(Exception):
@@ -76,10 +78,19 @@ class LibraryUnavailable(Exception):
         self.reason = reason
 
 
+class BuildFailed(LibraryUnavailable):
+    """The compiler failed on a variant, of which it may lack the instructions."""
+
+
 def variants(kernel: str) -> tuple[str, ...]:
-    """The variants of a kernel that this processor can run, fastest first."""
+    """The variants of a kernel that this processor can run, fastest first.
+
+    Without those that the compiler of this process failed on, if a variant with vectors is left.
+    """
     supported = supported_variants()
-    return tuple(variant for variant in KERNELS[kernel] if variant in supported)
+    every = tuple(variant for variant in KERNELS[kernel] if variant in supported)
+    left = tuple(variant for variant in every if (kernel, variant) not in _failed)
+    return left if {*left} - {"generic"} else every
 
 
 def buildable(kernel: str, machine: str) -> tuple[str, ...]:
@@ -96,14 +107,17 @@ def library(
     path: str | None = None,
     flags: tuple[str, ...] = (),
 ) -> Path:
-    """The library file of a kernel's variant, by default the fastest. Raises LibraryUnavailable.
+    """The library file of a kernel's variant, by default the fastest that the compiler builds.
+
+    Raises LibraryUnavailable, and BuildFailed, after which `variants` are fewer.
 
     prebuilt  folder of libraries that were built before, by default that of the wheel or image
     cache     folder for built libraries, by default in the user's cache; refused if other users can write to it
     path      to look for compilers, by default PATH, unless $CXX is one
     flags     further flags of the compiler, for a library that is compiled
     """
-    variant = variant or variants(kernel)[0]
+    if variant is None:
+        return _fastest_library(kernel, prebuilt=prebuilt, cache=cache, path=path, flags=flags)
     ready = (prebuilt or PREBUILT) / _name(kernel, variant, "prebuilt", ())
     if _is_sound(ready):
         return ready
@@ -116,6 +130,17 @@ def library(
             if not _is_sound(target):
                 _compile(compiler, kernel, variant, flags, target)
     return target
+
+
+def _fastest_library(kernel: str, **options: Any) -> Path:
+    """The library of the fastest variant that the compiler builds. Raises LibraryUnavailable."""
+    while True:
+        before = variants(kernel)
+        try:
+            return library(kernel, before[0], **options)
+        except BuildFailed:
+            if len(variants(kernel)) >= len(before):
+                raise
 
 
 def compile_ahead() -> None:
@@ -139,7 +164,9 @@ def _compile(compiler: list[str], kernel: str, variant: str, flags: tuple[str, .
     try:
         _build(compiler, kernel, flags, target)
     except LibraryUnavailable as error:
-        log.warning("the %s kernel is not compiled: %s", kernel, error.reason)
+        log.warning("the %s kernel is not compiled for %s: %s", kernel, variant, error.reason)
+        if isinstance(error, BuildFailed):
+            _failed.add((kernel, variant))
         raise
     log.info("compiled the %s kernel in %.0f s", kernel, time.monotonic() - started)
     mark_used(target)
@@ -250,7 +277,7 @@ def _run(command: list[str], scratch: Path | None = None) -> str:
             [*_LIMITED, *command], capture_output=True, text=True, timeout=_WALL_SECONDS, check=True, env=environment
         )
     except subprocess.CalledProcessError as error:
-        raise LibraryUnavailable(f"{name} failed: {error.stderr.strip()[-500:]}") from error
+        raise BuildFailed(f"{name} failed: {error.stderr.strip()[-500:]}") from error
     except (OSError, subprocess.TimeoutExpired) as error:
         raise LibraryUnavailable(f"{name} does not run: {error}") from error
     return done.stdout
