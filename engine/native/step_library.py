@@ -16,6 +16,7 @@ MAX_PROJECTIONS = 6
 MAX_VALUES_FROM_KEYS = 1024
 # The variants of the linear kernel for each variant of the step, fastest first: with the same number of lanes.
 _PRODUCTS = {
+    "amx": ("vnni",),
     "bfloat16": ("vnni",),
     "vnni": ("vnni",),
     "avx2": ("avxvnni", "avx2"),

@@ -229,7 +229,7 @@ VARIANTS = {
     "x86_64": {
         "attention": ("bfloat16", "avx512", "avx2", "generic"),
         "linear": ("vnni", "avxvnni", "avx2", "generic"),
-        "step": ("bfloat16", "vnni", "avx2"),
+        "step": ("amx", "bfloat16", "vnni", "avx2"),
     },
     "aarch64": {"attention": ("neon",), "linear": ("i8mm", "dotprod", "neon"), "step": ("neon",)},
     "arm64": {"attention": ("neon",), "linear": ("i8mm", "dotprod", "neon"), "step": ("neon",)},

@@ -69,6 +69,15 @@ def test_x86_with_avx_vnni(
         assert ("avx2", products) == step_variants("avx2")
 
 
+@pytest.mark.parametrize("permitted", [False, True])
+def test_x86_with_amx(monkeypatch: pytest.MonkeyPatch, permitted: bool) -> None:
+    simulate_x86(monkeypatch, "AVX512", vnni=True, bfloat16=True, flags=("amx_bf16", "amx_tile"))
+    monkeypatch.setattr(torch.cpu, "_init_amx", lambda: permitted)
+
+    assert ("amx" in libraries.variants("step")) == permitted
+    assert step_variants() == (("amx" if permitted else "bfloat16"), "vnni")
+
+
 @pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="the flags are Linux's")
 def test_flags_of_linux_are_read() -> None:
     """On x86 every 64-bit processor has SSE2; the file of other architectures has no such line."""

@@ -50,7 +50,13 @@ KERNELS: dict[str, dict[str, tuple[str, ...]]] = {
         "neon": _NEON,
         "generic": (),
     },
-    "step": {"bfloat16": _BFLOAT16, "vnni": (*_AVX512, "-mavx512vnni"), "avx2": _AVX2, "neon": _NEON},
+    "step": {
+        "amx": (*_BFLOAT16, "-mamx-tile", "-mamx-bf16"),
+        "bfloat16": _BFLOAT16,
+        "vnni": (*_AVX512, "-mavx512vnni"),
+        "avx2": _AVX2,
+        "neon": _NEON,
+    },
 }
 _FLAGS = (
     *("-std=c++17", "-O3", "-ffp-contract=fast", "-fopenmp", "-fPIC", "-shared"),

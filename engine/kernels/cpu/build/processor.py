@@ -11,7 +11,7 @@ from pathlib import Path
 # Values of platform.machine.
 X86 = ("x86_64", "AMD64", "amd64", "i386", "i686")
 ARM64 = ("aarch64", "arm64")
-X86_VARIANTS = ("bfloat16", "avx512", "vnni", "avxvnni", "avx2", "generic")
+X86_VARIANTS = ("amx", "bfloat16", "avx512", "vnni", "avxvnni", "avx2", "generic")
 ARM64_VARIANTS = ("i8mm", "dotprod", "neon")
 # Linux: entries of the auxiliary vector, and the bits of the instruction sets in them.
 _HWCAP, _HWCAP2 = 16, 26
@@ -36,13 +36,17 @@ def supported_variants() -> frozenset[str]:
 
 
 def _x86_variants() -> frozenset[str]:
-    """By the CPU capabilities that torch reports, and AVX-VNNI by the flags of Linux."""
+    """By the CPU capabilities that torch reports, and AVX-VNNI and AMX by the flags of Linux.
+
+    Linux permits AMX to a process that asks for it; without the permission its instructions are illegal.
+    """
     import torch
 
     capability = torch.backends.cpu.get_cpu_capability()
     wide = capability == "AVX512"
     vnni = wide and torch.cpu._is_vnni_supported()
     supported = {
+        "amx": vnni and "amx_bf16" in _linux_flags() and torch.cpu._init_amx(),
         "bfloat16": vnni and torch.cpu._is_avx512_bf16_supported(),
         "avx512": wide,
         "vnni": vnni,

@@ -1,5 +1,9 @@
-// Rows rounded to bfloat16 for bfloat16 weights: as pairs, or split (split_pairs.h).
+// Rows rounded to bfloat16 for bfloat16 weights: in tiles (matrix_tiles.h), as pairs, or split (split_pairs.h).
 #pragma once
+
+#if defined(__AMX_BF16__)
+#include "products/matrix_tiles.h"
+#endif
 
 #include "products/plain_matrices.h"
 #include "products/quantised_rows.h"
@@ -10,10 +14,10 @@ namespace {
 // than split, 4 the same, 5 or more slower).
 constexpr int64_t ROWS_IN_PAIRS = 4;
 
-class Rounded {
+class PairRows {
   public:
-    Rounded() = default;
-    explicit Rounded(char *memory) : memory(memory) {}
+    PairRows() = default;
+    explicit PairRows(char *memory) : memory(memory) {}
 
     // Bytes of memory for some rows and columns.
     static int64_t size(int64_t rows, int64_t columns) {
@@ -32,9 +36,14 @@ class Rounded {
         }
     }
 
-    // multiply(first row, stride). On processors that may split pairs denormals are zero, for the same bits with any row count.
-    template <class Multiply>
-    void multiply_with(int64_t columns, int64_t rows, Multiply multiply) const {
+    // Outputs [first, last) of a range of rows: to[row][output]. On processors that may split pairs denormals are zero, for the
+    // same bits with any row count.
+    void multiply(const bfloat16 *weights, int64_t stride, int64_t columns, int64_t rows, RowRange range, int64_t first,
+                  int64_t last, float *to, int64_t to_stride) const {
+        const auto multiply = [&](const auto *from, int64_t row_stride) {
+            multiply_plain(from + range.first * row_stride, range.last - range.first, row_stride, weights, stride, columns, first,
+                           last, to + range.first * to_stride, to_stride);
+        };
         if (!splits_pairs()) return multiply(in_pairs(), columns);
         const FlushDenormals flushed;
         are_split(rows) ? multiply((const SplitNumber *)split(), whole(columns)) : multiply(in_pairs(), columns);
@@ -51,5 +60,11 @@ class Rounded {
 
     char *memory = nullptr;
 };
+
+#if defined(__AMX_BF16__)
+typedef TileRows Rounded;
+#else
+typedef PairRows Rounded;
+#endif
 
 }  // namespace

@@ -168,16 +168,15 @@ class Multiplier {
     void multiply_share(const Linear &matrix, int64_t first, const float *from, const QuantisedRows &quantised, RowRange range,
                         float *to) const {
         const int64_t last = lesser(first + SHARE, matrix.outputs);
-        const auto plain = [&](const auto *rows, int64_t stride, const auto *weights) {
-            multiply_plain(rows + range.first * stride, range.last - range.first, stride, weights, matrix.stride,
+        const auto plain = [&](const auto *weights) {
+            multiply_plain(from + range.first * matrix.columns, range.last - range.first, matrix.columns, weights, matrix.stride,
                            matrix.columns, first, last, to + range.first * matrix.outputs, matrix.outputs);
         };
-        if (matrix.kind == WEIGHTS_FLOAT32) return plain(from, matrix.columns, (const float *)matrix.weights);
+        if (matrix.kind == WEIGHTS_FLOAT32) return plain((const float *)matrix.weights);
         if (rounds_for(matrix.kind))
-            return rounded.multiply_with(matrix.columns, quantised.rows, [&](const auto *rows, int64_t stride) {
-                plain(rows, stride, (const bfloat16 *)matrix.weights);
-            });
-        if (matrix.kind == WEIGHTS_BFLOAT16) return plain(from, matrix.columns, (const bfloat16 *)matrix.weights);
+            return rounded.multiply((const bfloat16 *)matrix.weights, matrix.stride, matrix.columns, quantised.rows, range, first,
+                                    last, to, matrix.outputs);
+        if (matrix.kind == WEIGHTS_BFLOAT16) return plain((const bfloat16 *)matrix.weights);
         const QuantisedMatrix packed = {(const uint8_t *)matrix.weights, matrix.scales, matrix.kind, matrix.outputs, to};
         for (int64_t block = first / OUTPUTS; block < ::ceil_div(last, OUTPUTS); block += BLOCKS_AT_ONCE)
             multiply_blocks(&packed, block, &quantised, range.first, range.last);
