@@ -56,6 +56,9 @@ _PREFERRED = ("Q4_K_M", "Q5_K_M", "Q6_K", "Q8_0", "Q4_K_S", "Q5_K_S", "MXFP4", "
 _shard = re.compile(r"-(\d{5})-of-(\d{5})$")
 # GGUF files without a language model: vision projectors, importance matrices.
 _side_file = re.compile(r"(^|[-._])(mmproj|imatrix)([-._]|$)", re.IGNORECASE)
+_tower_name = re.compile(r"(^|[-._])mmproj([-._]|$)", re.IGNORECASE)
+# Number formats of the tower that is downloaded; else the first file by name.
+_PREFERRED_TOWERS = ("F16", "BF16", "F32")
 # Files that an error message lists.
 _LISTED = 12
 
@@ -75,6 +78,8 @@ class _Repository:
 
 def download(model: str, revision: str | None = None) -> Path:
     """The folder of a model of the hub, or its GGUF file (the first of its shards). Raises ModelMissing.
+
+    A GGUF file has its vision tower (mmproj) beside it, if the repository has one in the same folder.
 
     revision  a branch, a tag or a commit; None: main
     """
@@ -218,12 +223,23 @@ def _list(names: list[str]) -> str:
 
 
 def _download_gguf(repository: _Repository, shards: list[str]) -> Path:
-    """The first shard, after all shards are there. Raises ModelMissing if the repository lacks some."""
+    """The first shard, once all shards and the vision tower are there. Raises ModelMissing if shards are missing."""
     numbers = _shard.search(Path(shards[0]).stem)
     if numbers is not None and len(shards) != int(numbers[2]):
         reason = f"{len(shards)} of the {int(numbers[2])} shards of {shards[0]} are there"
         raise ModelMissing(repository.name, reason)
-    return _download(repository, [escape(shard) for shard in shards], []) / shards[0]
+    selected = [*shards, *_tower_file(repository.files, Path(shards[0]).parent)]
+    return _download(repository, [escape(name) for name in selected], []) / shards[0]
+
+
+def _tower_file(names: Iterable[str], folder: Path) -> list[str]:
+    """The vision tower in a folder, in the preferred number format; empty: there is none."""
+    paths = [path for path in map(Path, sorted(names)) if path.parent == folder and path.suffix.lower() == ".gguf"]
+    towers = [path for path in paths if _tower_name.search(path.stem)]
+    preferred = [
+        tower for suffix in _PREFERRED_TOWERS for tower in towers if re.search(rf"[-._]{suffix}$", tower.stem, re.I)
+    ]
+    return [f"{tower}" for tower in (preferred or towers)[:1]]
 
 
 def _download(repository: _Repository, patterns: list[str], ignored: list[str]) -> Path:

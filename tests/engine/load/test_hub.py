@@ -245,11 +245,11 @@ def add_files(hub: Hub, *names: str) -> None:
     ],
 )
 def test_only_the_named_file_is_downloaded(gguf_hub: Hub, tag: str, file: str) -> None:
-    """By its quantisation in any case, or its name; with all shards."""
+    """By its quantisation in any case, or its name; with all shards, and the vision tower beside it."""
     found = download(f"someone/tiny{tag}")
 
     assert file == found.name == found.read_text()
-    assert set(SHARDS if file in SHARDS else [file]) == set(gguf_hub.asked)
+    assert {*(SHARDS if file in SHARDS else [file]), "mmproj-F16.gguf"} == set(gguf_hub.asked)
     assert set(gguf_hub.asked) == {each.name for each in found.parent.iterdir()}
 
 
@@ -266,7 +266,26 @@ def test_a_quantised_file_of_the_hub_is_served(gguf_hub: Hub, tmp_path: Path, mo
 
         assert loaded.info.dtype == "float32, Q4_K_M weights"
         assert expected == greedy(loaded, prompt(), 8)
-        assert {file.name} == set(gguf_hub.asked)
+        assert {file.name, "mmproj-F16.gguf"} == set(gguf_hub.asked)
+
+
+@pytest.mark.parametrize(
+    ("names", "tower"),
+    [
+        (("mmproj-tiny-BF16.gguf", "mmproj-tiny-f16.gguf", "mmproj-tiny-F32.gguf"), "mmproj-tiny-f16.gguf"),
+        (("mmproj-tiny-BF16.gguf", "mmproj-tiny-F32.gguf"), "mmproj-tiny-BF16.gguf"),
+        (("tiny.mmproj-Q8_0.gguf", "mmproj/tiny-F16.gguf"), "tiny.mmproj-Q8_0.gguf"),
+        (("other/mmproj-F16.gguf", "mmproj-F16.txt"), None),
+    ],
+)
+def test_one_vision_tower_is_downloaded(gguf_hub: Hub, names: tuple[str, ...], tower: str | None) -> None:
+    """Of the same folder, in the format that is computed; it is there without the hub, too."""
+    (gguf_hub.files / "mmproj-F16.gguf").unlink()
+    add_files(gguf_hub, *names)
+
+    file = download("someone/tiny:Q4_K_M")
+
+    assert {path.name for path in file.parent.iterdir()} == {file.name, *([tower] if tower else [])}
 
 
 @pytest.mark.parametrize("tag", ["", ":Q4_K_M", ":Q8_0"])
