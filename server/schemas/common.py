@@ -11,7 +11,7 @@ from typing_extensions import TypedDict
 
 from engine.types.request import MAX_DRAFT_TOKENS, DrafterChoice, Overflow, RecurrentShift
 from server.schemas import policy
-from server.schemas.content import Content, Strict
+from server.schemas.content import MAX_TOKENS, Content, Strict
 from server.schemas.structure import Choices, Grammar, Regex, ResponseFormat, SchemaOrText, StructuredOutputs
 
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
@@ -102,7 +102,7 @@ class SpeculationOptions(Strict):
 class ContinuedAnswer(Strict):
     """The token ids of an answer that a client has already: the stream goes on after them."""
 
-    tokens: list[TokenId]
+    tokens: Annotated[list[TokenId], Field(max_length=MAX_TOKENS)]
 
 
 class Generation(Strict):
