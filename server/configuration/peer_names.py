@@ -55,7 +55,7 @@ _REMEDIES = {
         *("enable-lora", "max-lora-rank", "lora-base", "lora-init-without-apply"),
     ),
     "The vision or audio tower of a checkpoint is loaded with it; docs/images.md has the limits.": (
-        *("mmproj", "mmproj-url", "mm", "-mm", "image", "audio", "limit-mm-per-prompt", "enable-multimodal"),
+        *("mmproj", "mmproj-url", "mm", "-mm", "limit-mm-per-prompt", "enable-multimodal"),
     ),
 }
 # Parameters of sampling and of single answers, which a server does not have as options.
