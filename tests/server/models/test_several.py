@@ -98,6 +98,23 @@ def test_the_model_of_a_request_is_loaded_and_answers() -> None:
     _run(scenario)
 
 
+def test_requests_of_a_model_share_its_limits_of_threads() -> None:
+    """Each request has a service of its own."""
+
+    async def scenario(app: Any, launcher: Launcher) -> None:
+        for name in "ab":
+            assert (await call(app, "POST", "/v1/chat/completions", json_body={"model": name, **CHAT})).status == 200
+        models = app.state.models
+        first, again, other = (
+            models.service(models.entry_of(name), name, launcher.engines[name]) for name in ("a", "a", "b")
+        )
+
+        assert first.media_threads is again.media_threads is not other.media_threads
+        assert first.grammar_threads is again.grammar_threads is not other.grammar_threads
+
+    _run(scenario)
+
+
 def test_a_stream_shows_the_phase_of_the_load() -> None:
     async def scenario(app: Any, launcher: Launcher) -> None:
         body = {"model": "a", "stream": True, **CHAT}
