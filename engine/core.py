@@ -20,7 +20,6 @@ from engine.adapters.adapter import Adapter
 from engine.config import EngineConfig
 from engine.draft.depth import FixedDepth
 from engine.draft.speculation import Speculation
-from engine.errors import InvalidRequest
 from engine.grammar.matcher import GrammarMatcher
 from engine.load.cache import model_cache, offload_config
 from engine.load.contents import with_ranges
@@ -30,6 +29,7 @@ from engine.schedule.draft import Draft
 from engine.schedule.encoder_inputs import EncoderInputs
 from engine.schedule.inspection import Inspection
 from engine.schedule.prefill_budget import Budget
+from engine.schedule.replay import replay
 from engine.schedule.scheduler import ScheduledSequence, Scheduler, ShiftFailed
 from engine.schedule.sequence import Sequence
 from engine.schedule.step import Stepper, StepResult
@@ -91,8 +91,7 @@ class Core:
         """Queue a request; without a `matcher` its grammar is compiled here. Its first event is Started."""
         if request.grammar is not None and matcher is None:
             matcher = self._loaded.grammars.matcher(request.grammar)
-        layout = self._layout(request)
-        if layout is None:
+        if (layout := self._layout(request)) is None:
             return
         adapters = self._loaded.adapters
         sequence = Sequence(
@@ -108,17 +107,8 @@ class Core:
             rope_switch=self._loaded.switch,
             layout=layout,
         )
-        try:
-            ending = sequence.replay()
-        except InvalidRequest as error:
-            self._events.append((request.id, Failed(str(error), caused_by_request=True)))
-            return
-        sequence.adapter = adapters.acquire(request.adapter)
-        self._sequences[request.id] = sequence
+        sequence.adapter, self._sequences[request.id] = adapters.acquire(request.adapter), sequence
         self._scheduler.submit(sequence)
-        if ending is not None:
-            self._on_slot_assigned(sequence, 0)
-            self._finish(sequence, *ending)
 
     def close(self) -> None:
         """End the thread of an encoding in progress."""
@@ -148,6 +138,7 @@ class Core:
         """Compute one batch; its events with the ids of their requests, in order."""
         began = self._clock()
         self._finish_expired(began)
+        self._replay(began)
         self._encode_media()
         scheduling, self._finish_seconds = self._clock(), 0.0
         scheduled = self._schedule()
@@ -216,7 +207,7 @@ class Core:
         cached_length = min(cached_length, prompt_tokens)
         if not sequence.stats.record_start(cached_length, self._clock()):
             return
-        self._emit(sequence, Started(prompt_tokens, cached_length, sequence.sampling.seed, sequence.earlier))
+        self._emit(sequence, Started(prompt_tokens, cached_length, sequence.sampling.seed, tuple(sequence.earlier)))
         if sequence.max_new_tokens == 0 and sequence.scores is None and sequence.pooler is None:
             self._finish(sequence, "length", None)
 
@@ -228,6 +219,15 @@ class Core:
             elif sequence.request.emitted and sequence.slot is not None and sequence.is_context_full:
                 # Earlier tokens that no engine of this size emits: its shifts leave nothing to drop.
                 self._finish(sequence, "length", None)
+
+    def _replay(self, began: float) -> None:
+        """Add tokens of earlier streams to waiting sequences, for a bounded time."""
+        for sequence, failed in replay(self._scheduler.waiting, lambda: self._clock() - began):
+            if failed is not None:
+                self._fail(sequence, failed.reason, caused_by_request=failed.caused_by_request)
+            elif (ending := sequence.earlier_ending) is not None:
+                self._on_slot_assigned(sequence, 0)
+                self._finish(sequence, *ending)
 
     def _encode_media(self) -> None:
         """Encode the media of waiting sequences; media that fail the encoder fail their own request."""
@@ -446,7 +446,7 @@ class Core:
     ) -> None:
         began = self._clock()
         try:
-            if sequence.text.stop is None:
+            if sequence.text.stop is None and sequence.is_replayed:
                 self._deliver(sequence, sequence.text.flush())
         except Exception as error:
             log.exception("the output of a sequence failed")

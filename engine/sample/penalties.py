@@ -23,8 +23,9 @@ class PenaltyHistory:
         # The distinct tokens of prompt and output, and their counts in the output.
         self._seen: NDArray[np.int64] | None = None
         self._counts = np.empty(0, np.int32)
-        # With a lookback: the last tokens of prompt and output, and how many of them are output.
-        self._lookback, self._recent, self._generated = params.penalty_lookback, list[int](), 0
+        # With a lookback: the last tokens of prompt and output, and how many of them are output. They are counted when
+        # they are read, since many may be added before: the tokens of an earlier stream.
+        self._lookback, self._recent, self._generated, self._is_counted = params.penalty_lookback, list[int](), 0, True
         self._tokens: list[int] | None = None
         if params.frequency_penalty or params.presence_penalty or params.repetition_penalty != 1.0:
             if self._lookback is not None:
@@ -43,15 +44,17 @@ class PenaltyHistory:
     def append(self, token: int) -> None:
         """Add a token of the output."""
         if self._seen is not None and self._lookback is not None:
-            self._move_window(self._lookback, token)
+            self._recent.append(token)
+            self._generated, self._is_counted = self._generated + 1, False
         elif self._seen is not None:
             self._count(self._seen, token)
         if self._tokens is not None:
             self._tokens.append(token)
 
-    def _move_window(self, lookback: int, token: int) -> None:
-        recent = np.asarray([*self._recent, token][-lookback:] if lookback else [], np.int64)
-        self._recent, self._generated = recent.tolist(), min(self._generated + 1, len(recent))
+    def _count_window(self, lookback: int) -> None:
+        del self._recent[: max(len(self._recent) - lookback, 0)]
+        recent = np.asarray(self._recent, np.int64)
+        self._generated, self._is_counted = min(self._generated, len(recent)), True
         is_output = np.arange(len(recent)) >= len(recent) - self._generated
         self._seen, places = np.unique(recent, return_inverse=True)
         self._counts = np.bincount(places, is_output, len(self._seen)).astype(np.int32)
@@ -68,7 +71,7 @@ class PenaltyHistory:
         if not tokens or self.inactive:
             return self
         longer = copy.copy(self)
-        longer._counts = self._counts.copy()
+        longer._counts, longer._recent = self._counts.copy(), list(self._recent)
         longer._tokens = None if self._tokens is None else list(self._tokens)
         for token in tokens:
             longer.append(token)
@@ -81,13 +84,15 @@ class PenaltyHistory:
         as in llama.cpp (prompt and output).
         """
         if self._seen is not None:
-            self._penalise_tokens(logits, params, self._seen)
+            self._penalise_tokens(logits, params)
         tokens, penalties = self.dry_penalties(params)
         if tokens:
             logits[torch.tensor(tokens, device=logits.device)] -= penalties.to(logits)
 
     def token_counts(self) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
         """The distinct tokens with a repetition, frequency or presence penalty, and their counts in the output."""
+        if self._lookback is not None and not self._is_counted:
+            self._count_window(self._lookback)
         return (np.empty(0, np.int64) if self._seen is None else self._seen), self._counts
 
     def dry_penalties(self, params: SamplingParams) -> tuple[list[int], Tensor]:
@@ -98,8 +103,9 @@ class PenaltyHistory:
         excess = torch.tensor(list(lengths.values()), dtype=torch.float64) - params.dry.allowed_length
         return list(lengths), params.dry.multiplier * torch.tensor(params.dry.base, dtype=torch.float64) ** excess
 
-    def _penalise_tokens(self, logits: Tensor, params: SamplingParams, seen: NDArray[np.int64]) -> None:
-        index, counts = torch.from_numpy(seen).to(logits.device), self._counts.astype(np.float32)
+    def _penalise_tokens(self, logits: Tensor, params: SamplingParams) -> None:
+        seen, output_counts = self.token_counts()
+        index, counts = torch.from_numpy(seen).to(logits.device), output_counts.astype(np.float32)
         values, factor = logits[index].numpy(force=True), params.repetition_penalty
         if factor != 1.0:
             values = np.where(values > 0, values / factor, values * factor)

@@ -119,7 +119,8 @@ class Sequence:
     tokens          those of the context, in one list for good; longer than the capacity where shifts are due
     output          generated tokens
     encoder_mask    which encoder entries each token attends to; required before it gets a slot (`is_ready`)
-    earlier         the deltas of the tokens that an earlier stream emitted
+    earlier         the deltas of the tokens that an earlier stream emitted, as far as they are added (`replay`)
+    earlier_ending  the end of the text, if it is among these tokens
     contents        images and sounds of its prompt; None: there are none
     adapter         the slot of its adapter; 0: none
     is_unread       whether the client leaves its output unread
@@ -153,7 +154,8 @@ class Sequence:
             min_tokens=request.min_tokens,
             at_once=request.tokens_at_once,
         )
-        self.earlier: tuple[Delta, ...] = ()
+        self.earlier: list[Delta] = []
+        self.earlier_ending: Ending | None = None
         self.output: list[int] = []
         self.slot: int | None = None
         self.encoder_mask: EncoderMask | None = None
@@ -208,8 +210,13 @@ class Sequence:
 
     @property
     def is_ready(self) -> bool:
-        """Whether it may get a slot: its media are encoded."""
-        return self.request.media is None or self.encoder_mask is not None
+        """Whether it may get a slot: its media are encoded, and its earlier tokens are added."""
+        return (self.request.media is None or self.encoder_mask is not None) and self.is_replayed
+
+    @property
+    def is_replayed(self) -> bool:
+        """Whether all tokens that an earlier stream emitted are added."""
+        return len(self.output) >= len(self.request.emitted)
 
     @property
     def reusable_length(self) -> int:
@@ -280,22 +287,17 @@ class Sequence:
         self.stats.record_token(now)
         self._append(token)
 
-    def replay(self) -> Ending | None:
-        """Add the tokens that an earlier stream emitted, before the sequence is queued; the end of the text among them.
-
-        InvalidRequest if tokens follow the end.
-        """
-        ending, deltas = None, []
-        for token in self.request.emitted:
-            if ending is not None:
+    def replay(self, count: int) -> None:
+        """Add the next `count` tokens that an earlier stream emitted. InvalidRequest if tokens follow the end."""
+        start = len(self.output)
+        for token in self.request.emitted[start : start + count]:
+            if self.earlier_ending is not None:
                 reason = f"'continue_from' has more tokens than the answer, which ends after {len(self.output)}"
                 raise InvalidRequest("continue_from", reason)
             self._append(token)
             delta = None if self.sampling.is_stop_token(token) else self.text.push(token)
-            deltas.append(delta or Delta("", (token,)))
-            ending = self.ending(token)
-        self.earlier = tuple(deltas)
-        return ending
+            self.earlier.append(delta or Delta("", (token,)))
+            self.earlier_ending = self.ending(token)
 
     def ending(self, token: int) -> Ending | None:
         """Why the text ends after its latest token, which `text` has unless it is a stop token; None: it goes on."""

@@ -6,6 +6,7 @@ requests (`requests.generate`), and parses the events into deltas of text, reaso
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import hashlib
 import time
@@ -13,6 +14,8 @@ from bisect import bisect_right
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
+
+import anyio.to_thread
 
 from engine.chat_format.chat_format import AnswerParser, ChatFormat
 from engine.chat_format.message import AnswerDelta, ReasoningDelta, TextDelta, ToolCallStart
@@ -26,7 +29,7 @@ from server.generation.requests import check_capacity, choice_requests, engine_r
 from server.generation.support import SupportedRequest, supported_request
 from server.generation.tools import ToolSet
 from server.http.errors import UNSUPPORTED_VALUE, ApiError, invalid_value, unsupported_parameter
-from server.http.events import ChoiceEvents
+from server.http.events import MAX_INLINE_DELTAS, ChoiceEvents, is_long
 from server.media.threads import MediaThreads, run_in_thread
 from server.schemas.chat import ChatRequest
 from server.service import Service
@@ -182,8 +185,12 @@ async def parse_choices(turn: ChatTurn, events: ChoiceEvents) -> AsyncGenerator[
     """Parse the events of all choices."""
     parsers = [ChoiceParser(turn) for _ in turn.requests]
     async for choice, event in events:
-        for choice_event in parsers[choice].parse(event):
+        parse = parsers[choice].parse
+        parsed = await anyio.to_thread.run_sync(parse, event) if is_long(event) else parse(event)
+        for number, choice_event in enumerate(parsed, start=1):
             yield choice, choice_event
+            if number % MAX_INLINE_DELTAS == 0:
+                await asyncio.sleep(0)
 
 
 class ChoiceParser:

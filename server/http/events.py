@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
 
-from engine.types.events import Delta, Event
+from engine.types.events import Delta, Event, Started
 
 # Takes a delta of a choice; False: the delta goes through the iterator.
 DeltaSink = Callable[[int, Delta], bool]
 SetSink = Callable[[DeltaSink], None]
+# Of an answer that is continued, parsed on the event loop: each takes 10 microseconds.
+MAX_INLINE_DELTAS = 256
 
 
 class ChoiceEvents:
@@ -23,3 +25,8 @@ class ChoiceEvents:
 
     def __aiter__(self) -> AsyncGenerator[tuple[int, Event], None]:
         return self.iterator
+
+
+def is_long(event: Event) -> bool:
+    """Whether an event has so many deltas that a worker thread parses it."""
+    return isinstance(event, Started) and len(event.earlier) > MAX_INLINE_DELTAS

@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
+import anyio.to_thread
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
@@ -18,7 +19,7 @@ from engine.types.events import Event
 from server.http.direct_writer import DirectWriter
 from server.http.encoding import dumps
 from server.http.errors import ApiError, error_body, from_engine_error, internal_error
-from server.http.events import ChoiceEvents
+from server.http.events import ChoiceEvents, is_long
 
 logger = logging.getLogger("cellar.http")
 
@@ -51,7 +52,7 @@ async def encode_stream(
         async for choice, event in events:
             if writer is not None and writer.error is not None:
                 raise writer.error
-            if body := encoder.encode(choice, event):
+            if body := await _encoded(encoder, choice, event):
                 yield body
         if body := await encoder.close():
             yield body
@@ -65,6 +66,13 @@ async def encode_stream(
         return
     if end:
         yield end
+
+
+async def _encoded(encoder: StreamEncoder, choice: int, event: Event) -> bytes:
+    if is_long(event):
+        # No other event is encoded meanwhile: DirectWriter takes those that arrive while the iterator waits.
+        return await anyio.to_thread.run_sync(encoder.encode, choice, event)
+    return encoder.encode(choice, event)
 
 
 async def with_error_frame(frames: Frames, scope: Scope, encode_error: EncodeError) -> Frames:

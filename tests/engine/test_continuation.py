@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from engine.core import Core
-from engine.types.events import Failed, Finished
+from engine.schedule.replay import REPLAY_TOKENS
+from engine.types.events import Delta, Failed, Finished
 from engine.types.request import Dry, Grammar, ReasoningLimit, Request, SamplingParams, Xtc
 from tests.engine.kit.models import Models, References, core
-from tests.engine.kit.play import GREEDY, Answer, Job, ask, play
+from tests.engine.kit.play import GREEDY, Answer, Job, ask, play, take
 
 CONTEXT = 24
 PROMPT = (5, 4, 3, 2, 1, 0, 5, 4)
@@ -126,6 +127,57 @@ def _escaped(text: str) -> str:
 def test_all_kinds_of_memory_continue(loaded: Models, family: str) -> None:
     """Recurrent states, windows and rotary factors that change with the length."""
     check_all_cuts(core(loaded(family), slots=2, context=64, chunk=7), request(max_tokens=40, sampling=SEEDED))
+
+
+class SlowClock:
+    """Each reading is a second later, so a step adds the fewest tokens of earlier streams."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1.0
+        return self.now
+
+
+def test_a_long_continuation_is_prepared_between_the_steps_of_others(engine: Core) -> None:
+    """Its tokens are added in parts, and the other sequences get a token in each of these steps."""
+    whole = run(engine, request(overflow="shift", max_tokens=100))
+    engine._clock = SlowClock()
+    other = replace(request(overflow="shift", max_tokens=100), id="other")
+    engine.submit(other)
+    while not [event for _, event in engine.step() if isinstance(event, Delta)]:
+        pass
+    engine.submit(request(overflow="shift", max_tokens=100, emitted=tuple(whole.tokens[:80])))
+    deltas, continued = [], Answer()
+    for _ in range(80 // REPLAY_TOKENS - 1):
+        assert not engine._sequences["r"].is_replayed
+        deltas.append([type(event) for name, event in engine.step() if name == "other"])
+    while engine.busy:
+        for name, event in engine.step():
+            if name == "r":
+                take(continued, event)
+
+    assert deltas == [[Delta]] * len(deltas)
+    assert continued.tokens == whole.tokens[80:]
+
+
+@pytest.mark.parametrize("ends", ["cancelled", "deadline"])
+def test_a_continuation_may_end_while_it_is_prepared(engine: Core, ends: str) -> None:
+    """Nothing is left of it, and the client gets no text twice."""
+    engine._clock = SlowClock()
+    changes = {"timeout_seconds": 6.0} if ends == "deadline" else {}
+    engine.submit(request(max_tokens=100, overflow="shift", emitted=(97,) * 80, stop=("ab",), **changes))
+    events = engine.step()
+    assert not engine._sequences["r"].is_replayed
+    if ends == "cancelled":
+        engine.cancel("r")
+    while engine.busy:
+        events += engine.step()
+
+    assert engine._sequences == {}
+    kinds = [type(event) for _, event in events]
+    assert kinds == ([] if ends == "cancelled" else [Finished])
 
 
 def test_tokens_after_the_end_are_refused(engine: Core) -> None:
