@@ -13,6 +13,7 @@ BOUNDARIES = {
     "engine/engine.py": "end of the engine thread",
     "engine/core.py": "a failing step fails its own sequences",
     "engine/output/stream.py": "a delta that cannot be delivered ends its own stream",
+    "engine/schedule/replay.py": "tokens of an earlier stream that fail fail their own sequence",
     "engine/schedule/scheduler.py": "a context shift that fails fails its own sequence",
     "engine/schedule/slots.py": "tokens that the prefix cache cannot add or load are computed",
     "engine/chat_format/lark_writer.py": "an invalid grammar is refused with a message",
