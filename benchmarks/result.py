@@ -14,6 +14,7 @@ Rows by benchmark:
     gguf         model, weights, peer, cell, figure, cellar, other, ratio (above 1: ours is better) or limit or neither
     routers      name, requests, errors, cached_share, equal_texts, unary_p50_ms, first_chunk_p50_ms, tokens_per_second
     ray_faults   step, replicas, streams by their ends, seconds; or requests, errors, cached_share
+    kills        step, streams by their ends, equal (to those of a replica alone), resumed, seconds
     overload     model, clients, retry, answers, refusals, errors, seconds, tokens_per_processor_second, ratio
     sharing      model, requests, cell, newcomers, median and worst seconds; or tokens/s with and without time slices
     encodings    model, streams, cell (with or without images), images, tokens, p50 and p99 between tokens
@@ -54,6 +55,7 @@ OTHER_KEYS = {
     "gpu_kernels": ("target", "shape", "kernel"),
     "routers": ("name",),
     "ray_faults": ("step", "replicas"),
+    "kills": ("step",),
     "overload": ("model", "clients", "retry"),
     "sharing": ("model", "requests", "cell"),
     "adapters": ("model", "streams", "rank", "dtype", "mode"),

@@ -57,6 +57,8 @@ def make_app() -> App:
     app.command(make_models_app())
     app.command(bench)
     app.command(ray)
+    # Its arguments are no settings: none comes from the environment.
+    app.command(route, config=())
     app.command(plan)
     app.command(verify)
     app.command(doctor, config=())
@@ -327,6 +329,35 @@ def ray(
         make_disk_cache(settings.disk_cache_folder)
     _warn_of_exposed_keys(settings)
     sys.exit(run_ray(cluster_options, settings))
+
+
+def route(*urls: Annotated[str, Parameter(show_env_var=False)], host: str = "127.0.0.1", port: int = 8000) -> None:
+    """Pass requests on to running replicas until SIGTERM or Ctrl-C; streams go on at another one when theirs ends.
+
+    Requests of a conversation meet the replica that has their prefix in its cache.
+
+    Parameters
+    ----------
+    urls
+        Addresses of `cellar serve` with the same model and options, such as http://127.0.0.1:8001.
+    host
+        Address to listen on.
+    port
+        Port to listen on; 0 selects a free one.
+    """
+    from server.commands.route import check_addresses, run_route
+    from server.lifecycle import listen
+
+    with _usage_errors(_print_error):
+        check_addresses(urls)
+    configure_logging("warning", "text")
+    try:
+        listening = listen(host, port)
+    except OSError as error:
+        _print_error(f"cellar: cannot listen on {host}:{port}: {error}")
+        sys.exit(EXIT_ADDRESS)
+    with listening:
+        run_route(urls, listening)
 
 
 def plan(

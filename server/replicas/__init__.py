@@ -1,1 +1,1 @@
-"""Replicas of the server on Ray Serve. Without Ray: environment.py, options.py, proxy.py and routing_header.py."""
+"""Replicas of the server: on Ray Serve (cluster.py, deployment.py and router.py need Ray), or behind `cellar route`."""

@@ -1,4 +1,7 @@
-"""ASGI middleware in Ray's HTTP proxy: routing keys from the body, retries, and error events of interrupted streams."""
+"""ASGI middleware of a proxy, Ray's or that of `cellar route`: routing keys from the body, retries, resumed streams.
+
+A stream that cannot be resumed ends with an error event.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +14,19 @@ from starlette.datastructures import Headers
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from server.http.errors import ENGINE_DEAD, INTERNAL_ERROR, ApiError, error_body, error_response
+from server.http.errors import ENGINE_DEAD, INTERNAL_ERROR, QUEUE_FULL, ApiError, error_body, error_response
 from server.http.middleware import UPLOAD_PATHS, replay
 from server.http.sse import frame, named_frame
 from server.http.stream_encoder import json_line
+from server.replicas.resumable_stream import ResumableStream
 from server.replicas.routing_header import REPLICA_HEADER, RequestRoutes
 
 logger = logging.getLogger("cellar.proxy")
 
+SUCCESS = 200
 # Statuses of Ray's proxy for a request that no replica has answered.
 UNANSWERED = (INTERNAL_ERROR.status, ENGINE_DEAD.status)
-# Attempts of a request, each on another replica unless only one is left.
+# Attempts of a request, each on another replica unless only one is left; a stream with new tokens has as many again.
 ATTEMPTS = 4
 RETRY_SECONDS = 0.25
 # Longer bodies are passed on as they arrive, and not repeated.
@@ -51,20 +56,37 @@ class ReplicaMiddleware:
         pieces, whole = await _read_body(receive)
         if pieces and pieces[-1]["type"] == "http.disconnect":
             return
-        routed = self._routes.route(scope, b"".join(piece.get("body", b"") for piece in pieces))
+        body = b"".join(piece.get("body", b"") for piece in pieces)
+        routed = self._routes.route(scope, body)
+        stream = ResumableStream.of_request(scope["path"], body) if whole else None
         client = _ClientMessages(receive)
-        for number in range(1, (ATTEMPTS if whole else 1) + 1):
-            attempt = _Attempt(scope, send, partial(self._routes.record, routed))
-            routed_scope = {**routed.scope, "headers": [*routed.scope["headers"]]}
-            await self.app(routed_scope, replay(pieces, client.receive), attempt.send)
-            if attempt.complete or client.disconnected:
+        answer = _Answer(scope, send, partial(self._routes.record, routed), stream)
+        failures = 0
+        while failures < (ATTEMPTS if whole else 1):
+            tokens = answer.begin_attempt()
+            if stream is not None:
+                pieces = [{"type": "http.request", "body": stream.request_body()}]
+            await self.app(_attempt_scope(routed.scope, pieces), replay(pieces, client.receive), answer.send)
+            if answer.complete or client.disconnected:
                 return
-            if attempt.started:
-                await attempt.end_with_error()
-                return
-            logger.warning("attempt %d of %s was not answered by a replica", number, scope["path"][:128])
-            await asyncio.sleep(RETRY_SECONDS * number)
-        await error_response(_lost("No replica could answer the request."), scope["path"])(scope, receive, send)
+            if answer.started and not answer.can_continue:
+                break
+            failures = failures + 1 if answer.tokens == tokens else 1
+            logger.warning("attempt %d of %s was not answered by a replica", failures, scope["path"][:128])
+            await asyncio.sleep(RETRY_SECONDS * failures)
+        if answer.started:
+            await answer.end_with_error()
+        else:
+            await error_response(_lost("No replica could answer the request."), scope["path"])(scope, receive, send)
+
+
+def _attempt_scope(scope: Scope, pieces: list[Message]) -> Scope:
+    """The scope of one attempt: headers of its own, with the length of its body."""
+    headers = [*scope["headers"]]
+    if len(pieces) == 1 and not pieces[0].get("more_body"):
+        length = str(len(pieces[0].get("body", b""))).encode()
+        headers = [(name, length if name == b"content-length" else value) for name, value in headers]
+    return {**scope, "headers": headers}
 
 
 class _ClientMessages:
@@ -81,36 +103,69 @@ class _ClientMessages:
         return message
 
 
-class _Attempt:
-    """One attempt to answer a request. Responses of Ray's proxy itself, which no replica sent, are dropped.
+class _Answer:
+    """The answer to a request, of one or more attempts. Responses of the proxy, which no replica sent, are dropped.
 
     on_first  called with the first bytes of the body
+    stream    continues after an interruption; None: an answer that has begun cannot be repeated
     started   bytes were sent to the client
     complete  the response has ended
     """
 
-    def __init__(self, scope: Scope, send: Send, on_first: Callable[[bytes], None]) -> None:
-        self._scope, self._send, self._on_first = scope, send, on_first
+    def __init__(
+        self, scope: Scope, send: Send, on_first: Callable[[bytes], None], stream: ResumableStream | None
+    ) -> None:
+        self._scope, self._send, self._on_first, self._stream = scope, send, on_first, stream
         self.started = self.complete = False
         self._head: Message | None = None
-        self._dropped = False
+        self._dropped = self._refused = False
+
+    @property
+    def can_continue(self) -> bool:
+        """Whether another attempt sends the rest of an answer that has begun."""
+        return self._stream is not None and self._stream.can_continue and not self._refused
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the stream so far."""
+        return len(self._stream.tokens) if self._stream is not None else 0
+
+    def begin_attempt(self) -> int:
+        """Forget the attempt before, except what the client has got: the tokens of it."""
+        # Until a head arrives, and after the end of a response.
+        self._dropped = True
+        return self.tokens
 
     async def send(self, message: Message) -> None:
         """Hold the head back until the first byte of the body."""
         if message["type"] == "http.response.start":
-            unanswered = message["status"] in UNANSWERED and REPLICA_HEADER not in Headers(raw=message["headers"])
-            self._head, self._dropped = {**message, "headers": _one_request_id(message["headers"])}, unanswered
+            self._begin(message)
+        elif not self._dropped:
+            await self._send_body(message.get("body", b""), more=bool(message.get("more_body")))
+
+    def _begin(self, head: Message) -> None:
+        status = head["status"]
+        if self.started:
+            self._dropped = status != SUCCESS
+            self._refused = SUCCESS < status < INTERNAL_ERROR.status and status != QUEUE_FULL.status
             return
-        if self._dropped or self._head is None:
+        self._dropped = status in UNANSWERED and REPLICA_HEADER not in Headers(raw=head["headers"])
+        self._head = {**head, "headers": _one_request_id(head["headers"])}
+
+    async def _send_body(self, body: bytes, *, more: bool) -> None:
+        assert self._head is not None, "a body follows its head"
+        if self._stream is not None and self._head["status"] == SUCCESS:
+            body = self._stream.relay(body)
+            self._dropped = self._stream.interrupted
+            # The end of a connection is not that of the stream.
+            more = more or not self._stream.complete
+        if more and not body:
             return
-        more = bool(message.get("more_body"))
         if not self.started:
-            if more and not message.get("body"):
-                return
             await self._send(self._head)
             self.started = True
-            self._on_first(message.get("body", b""))
-        await self._send(message)
+            self._on_first(body)
+        await self._send({"type": "http.response.body", "body": body, "more_body": more})
         self.complete = not more
 
     async def end_with_error(self) -> None:

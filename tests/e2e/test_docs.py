@@ -50,6 +50,7 @@ NOT_RUN = {
     "vllm-router": "benchmarks/fleet/routers.py runs it",
     "cellar serve smollm2": "a download; tests/engine/load/test_package_index.py serves another file by a short name",
     "cellar ray": "tests/ray runs it",
+    "cellar route": "tests/benchmarks/test_kills.py runs it",
     "cellar chat": "needs a terminal; tests/server/terminal drives it",
     "cellar bench ./my-model": "takes minutes; tests/bench runs all of it",
     "ANTHROPIC_BASE_URL=": "a program of npm; make test-clients runs it",

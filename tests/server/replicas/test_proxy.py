@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from server.affinity.keys import RequestKeys, keys_of_bytes, session_key
+from server.http.sse import frame
 from server.replicas import proxy
 from server.replicas.proxy import ReplicaMiddleware
 from server.replicas.routing_header import REPLICA_HEADER, decode_keys, encode_keys, requested_replica
@@ -284,3 +285,56 @@ async def _served(app: Any, receive: Any, sent: Messages) -> None:
         sent.append(message)
 
     await ReplicaMiddleware(app)({"type": "http", "method": "POST", "path": CHAT, "headers": []}, receive, send)
+
+
+CHUNK = {"id": "a", "created": 1, "model": "m", "choices": [{"text": "x", "finish_reason": None, "token_ids": [5]}]}
+NEXT = {**CHUNK, "id": "b", "choices": [{"text": "y", "finish_reason": "stop", "token_ids": [6]}]}
+STREAM = {**BODY, "stream": True}
+BEGUN: Messages = [head(**SSE), part(frame({**CHUNK, "seed": 9}), more=True)]
+REST: Messages = [head(**SSE), part(frame(NEXT) + b"data: [DONE]\n\n", more=True), part(b"")]
+LOST = part(frame({"error": {"code": "engine_dead", "message": "m"}}))
+
+
+@pytest.mark.parametrize("lost", [[], [part(b"")], [LOST], [part(b"data: {", more=True)]])
+@pytest.mark.parametrize(
+    "refused", [[], [[head(503), part(b"{}")]], [[head(429), part(b"{}")], [head(500, replica=False)]]]
+)
+def test_an_interrupted_stream_goes_on_at_another_replica(lost: Messages, refused: list[Messages]) -> None:
+    """As one stream with one id; a replica that cannot go on is passed over."""
+    fake = FakeProxy([*BEGUN, *lost], *refused, REST)
+    answer = ask(fake, json_body=STREAM, headers={"content-length": str(len(json.dumps(STREAM)))})
+    texts = [json.loads(line[6:]) for line in answer.body.decode().split("\n\n")[:2]]
+
+    assert answer.body.endswith(b"data: [DONE]\n\n")
+    assert [("a", "x"), ("a", "y")] == [(text["id"], text["choices"][0]["text"]) for text in texts]
+    assert b"error" not in answer.body
+    continued = json.loads(fake.bodies[-1])
+    assert (9, {"tokens": [5]}) == (continued["seed"], continued["continue_from"])
+    assert [str(len(body)) for body in fake.bodies] == [sent["content-length"] for sent in fake.headers]
+
+
+@pytest.mark.parametrize(
+    ("attempts", "count"), [([[head(400), part(b"{}")]], 2), ([[]] * proxy.ATTEMPTS, proxy.ATTEMPTS)]
+)
+def test_a_stream_that_no_replica_continues_ends_with_one_error(attempts: list[Messages], count: int) -> None:
+    fake = FakeProxy(BEGUN, *attempts)
+    answer = ask(fake, json_body=STREAM)
+
+    assert answer.body.split(b"\n\n")[1].startswith(b'data: {"error":{')
+    assert 1 == answer.body.count(b'error":{')
+    assert count == len(fake.bodies)
+
+
+def test_a_stream_goes_on_as_often_as_it_gets_tokens() -> None:
+    """A rolling restart may interrupt a long one more than four times."""
+    token = [head(**SSE), part(frame(CHUNK), more=True)]
+    answer = ask(FakeProxy(BEGUN, *[token] * 2 * proxy.ATTEMPTS, REST), json_body=STREAM)
+
+    assert 2 * proxy.ATTEMPTS + 1 == answer.body.count(b'"text":"x"')
+    assert answer.body.endswith(b"data: [DONE]\n\n")
+
+
+def test_a_refused_stream_is_answered_with_its_status() -> None:
+    answer = ask(FakeProxy([head(400), part(b'{"error":1}')]), json_body=STREAM)
+
+    assert (400, b'{"error":1}') == (answer.status, answer.body)
