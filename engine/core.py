@@ -178,6 +178,8 @@ class Core:
             cells_total=self.cache.cells,
             host_cache_bytes=memory_bytes,
             disk_cache_bytes=disk_bytes,
+            adapters=self._loaded.adapters.count,
+            adapter_bytes=self._loaded.adapters.bytes,
             steps_total=totals["steps"],
             step_seconds_total=self._step_seconds,
             batch_tokens_total=totals["batch"],

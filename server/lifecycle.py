@@ -330,6 +330,8 @@ def _lines(
         f"= {format_size(memory.weights_bytes + memory.cache_bytes + memory.workspace_bytes)} "
         f"of {format_size(memory.available_bytes)} free",
     )
+    if settings.lora_dir:
+        yield "adapters", f"of {settings.lora_dir} at their first request, at most {settings.max_loras} in memory"
     for adapter in info.adapters:
         targets = ", ".join(adapter.targets)
         yield "adapter", f"{adapter.name}: rank {adapter.rank}, {targets}, {format_size(adapter.bytes)} of the weights"

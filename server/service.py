@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 
 MAX_GRAMMAR_THREADS = 4
+# Adapters of --lora-dir and of calls, in metrics.
+DYNAMIC_ADAPTERS = "dynamic"
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +132,9 @@ class Service:
 
     @asynccontextmanager
     async def _observed(self, stream: EventStream, endpoint: Endpoint, choice: int) -> AsyncIterator[ChoiceEvents]:
+        if self.adapter:
+            # Only names of the settings are labels.
+            self.metrics.count_adapter(self.adapter if self.adapter in self.settings.adapters else DYNAMIC_ADAPTERS)
         with self.metrics.observe(endpoint) as timer:
             try:
                 async with aclosing(self._observed_events(stream, timer, choice)) as events:

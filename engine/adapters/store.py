@@ -42,6 +42,11 @@ class AdapterStore:
         self._users: Counter[int] = Counter()
 
     @property
+    def count(self) -> int:
+        """The number of adapters that requests can name."""
+        return len(self._slots)
+
+    @property
     def infos(self) -> tuple[AdapterInfo, ...]:
         """The adapters that requests can name, in the order of their loads."""
         return tuple(self._adapters[slot].info for slot in self._slots.values())

@@ -202,6 +202,8 @@ class Stats:
     cells_cached          cells of cached prefixes alone: evicted for running sequences
     host_cache_bytes      of evicted prefixes in host memory
     disk_cache_bytes      of cached prefixes in files
+    adapters              LoRA adapters that requests can name
+    adapter_bytes         of all adapters in memory, also of unloaded ones that running requests use
     prefix_hits_total     finished requests with a cached prefix
     evicted_tokens_total, trimmed_tokens_total, loaded_tokens_total, written_tokens_total  see PrefixCounts (kvcache)
     batch_sizes           forward passes by batch tokens: up to each of BATCH_BUCKETS, and above
@@ -215,6 +217,8 @@ class Stats:
     cells_total: int = 0
     host_cache_bytes: int = 0
     disk_cache_bytes: int = 0
+    adapters: int = 0
+    adapter_bytes: int = 0
     steps_total: int = 0
     step_seconds_total: float = 0.0
     batch_tokens_total: int = 0

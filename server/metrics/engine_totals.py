@@ -63,6 +63,8 @@ def _gauges(stats: Stats) -> Iterator[Metric]:
     yield _gauge("kv_cache_cells_remembered", "KV cells of cached prefixes, evictable.", stats.cells_cached)
     yield _gauge("shelf_memory_bytes", "Evicted prefixes in host memory.", stats.host_cache_bytes)
     yield _gauge("shelf_disk_bytes", "Cached prefixes in the disk cache.", stats.disk_cache_bytes)
+    yield _gauge("adapters_loaded", "LoRA adapters that requests can name.", stats.adapters)
+    yield _gauge("adapters_memory_bytes", "LoRA adapters in memory.", stats.adapter_bytes)
     yield _gauge("embedding_texts_waiting", "Texts in the queue of the embedding model.", stats.embedding.waiting)
 
 

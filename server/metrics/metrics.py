@@ -48,6 +48,7 @@ class Metrics:
         self._own.register(EngineCollector(engine))
         self._responses = self._counter("http_responses", "Responses by route and status.", ("route", "status"))
         self._requests = self._counter("requests", "Generations by finish reason.", ("endpoint", "finish_reason"))
+        self._adapters = self._counter("adapter_requests", "Generations by LoRA adapter.", ("adapter",))
         self._total = self._seconds("e2e_request_latency", "From admission to the last event.")
         self._histograms = RequestHistograms(
             queue=self._seconds("queue_time", "From admission to a slot."),
@@ -67,6 +68,10 @@ class Metrics:
     def count_response(self, route: str, status: int) -> None:
         """Count one HTTP response; `route` is the path template, status 0 a client that disconnected before it."""
         self._responses.labels(route, str(status)).inc()
+
+    def count_adapter(self, adapter: str) -> None:
+        """Count a generation with an adapter."""
+        self._adapters.labels(adapter).inc()
 
     @contextmanager
     def observe(self, endpoint: Endpoint) -> Iterator[GenerationTimer]:

@@ -277,7 +277,7 @@ class Loader:
             budget = self.limits.memory_bytes - sum(other.reserved_bytes for other in others if other.entry.pinned)
             free = self.limits.memory_bytes - sum(other.reserved_bytes for other in others)
             if record.needed_bytes > budget:
-                self._fail(record, _too_large(record.needed_bytes, budget))
+                self._fail(record, _too_large(record.entry.name, record.needed_bytes, budget))
             elif record.needed_bytes <= free:
                 self._load(record)
             elif self._make_space(record, record.needed_bytes - free, now):
@@ -434,5 +434,6 @@ def _backoff_error(record: ModelRecord, now: float) -> LoadDelayed:
     )
 
 
-def _too_large(needed_bytes: int, budget: int) -> PlanTooLarge:
-    return PlanTooLarge(needed_bytes, max(budget, 0), "give it a smaller --context or --slots, or more --memory")
+def _too_large(name: str, needed_bytes: int, budget: int) -> PlanTooLarge:
+    advice = f"give the model {name} a smaller --context or --slots, or the server more --memory"
+    return PlanTooLarge(needed_bytes, max(budget, 0), advice)

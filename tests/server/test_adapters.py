@@ -58,6 +58,20 @@ def test_ollamas_default_tag_names_an_adapter_too(app: Any, engine: FakeEngine) 
     assert engine.requests[-1].adapter == "sql"
 
 
+def test_generations_are_counted_by_adapter(engine: FakeEngine) -> None:
+    """Those that are not of the settings together, so that a label never comes from a request."""
+    app = create_app(engine, settings(lora=LORA[:1]))  # type: ignore[arg-type]
+    for model in ("sql", "sql", "org/support", "fake"):
+        ask(app, "POST", "/v1/completions", json_body={"model": model, "prompt": "x"})
+    lines = ask(app, "GET", "/metrics").body.decode().splitlines()
+
+    counts = {line for line in lines if line.startswith("cellar_adapter_requests_total")}
+    assert counts == {
+        'cellar_adapter_requests_total{adapter="sql",model_name="fake"} 2.0',
+        'cellar_adapter_requests_total{adapter="dynamic",model_name="fake"} 1.0',
+    }
+
+
 def test_unknown_names_are_refused_with_all_names(app: Any) -> None:
     """As without adapters."""
     answer = ask(app, "POST", "/v1/chat/completions", json_body={"model": "other", "messages": CHAT})

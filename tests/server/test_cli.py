@@ -387,6 +387,11 @@ def test_the_start_up_screen() -> None:
     ):
         assert part in text
     assert "disk cache" not in text
+    assert "adapters" not in text
+    with_adapters = Settings(lora_dir="/adapters", max_loras=3)
+    assert "adapters   of /adapters at their first request, at most 3 in memory" in banner(
+        INFO, MEMORY, DraftingInfo(), with_adapters, "http://127.0.0.1:8000"
+    )
     assert "/kept, 8.0 GiB at most" in banner(
         INFO, MEMORY, DraftingInfo(), Settings(disk_cache="/kept"), "http://127.0.0.1:8000"
     )

@@ -97,6 +97,8 @@ def test_an_adapter_of_the_folder_is_loaded_at_its_first_request(
         assert (engine.has_adapter("a3"), engine.has_adapter("other")) == (True, False)
         assert tokens(await answer(engine, asked("a3", "first"))) == expected["a3"]
         assert [info.name for info in engine.info.adapters] == ["a3"]
+        assert engine.stats().adapters == 1
+        assert engine.stats().adapter_bytes == engine.info.adapters[0].bytes
         for name in ("other", "../a3", str(root / "a3")):
             with pytest.raises(InvalidRequest, match="no adapter"):
                 await answer(engine, asked(name, "refused"))

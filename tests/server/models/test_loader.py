@@ -129,7 +129,7 @@ def test_a_pinned_model_stays() -> None:
         assert loader.status("a").state == "ready"
         await _use(loader, "a", keep_alive=0)
         loader.unload("a")
-        with pytest.raises(PlanTooLarge, match=r"needs 4 bytes of 2 bytes"):
+        with pytest.raises(PlanTooLarge, match=r"needs 4 bytes of 2 bytes available: give the model b a smaller"):
             await _use(loader, "b")
         assert loader.status("b").state == "failed"
         await _use(loader, "c")

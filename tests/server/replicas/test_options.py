@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from server import cli
 from server.commands import ray
 from server.configuration.settings import Settings
 from server.replicas import environment
@@ -42,6 +43,22 @@ def test_a_free_port_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 
     assert ray.EXIT_USAGE == ray.run_ray(RayOptions(), Settings(port=0))
     assert "--port 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", [["--models", "."], ["--config", "cellar.toml"]])
+def test_several_models_are_refused(
+    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a folder or of sections of the configuration file."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "cellar.toml").write_text('[models.small]\nmodel = "small"\n')
+    (tmp_path / "small").mkdir()
+    (tmp_path / "small" / "config.json").write_text("{}")
+
+    with pytest.raises(SystemExit) as ended:
+        cli.make_app()(["ray", *flags])
+    assert ended.value.code == ray.EXIT_USAGE
+    assert "cellar ray serves one model" in "".join(capsys.readouterr())
 
 
 @pytest.fixture
