@@ -10,7 +10,12 @@ from typing import Any
 
 MARGIN_BYTES = 256
 SMALLEST_BYTES = 4 * 1024
+PNG = "data:image/png;base64,"
 BREAKPOINT = {"mode": "explicit"}
+
+
+BOUNDARY = "cellar-boundary"
+JSON, FORM = "application/json", f"multipart/form-data; boundary={BOUNDARY}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +25,7 @@ class Body:
     name: str
     path: str
     content: bytes
+    content_type: str = JSON
 
 
 def filled(path: str, name: str, size: int, before: str, item: Callable[[int], str], after: str) -> Body:
@@ -116,6 +122,15 @@ SEEDS: dict[str, dict[str, Any]] = {
     "/api/generate": {"model": "cellar", "stream": False, "prompt": "a"},
     "/api/embed": {"model": "cellar", "input": "a"},
     "/api/show": {"model": "cellar"},
+    "/completion": {"prompt": "a", "n_predict": 1},
+    "/infill": {"input_prefix": "a", "input_suffix": "b", "n_predict": 1},
+    "/v1/completions/render": {"prompt": "a"},
+    "/v1/chat/completions/render": {"messages": [{"role": "user", "content": "a"}]},
+    "/v1/chat/completions/input_tokens": {"messages": [{"role": "user", "content": "a"}]},
+    "/v1/responses/compact": {"model": "cellar", "input": "a"},
+    "/v1/batches": {"input_file_id": "file-1", "endpoint": "/v1/completions", "completion_window": "24h"},
+    "/v1/load_lora_adapter": {"lora_name": "a", "lora_path": "b"},
+    "/v1/unload_lora_adapter": {"lora_name": "a"},
 }
 # Fields that get large values.
 FIELDS = (
@@ -177,6 +192,83 @@ VALID: tuple[tuple[str, str, Any, int], ...] = (
     ("/api/embed", "input", ["ab"], 200),
 )
 VALID_SHARE = 0.3
+FORM_PATHS = ("/v1/audio/transcriptions", "/v1/audio/translations")
+FORM_SHARE = 0.02
+
+
+def answer_of(count: int) -> dict[str, Any]:
+    """Return the fields of an answer of `count` tokens."""
+    return {"temperature": 0, "overflow": "shift", "ignore_eos": True, "max_tokens": count}
+
+
+def continued(count: int) -> dict[str, Any]:
+    """Return the fields of an answer that goes on after `count` tokens."""
+    return {**answer_of(count + 1), "continue_from": {"tokens": [70] * count}}
+
+
+def schema_of(count: int) -> dict[str, Any]:
+    """Return a JSON schema with many properties."""
+    properties = {f"p{number}": {"type": "string", "description": "words"} for number in range(count)}
+    return {"type": "object", "properties": properties}
+
+
+def tools_of(count: int) -> list[dict[str, Any]]:
+    """Return tools with short schemas."""
+    return [{"type": "function", "function": {"name": f"f{at}", "parameters": schema_of(4)}} for at in range(count)]
+
+
+CHAT = {"messages": [USER], "max_tokens": 1}
+LONG_PENALTY = {"repetition_penalty": 1.2, "repeat_last_n": 2**14}
+# Valid bodies whose work is in several fields or in the answer, by path and description: largest count, and the fields.
+COMPOSED: dict[tuple[str, str], tuple[int, Callable[[int], dict[str, Any]]]] = {
+    ("/v1/completions", "continued tokens"): (2**17, continued),
+    ("/v1/chat/completions", "continued tokens"): (2**15, lambda count: {**CHAT, **continued(count), **LONG_PENALTY}),
+    ("/v1/completions", "log-probabilities of an answer"): (512, lambda count: {**answer_of(count), "logprobs": 20}),
+    ("/v1/completions", "log-probabilities of a prompt"): (
+        2**11,
+        lambda count: {"prompt": [70] * count, "max_tokens": 1, "prompt_logprobs": 20},
+    ),
+    ("/v1/chat/completions", "tokens with a bias"): (
+        2**11,
+        lambda count: {**CHAT, "logit_bias": {str(token): 1 for token in range(count)}},
+    ),
+    ("/v1/chat/completions", "tools"): (128, lambda count: {**CHAT, "tools": tools_of(count)}),
+    ("/v1/chat/completions", "properties of a schema"): (
+        2**11,
+        lambda count: {**CHAT, "guided_json": schema_of(count)},
+    ),
+    ("/v1/completions", "characters of stop strings"): (
+        256,
+        lambda count: {**answer_of(64), "stop": ["a" * count + letter for letter in "bcde"]},
+    ),
+    ("/v1/chat/completions", "bytes of an image"): (
+        2**21,
+        lambda count: {
+            "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": PNG + "A" * count}}]}]
+        },
+    ),
+}
+
+
+def composed_body(chance: random.Random) -> Body:
+    """Return one of the composed bodies, with a log-uniform count."""
+    path, name = chance.choice(tuple(COMPOSED))
+    largest, fields = COMPOSED[path, name]
+    count, is_streamed = int(largest ** chance.random()), chance.random() < 0.5
+    prompt = {"prompt": "a"} if path == "/v1/completions" else {}
+    body = {**prompt, **fields(count), **({"stream": True} if is_streamed else {})}
+    content = json.dumps(body, separators=(",", ":")).encode()
+    return Body(f"{count} {name}{', streamed' if is_streamed else ''}", path, content)
+
+
+def form_body(chance: random.Random, size: int) -> Body:
+    """Return a form with a large file or many fields."""
+    head = f'--{BOUNDARY}\r\ncontent-disposition: form-data; name="'
+    field = f'{head}model"\r\n\r\ncellar\r\n'
+    kind = chance.choice(("file", "fields"))
+    file = f'{head}file"; filename="a.wav"\r\n\r\n{"RIFF" * (size // 4 if kind == "file" else 1)}\r\n'
+    text = file + field * (size // len(field) if kind == "fields" else 1) + f"--{BOUNDARY}--\r\n"
+    return Body(f"form: large {kind}", chance.choice(FORM_PATHS), text.encode(), FORM)
 
 
 def valid_body(chance: random.Random) -> Body:
@@ -191,7 +283,9 @@ def valid_body(chance: random.Random) -> Body:
 def random_body(chance: random.Random, largest: int) -> Body:
     """Return a valid body, or one of log-uniform size: a small valid one with a large value somewhere in it."""
     if chance.random() < VALID_SHARE:
-        return valid_body(chance)
+        return valid_body(chance) if chance.random() < 0.5 else composed_body(chance)
+    if chance.random() < FORM_SHARE:
+        return form_body(chance, largest)
     path = chance.choice(sorted(SEEDS))
     body = json.loads(json.dumps(SEEDS[path]))
     size = int(SMALLEST_BYTES * (largest / SMALLEST_BYTES) ** chance.random())

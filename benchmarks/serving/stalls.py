@@ -34,7 +34,7 @@ import psutil
 
 from bench.launch import cellar
 from benchmarks.result import command_parser, measured
-from benchmarks.serving.bodies import Body, known, random_body
+from benchmarks.serving.bodies import JSON, Body, known, random_body
 from engine.engine import Engine
 from engine.types.request import Request, SamplingParams
 from server.app import create_app
@@ -53,12 +53,12 @@ MEBIBYTE = 2**20
 Measurement = tuple[list[dict[str, Any]], str]
 
 
-def post(path: str, content: bytes) -> bytes:
+def post(path: str, content: bytes, content_type: str = JSON) -> bytes:
     """Return the bytes of a request with Connection: close."""
     lines = (
         f"POST {path} HTTP/1.1",
         "Host: localhost",
-        "Content-Type: application/json",
+        f"Content-Type: {content_type}",
         f"Content-Length: {len(content)}",
         "Connection: close",
     )
@@ -185,7 +185,7 @@ def exchange(port: int, body: Body) -> bytes:
     """Return the whole answer to a body."""
     answer = b""
     with socket.create_connection(("127.0.0.1", port), timeout=ANSWER_SECONDS) as connection:
-        connection.sendall(post(body.path, body.content))
+        connection.sendall(post(body.path, body.content, body.content_type))
         while piece := connection.recv(65536):
             answer = answer if len(answer) > 65536 else answer + piece
     return answer
@@ -325,7 +325,7 @@ async def streamed(engine: Engine) -> AsyncIterator[list[float]]:
 
 async def attempt(body: Body, client: httpx.AsyncClient, timer: CallbackTimer, times: list[float]) -> FuzzedBody:
     """Send a body and measure it."""
-    headers = {"content-type": "application/json"}
+    headers = {"content-type": body.content_type}
     # End the callback that created the body.
     await asyncio.sleep(0)
     times.clear()
@@ -337,6 +337,8 @@ async def attempt(body: Body, client: httpx.AsyncClient, timer: CallbackTimer, t
     timer.reset()
     answer = await client.post(body.path, content=body.content, headers=headers)
     end = time.perf_counter()
+    # End the callback that received the answer, and perhaps ran the whole request.
+    await asyncio.sleep(0)
     gap, size = longest([begin, *times, end]), len(body.content)
     return FuzzedBody(body.name, body.path, size, answer.status_code, timer.reset(), gap, quiet, end - begin)
 
