@@ -81,6 +81,10 @@ def with_slices(vocabulary: LLTokenizer) -> LLTokenizer:
     return vocabulary.with_slices(LLTokenizer.general_slices())
 
 
+# Of a check whose subprocess is killed, as by a machine without memory.
+_ATTEMPTS = 2
+
+
 class GrammarSandbox:
     """The subprocess, started on demand. For one thread at a time."""
 
@@ -92,14 +96,21 @@ class GrammarSandbox:
         self._is_ready = self._in_background = False
 
     def check(self, source: str) -> str:
-        """Why the grammar must not be compiled in this process, or "". Raises TimeoutError without an answer."""
-        pipe = self._wait_ready()
-        try:
-            pipe.send_bytes(source.encode())
-            return self._process.receive().decode()
-        except (EOFError, BrokenPipeError, ConnectionResetError):
-            self.close()
-            return COMPILE_LIMIT_EXCEEDED
+        """Why the grammar must not be compiled in this process, or "". Raises TimeoutError without an answer.
+
+        A subprocess that another process killed is replaced once.
+        """
+        for _ in range(_ATTEMPTS):
+            try:
+                pipe = self._wait_ready()
+                pipe.send_bytes(source.encode())
+                return self._process.receive().decode()
+            except (EOFError, BrokenPipeError, ConnectionResetError):
+                was_killed = self._process.was_killed()
+                self.close()
+                if not was_killed:
+                    return COMPILE_LIMIT_EXCEEDED
+        raise TimeoutError("the sandbox of grammars was killed")
 
     def close(self) -> None:
         """End the subprocess; the next check starts another one."""

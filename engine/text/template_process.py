@@ -120,10 +120,13 @@ class TemplateProcess:
         return pipe
 
     def _answer(self) -> bytes:
-        """The answer to a rendering. Raises TemplateTooCostly if the subprocess exceeded a limit."""
+        """The answer to a rendering. Raises TemplateTooCostly if the subprocess exceeded a limit, and EOFError."""
         try:
             answer = self._receive()
         except (EOFError, ConnectionResetError):
+            if self._process.was_killed():
+                # By another process: the limits end it in other ways.
+                raise
             answer = _TOO_COSTLY
         if answer == _TOO_COSTLY:
             self.close()

@@ -107,6 +107,23 @@ def test_the_limit_of_a_compilation_is_processor_time(tried: GrammarSandbox, mon
     continued.join()
 
 
+def test_a_subprocess_that_is_killed_is_replaced(tried: GrammarSandbox) -> None:
+    """Between two checks, and during one, as by a machine without memory."""
+    assert "" == tried.check('start: "a"')
+    process = tried._process._process
+    assert process is not None
+    process.kill()
+    assert "" == tried.check('start: "b"')
+
+    process = tried._process._process
+    assert process is not None
+    process.send_signal(signal.SIGSTOP)
+    killed = threading.Timer(0.2, process.kill)
+    killed.start()
+    assert "" == tried.check('start: "c"')
+    killed.join()
+
+
 def test_a_grammar_without_an_answer_of_the_sandbox_may_be_sent_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -14,7 +16,7 @@ from transformers import AutoTokenizer
 from engine.errors import InvalidRequest
 from engine.gguf.tokenizer import read_tokenizer
 from engine.text import tokenizer as tokenizer_module
-from engine.text.template_process import TemplateProcess, TemplateTooCostly, template_process
+from engine.text.template_process import TemplateProcess, TemplateTooCostly, TemplateUnavailable, template_process
 from engine.text.tokenizer import Tokenizer
 from tests.engine.gguf.vocabularies import exported
 from tests.selection import quick
@@ -120,6 +122,23 @@ def test_a_process_that_was_killed_is_replaced(limited: TemplateProcess) -> None
     process.kill()
     process.wait()
 
+    with limited.job() as job:
+        assert "hello\n" == job.render(SPEAKERS, [MESSAGE], {})
+
+
+def test_a_process_that_is_killed_refuses_one_request(limited: TemplateProcess) -> None:
+    """During a rendering: the request may be sent again, the template is not the cause."""
+    with limited.job() as job:
+        job.prepare(SPEAKERS)
+    process = limited._process._process
+    assert process is not None
+    process.send_signal(signal.SIGSTOP)
+    killed = threading.Timer(0.2, process.kill)
+    killed.start()
+
+    with pytest.raises(TemplateUnavailable), limited.job() as job:
+        job.render(SPEAKERS, [MESSAGE], {})
+    killed.join()
     with limited.job() as job:
         assert "hello\n" == job.render(SPEAKERS, [MESSAGE], {})
 
