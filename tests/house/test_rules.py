@@ -23,6 +23,7 @@ BOUNDARIES = {
     "engine/load/check/selftest.py": "a model that fails its self-test is refused with a message",
     "engine/quantize/calibration.py": "a model that cannot run on a text alone is quantised without a calibration",
     "engine/load/fusion.py": "a function that cannot be compiled stays as it is",
+    "engine/load/read/tokenizer_files.py": "a tokenizer that cannot be read is refused with a message",
     "engine/media/processor.py": "an image that a processor fails on is refused",
     "engine/media/sandbox.py": "a model whose processor cannot be built reads text only",
     "engine/media/slices.py": "an encoding that fails in its thread fails the requests that need it",

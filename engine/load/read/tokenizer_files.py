@@ -69,7 +69,8 @@ def read_model_tokenizer(
         return Tokenizer(tokenizer, vocabulary_size=vocabulary, context=sys.maxsize)
     except InvalidRequest as error:
         raise ModelUnsupported(name, error.reason) from error
-    except READ_ERRORS as error:
-        raise ModelUnsupported(name, f"its tokenizer cannot be read: {error_line(error)}") from error
     except (TemplateTooCostly, TemplateUnavailable) as error:
         raise ModelUnsupported(name, f"its chat template {error}") from error
+    except Exception as error:
+        # The tokenizers library raises Exception itself for an invalid tokenizer.json.
+        raise ModelUnsupported(name, f"its tokenizer cannot be read: {error_line(error)}") from error

@@ -1,0 +1,50 @@
+"""Damaged files of models are refused with a message, or have no effect."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.config import EngineConfig
+from engine.errors import ModelError
+from engine.load.load import load
+
+BUNDLED = Path(__file__).parents[2] / "models" / "target"
+
+
+def lacks_a_field(content: dict[str, Any]) -> None:
+    del content["added_tokens"][0]["special"]
+
+
+def has_a_number(content: dict[str, Any]) -> None:
+    content["padding"] = 0
+
+
+@pytest.mark.parametrize("change", [lacks_a_field, has_a_number])
+def test_an_invalid_tokenizer_is_refused(tmp_path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(BUNDLED, folder)
+    file = folder / "tokenizer.json"
+    content = json.loads(file.read_text())
+    change(content)
+    file.write_text(json.dumps(content))
+
+    with pytest.raises(ModelError, match="its tokenizer cannot be read: ") as refused:
+        load(EngineConfig(model=str(folder), device="cpu"), lambda _: None)
+    assert str(folder) in str(refused.value)
+
+
+@pytest.mark.slow
+def test_damaged_files_are_refused_or_have_no_effect() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.faults.folders", "--count", "20"], capture_output=True, text=True, check=False
+    )
+
+    assert (0, "") == (done.returncode, done.stderr)
