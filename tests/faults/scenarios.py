@@ -34,9 +34,6 @@ from server.store.store import Record, ResponseStore
 from tests.engine.load.test_outcomes import OUTCOME
 from tests.faults.crash_points import Scenario
 
-# The reserve of a database is written at once: its size does not change the calls.
-database.RESERVE_BYTES = 2**16
-weight_store.MIN_BYTES = 0
 CONTENT = bytes(range(256)) * 512
 
 
@@ -69,6 +66,11 @@ def _header(number: int) -> FileHeader:
     return FileHeader(b"", 0, np.arange(number + 2), ends_edge=True)
 
 
+def _shrink_reserve() -> None:
+    """In the process of a scenario: a reserve is written at once, so its size does not change the calls."""
+    database.RESERVE_BYTES = 2**16
+
+
 def _disk_cache(folder: Path) -> Steps:
     """Three entries of the disk cache, then one is evicted."""
     files = DiskFolder(folder / "cache", "model")
@@ -90,6 +92,7 @@ def _disk_cache(folder: Path) -> Steps:
 
 def _responses(folder: Path) -> Steps:
     """Three responses, one of them replaced, cancelled and deleted."""
+    _shrink_reserve()
     store = ResponseStore(str(folder / "store.sqlite"), clock=lambda: 1e9)
 
     def record(id: str, *, final: bool, body: bytes = CONTENT) -> Record:
@@ -115,6 +118,7 @@ def _responses(folder: Path) -> Steps:
 
 def _files(folder: Path) -> Steps:
     """Two uploads in chunks, then one is deleted."""
+    _shrink_reserve()
     store = FileStore(str(folder / "store.sqlite"), 10**9, clock=lambda: 1e9)
 
     async def chunks(count: int) -> AsyncIterator[bytes]:
@@ -137,6 +141,7 @@ def _files(folder: Path) -> Steps:
 
 def _batches(folder: Path) -> Steps:
     """A batch, three results of its lines, and its end; a second batch is cancelled."""
+    _shrink_reserve()
     store = BatchStore("server", str(folder / "store.sqlite"), clock=lambda: 1e9)
 
     async def state() -> list[object]:
@@ -190,6 +195,8 @@ def _matrix(value: int) -> PackedMatrix:
 
 
 def _quantised_weights(folder: Path) -> Steps:
+    # In the child process of the scenario.
+    weight_store.MIN_BYTES = 0
     """The quantised weights of two models."""
     stores = [weight_store.WeightStore(identity, 8) for identity in ("first", "second")]
 

@@ -49,7 +49,11 @@ async def reach(watchdog: LoopWatchdog, name: str, value: float) -> None:
         await asyncio.sleep(0.01)
 
 
-def test_a_callback_that_computes_is_named(described: threading.Event, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_callback_that_computes_is_named(
+    described: threading.Event, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop_watchdog, "_PACKAGES", (__file__,))
+
     async def main() -> LoopWatchdog:
         watchdog = LoopWatchdog()
         asyncio.current_task().set_name("request req_7 (POST)")  # type: ignore[union-attr]
@@ -66,7 +70,8 @@ def test_a_callback_that_computes_is_named(described: threading.Event, caplog: p
     assert sample(watchdog, "cellar_event_loop_lag_seconds_sum") > loop_watchdog.MAX_HELD_SECONDS
     [line] = [record.getMessage() for record in caplog.records]
     assert "held for" in line
-    assert "'request req_7 (POST)' in hold (tests/server/test_loop_watchdog.py:" in line
+    assert "'request req_7 (POST)' in " in line
+    assert "hold (tests/server/test_loop_watchdog.py:" in line
 
 
 def test_a_callback_that_waits_is_not_named(caplog: pytest.LogCaptureFixture) -> None:

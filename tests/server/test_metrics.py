@@ -59,6 +59,8 @@ def test_the_engines_numbers_are_read_at_the_scrape() -> None:
             trimmed_tokens_total=16,
             loaded_tokens_total=17,
             written_tokens_total=18,
+            adapters=24,
+            adapter_bytes=25,
             embedding=EmbeddingCounts(waiting=19, texts_total=20, tokens_total=21, batches_total=22),
         )
     )
@@ -76,6 +78,8 @@ def test_the_engines_numbers_are_read_at_the_scrape() -> None:
         "cellar_shelf_memory_bytes": 12,
         "cellar_shelf_disk_bytes": 13,
         "cellar_engine_up": 1,
+        "cellar_adapters_loaded": 24,
+        "cellar_adapters_memory_bytes": 25,
         "cellar_engine_ready": 1,
         "cellar_prompt_tokens_total": 70,
         "cellar_prompt_tokens_cached_total": 30,

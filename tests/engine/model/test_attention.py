@@ -222,7 +222,7 @@ def test_kernel_library_that_cannot_load_is_not_used(
     file = tmp_path / "library.so"
     file.write_bytes(library)
     monkeypatch.setattr(libraries, "variants", lambda kernel: variants)
-    monkeypatch.setattr(libraries, "library", lambda kernel, variant: file)
+    monkeypatch.setattr(libraries, "library", lambda kernel: file)
 
     with pytest.raises(libraries.LibraryUnavailable, match=reason):
         dispatch.native_attention()

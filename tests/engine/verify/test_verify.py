@@ -32,6 +32,8 @@ class NoisyRunner:
     def run(self, step: StepInput) -> StepOutput:
         output = self._runner.run(replace(step, sampling=None))
         if len(step.forward.spans) > 1:
+            # Logits of torch modules are inference tensors.
+            output = replace(output, logits=output.logits.clone())
             output.logits[-1, ::2] += self._noise
         return sampled_output(step, self._runner.sampler, output.logits, output.hidden_states)
 
