@@ -95,7 +95,7 @@ def _traces(settings: Settings, closing: AsyncExitStack) -> GenerationTraces | N
 
 def _media_reader(settings: Settings) -> MediaReader:
     store = open_store(settings.store)
-    files = open_files(None if store is None else store.location, first_owner(settings.all_keys, settings.key_entries))
+    files = open_files(None if store is None else store.location, first_owner(*settings.read_keys()))
     return MediaReader(files, MediaFetcher(frozenset(settings.media_hosts)))
 
 

@@ -6,22 +6,14 @@ import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from server.configuration.key_file import KeyEntry
-    from server.configuration.settings import Settings
+    from server.configuration.settings import ConfiguredKeys, Settings
 
 logger = logging.getLogger("cellar.keys")
 
 CHECK_SECONDS = 1.0
-
-
-class ConfiguredKeys(NamedTuple):
-    """The API keys of a server, and the entries of a key file in TOML."""
-
-    keys: tuple[str, ...]
-    entries: tuple[KeyEntry, ...]
 
 
 class KeyFileWatch:
@@ -45,8 +37,8 @@ class KeyFileWatch:
             return None
         self._state = state
         try:
-            self._settings.check_keys()
-            keys = ConfiguredKeys(self._settings.all_keys, self._settings.key_entries)
+            keys = self._settings.read_keys()
+            keys.check()
         except (OSError, ValueError) as error:
             logger.error("the changed key file is not used, its earlier keys stay valid: %s", error)
             return None

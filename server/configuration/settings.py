@@ -14,7 +14,7 @@ import re
 import stat
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, get_type_hints
 
 from cyclopts import Parameter
 
@@ -44,6 +44,22 @@ _origin = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#*\s]+")
 _media_host = re.compile(r"\.?([a-z0-9-]+\.)*[a-z][a-z0-9-]*")
 # Fields that are no options.
 INTERNAL = Parameter(parse=False)
+
+
+class ConfiguredKeys(NamedTuple):
+    """The API keys of a server, and the entries of a key file in TOML."""
+
+    keys: tuple[str, ...]
+    entries: tuple[KeyEntry, ...]
+
+    def check(self) -> None:
+        """Raise ValueError for keys that contradict each other."""
+        owners: dict[bytes, str] = {}
+        pairs = [(hashlib.sha256(key.encode()).digest(), name) for name, key in map(split_organisation, self.keys)]
+        for digest, organisation in [*pairs, *((entry.digest, entry.organisation or "") for entry in self.entries)]:
+            if owners.setdefault(digest, organisation) != organisation:
+                named = " and ".join(sorted(filter(None, (organisation, owners[digest]))))
+                raise ValueError(f"--api-key has a key of {named} twice: a key belongs to one organisation, or to none")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -283,31 +299,34 @@ class Settings(EngineConfig):
 
     def check_keys(self) -> None:
         """Raise ValueError for API keys that contradict each other or are missing in the key file, OSError."""
-        owners: dict[bytes, str] = {}
-        pairs = [(hashlib.sha256(key.encode()).digest(), name) for name, key in map(split_organisation, self.all_keys)]
-        for digest, organisation in [*pairs, *((entry.digest, entry.organisation or "") for entry in self.key_entries)]:
-            if owners.setdefault(digest, organisation) != organisation:
-                named = " and ".join(sorted(filter(None, (organisation, owners[digest]))))
-                raise ValueError(f"--api-key has a key of {named} twice: a key belongs to one organisation, or to none")
+        self.read_keys().check()
 
-    @property
-    def all_keys(self) -> tuple[str, ...]:
-        """The API keys of `keys` and of the key file, without those that it has as digests only.
+    def read_keys(self) -> ConfiguredKeys:
+        """The API keys of `keys` and of the key file, in one reading of the file.
 
         ValueError for a file without a key, OSError.
         """
-        return (*self.keys, *(read_keys(Path(self.key_file)) if self.key_file else ()))
+        if not self.key_file:
+            return ConfiguredKeys(self.keys, ())
+        path = Path(self.key_file)
+        entries = _read_entries(path) if path.suffix == TOML_SUFFIX else ()
+        keys = tuple(entry.text for entry in entries if entry.text is not None) if entries else read_key_list(path)
+        return ConfiguredKeys((*self.keys, *keys), entries)
+
+    @property
+    def all_keys(self) -> tuple[str, ...]:
+        """The API keys, without those that the key file has as digests only; errors as of `read_keys`."""
+        return self.read_keys().keys
 
     @property
     def key_entries(self) -> tuple[KeyEntry, ...]:
-        """The keys of a key file in TOML, with their scopes; errors as of `all_keys`."""
-        path = Path(self.key_file or "")
-        return _read_entries(path) if path.suffix == TOML_SUFFIX else ()
+        """The keys of a key file in TOML, with their scopes; errors as of `read_keys`."""
+        return self.read_keys().entries
 
     @property
     def has_keys(self) -> bool:
-        """Whether requests need an API key; errors as of `all_keys`."""
-        return bool(self.all_keys or self.key_entries)
+        """Whether requests need an API key; errors as of `read_keys`."""
+        return any(self.read_keys())
 
     @property
     def model_names(self) -> tuple[str, ...]:
@@ -390,10 +409,8 @@ def _check_media_hosts(hosts: tuple[str, ...]) -> None:
             )
 
 
-def read_keys(path: Path) -> tuple[str, ...]:
+def read_key_list(path: Path) -> tuple[str, ...]:
     """The keys of a file; ValueError if there is none, so that an empty mounted secret does not open the server."""
-    if path.suffix == TOML_SUFFIX:
-        return tuple(entry.text for entry in _read_entries(path) if entry.text is not None)
     keys = split_keys(read_bounded(path))
     if not keys:
         raise ValueError(f"no API key in {path}")

@@ -99,10 +99,10 @@ class ApiKeys:
 
     @classmethod
     def of(cls, settings: Settings) -> ApiKeys:
-        """The keys of the settings, which follow the changes of their key file; errors as of `Settings.all_keys`."""
+        """The keys of the settings, which follow the changes of their key file; errors as of `Settings.read_keys`."""
         # Before the file is read, so that no change is missed.
         watch = KeyFileWatch(settings)
-        return cls(settings.all_keys, settings.key_entries, watch)
+        return cls(*settings.read_keys(), watch)
 
     def owner(self, headers: RawHeaders) -> str | None:
         """The owner of the key in the headers, "" on a server without keys; None: there is no valid key."""

@@ -31,7 +31,7 @@ FILES, BATCHES = "/v1/files", "/v1/batches"
 def add(app: FastAPI, models: ModelRegistry, files: FileStore | None) -> BatchService:
     """Add the routes; the app's owner starts and closes the returned service."""
     location = None if files is None else files.location
-    batches = BatchService(models, location, files, first_owner(models.settings.all_keys, models.settings.key_entries))
+    batches = BatchService(models, location, files, first_owner(*models.settings.read_keys()))
     _add_file_routes(app, batches)
     _add_batch_routes(app, batches)
     return batches

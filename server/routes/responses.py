@@ -41,13 +41,13 @@ After = Annotated[int, Query(ge=-1, le=2**31 - 1)]
 def add(app: FastAPI, models: ModelRegistry) -> ResponseService:
     """Add the routes; the app's owner closes the returned service."""
     settings = models.settings
-    first = first_owner(settings.all_keys, settings.key_entries)
+    first = first_owner(*settings.read_keys())
     responses = ResponseService(models, open_store(settings.store, first))
     _add_create_routes(app, responses, models.settings.limits)
     _add_read_routes(app, responses, models.settings.limits)
 
     connections = connection_limit(models.settings.limits.connections)
-    websockets = WebSocketLimit(connections, count_owners(settings.all_keys, settings.key_entries))
+    websockets = WebSocketLimit(connections, count_owners(*settings.read_keys()))
 
     @app.websocket(PATH)
     async def converse(socket: WebSocket) -> None:

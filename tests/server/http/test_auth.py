@@ -13,7 +13,7 @@ from starlette.routing import Route
 
 from server.app import create_app
 from server.configuration.converters import split_keys
-from server.configuration.settings import Settings, is_loopback, read_keys
+from server.configuration.settings import Settings, is_loopback, read_key_list
 from server.http.auth import OPEN_PATHS, ApiKeys
 from tests.server.fakes import FakeEngine, ask, settings
 
@@ -177,7 +177,7 @@ def test_keys_are_split_at_commas_and_lines(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text("a, b\n\nc\n")
 
-    assert ("a", "b", "c") == read_keys(path)
+    assert ("a", "b", "c") == read_key_list(path)
     assert () == split_keys(" , ")
 
 
@@ -187,7 +187,7 @@ def test_an_empty_key_file_is_refused(tmp_path: Path) -> None:
     path.write_text("\n")
 
     with pytest.raises(ValueError, match="no API key in"):
-        read_keys(path)
+        read_key_list(path)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.2", "example.org", "127.0.0.1.example.org"])
