@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from engine.gguf.tower_files import tower_files
 from engine.types.content import ContentKind
 from server.models.entry import ModelEntry
 
@@ -74,7 +75,7 @@ def _states(path: Path) -> Iterator[FileState]:
     if path.is_dir():
         files = [path / name for name in (_CONFIG, "modules.json", _TEMPLATE, _TOKENIZER)]
     else:
-        files = [path, *_towers(path)]
+        files = [path, *tower_files(path)]
     for file in files:
         with suppress(OSError):
             stat = file.stat()
@@ -120,7 +121,7 @@ def _gguf(path: Path) -> ModelDescription:
     family = metadata.text("general.architecture")
     width = metadata.get(f"{family}.embedding_length")
     has_tower = False
-    for file in _towers(path):
+    for file in tower_files(path):
         with suppress(OSError, ValueError):
             has_tower |= read_metadata(file).get("clip.vision.projection_dim") == width is not None
     context = metadata.get(f"{family}.context_length")
@@ -132,8 +133,3 @@ def _gguf(path: Path) -> ModelDescription:
         context=context if isinstance(context, int) else None,
         template=metadata.text("tokenizer.chat_template", ""),
     )
-
-
-def _towers(path: Path) -> list[Path]:
-    """The files beside a GGUF file that are named as vision towers."""
-    return sorted(file for file in path.parent.glob("*mmproj*.gguf") if file != path)

@@ -16,6 +16,7 @@ from engine.gguf.container import GgufError, GgufModel, read_model
 from engine.gguf.projectors.projector import ProcessorFiles, Projector, TowerFile
 from engine.gguf.projectors.table import projector_of
 from engine.gguf.sources import ParameterSource
+from engine.gguf.tower_files import tower_files
 from engine.gguf.weights import parameter_sources, skeleton_shapes
 
 _ENDS = ("eos_token_id", "bos_token_id", "pad_token_id")
@@ -83,12 +84,6 @@ class Tower:
 
     def _is_ignored(self, name: str) -> bool:
         return any(re.fullmatch(pattern, name) for pattern in self.projector.ignored)
-
-
-def tower_files(path: Path) -> list[Path]:
-    """The files beside a language model that are named as vision towers."""
-    files = (file for file in path.parent.glob("*") if "mmproj" in file.name.lower() and file != path)
-    return sorted(file for file in files if file.suffix.lower() == ".gguf" and file.is_file())
 
 
 def find_tower(path: Path, text: Any) -> Tower | None:
