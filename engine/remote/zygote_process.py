@@ -109,7 +109,7 @@ class ZygoteLoop:
             if pid == 0:
                 return
             pipe = self._exit_codes.pop(pid)
-            # Nobody may wait for the code any more.
+            # The front end may have closed the pipe.
             with suppress(BrokenPipeError):
                 os.write(pipe, NUMBER.pack(os.waitstatus_to_exitcode(status)))
             os.close(pipe)

@@ -19,7 +19,7 @@ REPLAY_TOKENS = 16
 
 
 def replay(waiting: Iterable[Sequence], seconds: Callable[[], float]) -> Iterator[tuple[Sequence, Failed | None]]:
-    """Add tokens to sequences by turns; yields those that have all of them now, and those that failed.
+    """Add tokens to sequences by turns; yields the sequences that are complete now, and failed ones with the error.
 
     seconds  since the start of the step; at least one sequence gets tokens in each step
     """
