@@ -8,7 +8,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.http.parsing import StrictRequest, StrictRoute, loads
+from server.http.parsing import StrictRequest, StrictRoute
 from server.http.validation import field_error
 from server.schemas.content import IgnoredFields
 
@@ -26,7 +26,7 @@ class WarningRequest(StrictRequest):
 
     def parse_body(self, body: bytes) -> object:
         """The validated body; the left-out fields become the request's warnings."""
-        parsed, context = loads(body), IgnoredFields(self.lenient)
+        parsed, context = self.load(body), IgnoredFields(self.lenient)
         value = self.validate(parsed, context)
         self.state.warnings = list(left_out_warnings(parsed, context))
         return value

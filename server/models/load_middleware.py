@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 from urllib.parse import parse_qs
 
+import anyio.to_thread
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -17,6 +18,7 @@ from server.http.auth import caller
 from server.http.errors import OLLAMA_PREFIX, ApiError, error_response, from_engine_error, invalid_value
 from server.http.forms import FileForm
 from server.http.middleware import AUDIO_PATHS, replay
+from server.http.parsing import LARGE_BODY_BYTES, PARSED_BODY, joined, loads
 from server.models.entry import ModelEntry
 from server.models.instance import Lease
 from server.models.keep_alive import parse_keep_alive
@@ -40,8 +42,6 @@ MODEL_PATHS = GENERATION_PATHS | {
 }
 # "never": a request for a model that is not loaded is answered 503 at once.
 LOAD_HEADER = b"x-load"
-# A body from this size on is parsed in a worker thread.
-LARGE_BODY_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,14 +134,12 @@ def _release(acquiring: asyncio.Task[Lease]) -> None:
 
 async def _read(receive: Receive) -> bytes | None:
     """The body; None if the client disconnected."""
-    body = bytearray()
-    while True:
-        message = await receive()
-        if message["type"] != "http.request":
-            return None
-        body += message.get("body", b"")
+    pieces: list[bytes] = []
+    while (message := await receive())["type"] == "http.request":
+        pieces.append(message.get("body", b""))
         if not message.get("more_body"):
-            return bytes(body)
+            return await joined(pieces)
+    return None
 
 
 async def _disconnected(receive: Receive) -> None:
@@ -150,9 +148,10 @@ async def _disconnected(receive: Receive) -> None:
 
 
 async def _parsed(scope: Scope, body: bytes) -> ModelFields:
-    if len(body) < LARGE_BODY_BYTES:
+    if len(body) <= LARGE_BODY_BYTES:
         return _fields(scope, body)
-    return await asyncio.to_thread(_fields, scope, body)
+    limiter = scope["app"].state.large_bodies
+    return await anyio.to_thread.run_sync(_fields, scope, body, limiter=limiter)
 
 
 def _fields(scope: Scope, body: bytes) -> ModelFields:
@@ -160,12 +159,9 @@ def _fields(scope: Scope, body: bytes) -> ModelFields:
     [query] = parse_qs(scope["query_string"].decode("latin-1")).get("model", [""])[:1]
     if scope["path"] in AUDIO_PATHS:
         return ModelFields(_form_model(scope, body) or query)
-    try:
-        value = json.loads(body) if body else {}
-    except (ValueError, RecursionError):
-        value = {}
-    if not isinstance(value, dict):
-        value = {}
+    value: dict[str, Any] = {}
+    with suppress(ApiError):
+        value = scope["state"][PARSED_BODY] = loads(body)
     path, model = scope["path"], value.get("model", value.get("name"))
     is_ollama = path.startswith(OLLAMA_PREFIX)
     keep_alive = _keep_alive(value.get("keep_alive")) if is_ollama else None

@@ -13,13 +13,16 @@ import pytest
 
 from engine.errors import ModelUnsupported
 from server.app import create_app_of_several
-from server.models import folder_scan
+from server.http import parsing
+from server.http.parsing import LARGE_BODY_BYTES
+from server.models import folder_scan, load_middleware
 from server.models.configured import configured_entries
 from server.models.entry import ModelEntry
 from server.models.loader import LoaderLimits
 from server.models.several import DuplicateName, names_of
 from tests.server.fakes import FakeEngine, call, settings
 from tests.server.models.gguf_header import write_gguf
+from tests.server.test_loop_work import counting
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 5}
 SERVER = settings(limits={"ping_seconds": 0.05})
@@ -460,3 +463,18 @@ def test_the_folder_is_read_once_in_a_while(tmp_path: Path) -> None:
         assert results == [(), None, None]
 
     asyncio.run(work())
+
+
+def test_a_body_is_parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the middleware, which needs its model; the route parses an invalid body again for its error."""
+    middleware, route = counting(monkeypatch, load_middleware, "loads"), counting(monkeypatch, parsing, "loads")
+
+    async def scenario(app: Any, launcher: Launcher) -> None:
+        for padding in (0, LARGE_BODY_BYTES):
+            body = b'{"model": "a", "prompt": "Hi"}' + b" " * padding
+            assert (await call(app, "POST", "/v1/completions", body=body)).status == 200
+        assert (len(middleware), len(route)) == (2, 0)
+        answer = await call(app, "POST", "/v1/completions", body=b'{"model": "a", "prompt": 1, "prompt": 2}')
+        assert (answer.status, answer.json["error"]["code"]) == (400, "invalid_json")
+
+    _run(scenario)
