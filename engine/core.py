@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import logging
 import time
-from bisect import bisect_left
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
+from contextlib import ExitStack
 from dataclasses import replace
 from itertools import takewhile
 
@@ -34,11 +34,12 @@ from engine.schedule.scheduler import ScheduledSequence, Scheduler, ShiftFailed
 from engine.schedule.sequence import Sequence
 from engine.schedule.step import Stepper, StepResult
 from engine.schedule.step_cost import StepCost, Work
+from engine.schedule.totals import Totals
 from engine.step.content import TEXT_LAYOUT, PromptLayout
 from engine.types.events import Delta, Event, Failed, Finished, FinishReason, PrefillProgress, Started, TokenLogprob
 from engine.types.request import Request
 from engine.types.snapshot import EngineSnapshot
-from engine.types.status import BATCH_BUCKETS, Stats
+from engine.types.status import Stats
 
 log = logging.getLogger("cellar.engine")
 
@@ -68,17 +69,13 @@ class Core:
         self._budget = Budget(self._cost, max_tokens=config.chunk, target_seconds=config.itl_target_seconds)
         scored = max(_SCORED_LOGITS_BYTES // (4 * loaded.info.vocabulary), _MIN_SCORED_TOKENS)
         self._scheduler = Scheduler(self.cache, self._budget, max_scored=scored, on_start=self._on_slot_assigned)
-        self._inspection = Inspection(self.cache, self._scheduler, clock)
+        self._totals = Totals()
+        self._inspection = Inspection(self.cache, self._scheduler, self._totals, clock)
         offload, device = offload_config(config, loaded.identity), torch.device(config.device)
         self.encoder_inputs = EncoderInputs(loaded.encoder, offload, device)
         self.content_inputs = ContentInputs(loaded.content_encoder, offload, device)
         self._sequences: dict[str, Sequence] = {}
         self._events: list[tuple[str, Event]] = []
-        self._totals = dict.fromkeys(
-            ("steps", "batch", "prompt", "cached", "generated", "shifts", "reused", "failed"), 0
-        )
-        self._batch_sizes = [0] * (len(BATCH_BUCKETS) + 1)
-        self._step_seconds = 0.0
         # Time that the current step spent on finishing sequences.
         self._finish_seconds = 0.0
 
@@ -88,14 +85,23 @@ class Core:
         return self._scheduler.busy or bool(self._events)
 
     def submit(self, request: Request, matcher: GrammarMatcher | None = None) -> None:
-        """Queue a request; without a `matcher` its grammar is compiled here. Its first event is Started."""
+        """Queue a request; without a `matcher` its grammar is compiled here. Its first event is Started.
+
+        An exception fails it, and leaves nothing of it here.
+        """
         if request.grammar is not None and matcher is None:
             matcher = self._loaded.grammars.matcher(request.grammar)
-        if (layout := self._layout(request)) is None:
-            return
-        adapters = self._loaded.adapters
-        sequence = Sequence(
-            adapters.with_salt(request),
+        try:
+            if (layout := self._layout(request)) is not None:
+                self._queue(self._sequence(request, matcher, layout))
+        except Exception as error:
+            log.exception("a request could not be queued")
+            self._totals.failed += 1
+            self._events.append((request.id, Failed(f"it could not be queued ({type(error).__name__})")))
+
+    def _sequence(self, request: Request, matcher: GrammarMatcher | None, layout: PromptLayout) -> Sequence:
+        return Sequence(
+            self._loaded.adapters.with_salt(request),
             self._loaded.tokenizer,
             vocabulary=self._loaded.info.vocabulary,
             capacity=self.capacity,
@@ -107,8 +113,15 @@ class Core:
             rope_switch=self._loaded.switch,
             layout=layout,
         )
-        sequence.adapter, self._sequences[request.id] = adapters.acquire(request.adapter), sequence
-        self._scheduler.submit(sequence)
+
+    def _queue(self, sequence: Sequence) -> None:
+        adapters, id = self._loaded.adapters, sequence.request.id
+        sequence.adapter = adapters.acquire(sequence.request.adapter)
+        with ExitStack() as undo:
+            undo.callback(adapters.release, sequence.adapter)
+            self._scheduler.submit(sequence)
+            self._sequences[id] = sequence
+            undo.pop_all()
 
     def close(self) -> None:
         """End the thread of an encoding in progress."""
@@ -149,8 +162,8 @@ class Core:
                 log.exception("a step failed")
                 for part in scheduled:
                     self._fail(part.sequence, f"the step failed ({type(error).__name__})")
-            self._totals["steps"] += 1
-            self._step_seconds += self._clock() - began
+            self._totals.steps += 1
+            self._totals.step_seconds += self._clock() - began
         self._encode_contents(began)
         events, self._events = self._events, []
         return events
@@ -167,38 +180,8 @@ class Core:
 
     def stats(self) -> Stats:
         """The current statistics."""
-        totals, cached = self._totals, self.cache.evictable_cells()
-        (memory_bytes, disk_bytes), counts = self.cache.offloaded_bytes, self.cache.prefix_counts
-        return Stats(
-            running=len(self._scheduler.running),
-            waiting=len(self._scheduler.waiting),
-            slots=self.cache.slots,
-            cells_used=self.cache.cells - self.cache.free_cells - cached,
-            cells_cached=cached,
-            cells_total=self.cache.cells,
-            host_cache_bytes=memory_bytes,
-            disk_cache_bytes=disk_bytes,
-            adapters=self._loaded.adapters.count,
-            adapter_bytes=self._loaded.adapters.bytes,
-            steps_total=totals["steps"],
-            step_seconds_total=self._step_seconds,
-            batch_tokens_total=totals["batch"],
-            prompt_tokens_total=totals["prompt"],
-            cached_tokens_total=totals["cached"],
-            generated_tokens_total=totals["generated"],
-            context_shifts_total=totals["shifts"],
-            preemptions_total=self._scheduler.preemptions,
-            time_slices_total=self._scheduler.time_slices,
-            prefix_hits_total=totals["reused"],
-            failed_total=totals["failed"],
-            evicted_tokens_total=counts.evicted,
-            trimmed_tokens_total=counts.trimmed,
-            loaded_tokens_total=counts.loaded,
-            written_tokens_total=counts.written,
-            batch_sizes=tuple(self._batch_sizes),
-            drafts=self._speculation.counts(),
-            encoders=self.content_inputs.counts,
-        )
+        drafts, encoders = self._speculation.counts(), self.content_inputs.counts
+        return self._inspection.stats(self._loaded.adapters, drafts, encoders)
 
     def snapshot(self, owner: str, salt: bytes) -> EngineSnapshot:
         """The state now, with sequences of `owner` and cached prefixes under `salt`."""
@@ -244,18 +227,18 @@ class Core:
     def _encode_contents(self, began: float) -> None:
         """Encode a content that running sequences compute next, after the step that `began`; a failure fails these."""
         scheduler = self._scheduler
-        self.content_inputs.release_computed(scheduler.cached_length)
         sequences = [
             sequence
             for sequence in scheduler.running
             if sequence.contents is not None and not scheduler.waits_for_leader(sequence)
         ]
         try:
+            self.content_inputs.release_computed(scheduler.cached_length)
             self.content_inputs.prepare(sequences, scheduler.cached_length, lambda: self._encoding_seconds(began))
-        except EncodingFailed as error:
+        except Exception as error:
             log.exception("an encoder failed")
-            for sequence in error.sequences:
-                self._fail(sequence, f"{error} ({type(error.__cause__).__name__})")
+            for sequence in error.sequences if isinstance(error, EncodingFailed) else sequences:
+                self._fail(sequence, f"a content could not be encoded ({type(error.__cause__ or error).__name__})")
 
     def _encoding_seconds(self, began: float) -> float:
         return self._budget.encoding_seconds(self._scheduler.decode_work, self._clock() - began)
@@ -290,8 +273,7 @@ class Core:
     def _compute(self, batch: Rows[ScheduledSequence], began: float) -> None:
         """Run a step; `began` is the time before it was scheduled."""
         work = Work.of([scheduled.span for scheduled in batch])
-        self._totals["batch"] += work.batch_tokens
-        self._batch_sizes[bisect_left(BATCH_BUCKETS, work.batch_tokens)] += 1
+        self._totals.record_batch(work.batch_tokens)
         self._cost.expect(work)
         batch = self._add_drafts(batch, work.batch_tokens)
         results = self._run(batch)
@@ -429,7 +411,7 @@ class Core:
     def _accept_token(self, sequence: Sequence, token: int, entry: TokenLogprob | None) -> None:
         """Add a token and deliver its text; finish the sequence at an end or stop token, a stop string or a limit."""
         sequence.append(token, self._clock())
-        self._totals["generated"] += 1
+        self._totals.generated_tokens += 1
         if entry is not None:
             entry = entry.without_output_of(sequence.is_omitted)
         end_logprob = entry
@@ -450,13 +432,13 @@ class Core:
         try:
             if sequence.text.stop is None and sequence.is_replayed:
                 self._deliver(sequence, sequence.text.flush())
+            delivered = max(sequence.text.released_tokens, len(sequence.request.emitted))
+            undelivered = tuple(sequence.output[delivered:])
+            usage, timings = sequence.usage(), sequence.stats.timings(began)
+            self._emit(sequence, Finished(reason, stop, usage, timings, end_logprob, undelivered))
         except Exception as error:
             log.exception("the output of a sequence failed")
             return self._fail(sequence, f"the output failed ({type(error).__name__})")
-        delivered = max(sequence.text.released_tokens, len(sequence.request.emitted))
-        undelivered = tuple(sequence.output[delivered:])
-        usage, timings = sequence.usage(), sequence.stats.timings(began)
-        self._emit(sequence, Finished(reason, stop, usage, timings, end_logprob, undelivered))
         self._leave(sequence)
         self._finish_seconds += self._clock() - began
         return None
@@ -465,34 +447,41 @@ class Core:
         """Fail a sequence; `caused_by_request`: its constraints are the cause."""
         if sequence.request.id not in self._sequences:
             return  # it finished in this step, before another sequence failed
-        self._totals["failed"] += 1
+        self._totals.failed += 1
         self._emit(sequence, Failed(reason, caused_by_request))
         # Its cells may hold values that are not finite: they are not cached.
-        self._inspection.record_finished(sequence)
-        self._scheduler.discard(sequence)
-        self._close(sequence)
+        self._remove(sequence, self._scheduler.discard)
 
     def _leave(self, sequence: Sequence) -> None:
         """Remove a finished or cancelled sequence and cache its tokens."""
-        self._inspection.record_finished(sequence)
-        self._scheduler.remove(sequence)
-        self._close(sequence)
+        self._remove(sequence, self._scheduler.remove)
 
-    def _close(self, sequence: Sequence) -> None:
-        usage = sequence.usage()
-        # Of a request that was cancelled in the queue no prompt token was computed or reused.
-        self._totals["prompt"] += 0 if sequence.stats.cached_tokens is None else usage.prompt_tokens
-        self._totals["cached"] += usage.cached_tokens
-        self._totals["reused"] += usage.cached_tokens > 0
-        self._totals["shifts"] += usage.context_shifts
+    def _remove(self, sequence: Sequence, unschedule: Callable[[Sequence], None]) -> None:
+        """Remove a sequence from all parts; an exception in one of them keeps it in no other one."""
         del self._sequences[sequence.request.id]
-        self._loaded.adapters.release(sequence.adapter)
-        self._speculation.forget(sequence)
-        self.encoder_inputs.release(sequence)
-        self.content_inputs.release(sequence)
+        for forget in (
+            self._inspection.record_finished,
+            unschedule,
+            self._totals.record_end,
+            lambda leaving: self._loaded.adapters.release(leaving.adapter),
+            self._forget_drafts,
+            self.encoder_inputs.release,
+            self.content_inputs.release,
+        ):
+            try:
+                forget(sequence)
+            except Exception:
+                log.exception("a sequence was not removed as a whole")
         if not self._sequences:
             # No step follows.
             self.content_inputs.close()
+
+    def _forget_drafts(self, sequence: Sequence) -> None:
+        try:
+            self._speculation.forget(sequence)
+        except Exception:
+            log.exception("a drafter failed; speculative decoding is disabled")
+            self._speculation = self._no_speculation()
 
     def _deliver(self, sequence: Sequence, delta: Delta | None) -> None:
         if delta is not None:

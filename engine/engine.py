@@ -196,7 +196,8 @@ class Engine(EngineClient):
     async def snapshot(self, owner: str, salt: bytes) -> EngineSnapshot:
         """The state between two steps, with sequences of `owner` and cached prefixes under `salt`.
 
-        Concurrent calls of an owner share one snapshot. Raises Loading, and EngineDead if the engine thread ends.
+        Concurrent calls of an owner share one snapshot. Raises Loading, EngineDead if the engine thread ends, and
+        EngineError if the snapshot fails.
         """
         self._require_model()
         pending = self._snapshots.get((owner, salt))
@@ -465,6 +466,10 @@ def _reason(failure: EngineError) -> str:
     return failure.reason if isinstance(failure, EngineDead) else str(failure)
 
 
-def _set_result(future: asyncio.Future[EngineSnapshot], snapshot: EngineSnapshot) -> None:
-    if not future.done():
+def _set_result(future: asyncio.Future[EngineSnapshot], snapshot: EngineSnapshot | None) -> None:
+    if future.done():
+        return
+    if snapshot is None:
+        future.set_exception(EngineError("the snapshot failed"))
+    else:
         future.set_result(snapshot)

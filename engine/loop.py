@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import queue
 import time
@@ -17,6 +18,8 @@ from engine.types.request import EmbeddingJob, Request
 from engine.types.snapshot import EngineSnapshot
 from engine.types.status import Stats
 from engine.watchdog import Watchdog
+
+log = logging.getLogger("cellar.engine")
 
 # While idle, a flush to disk that failed is tried again this often.
 _FLUSH_RETRY_SECONDS = 10.0
@@ -56,11 +59,11 @@ class SetUnread:
 
 @dataclass(frozen=True, slots=True)
 class Inspect:
-    """Pass a snapshot to `deliver`: sequences of `owner`, and cached prefixes under `salt`."""
+    """Pass a snapshot to `deliver`: sequences of `owner`, and cached prefixes under `salt`; None: it failed."""
 
     owner: str
     salt: bytes
-    deliver: Callable[[EngineSnapshot], None]
+    deliver: Callable[[EngineSnapshot | None], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +97,7 @@ class EngineLoop:
         self._core, self._embedding, self._clock = core, embedding, clock
         # Requests and jobs that were submitted so far.
         self._submitted = 0
+        self._stats = Stats()
 
     @property
     def busy(self) -> bool:
@@ -131,12 +135,22 @@ class EngineLoop:
         return events
 
     def stats(self) -> Stats:
-        """The current statistics."""
-        stats = self._core.stats()
-        return stats if self._embedding is None else replace(stats, embedding=self._embedding.counts())
+        """The current statistics; after an exception those before."""
+        try:
+            stats = self._core.stats()
+            self._stats = stats if self._embedding is None else replace(stats, embedding=self._embedding.counts())
+        except Exception:
+            log.exception("the statistics failed")
+        return self._stats
 
     def handle(self, command: Command) -> None:
-        """Execute a command other than Stop; to cancel an unknown or finished request is no error."""
+        """Execute a command other than Stop; an exception is logged. To cancel an unknown request is no error."""
+        try:
+            self._execute(command)
+        except Exception:
+            log.exception("a command failed")
+
+    def _execute(self, command: Command) -> None:
         match command:
             case Submit(request, matcher):
                 self._submitted += 1
@@ -152,11 +166,18 @@ class EngineLoop:
             case SetUnread(request_id, is_unread):
                 self._core.set_unread(request_id, is_unread)
             case Inspect(owner, salt, deliver):
-                deliver(self._core.snapshot(owner, salt))
+                deliver(self._snapshot(owner, salt))
             case LoadAdapter(adapter):
                 self._core.load_adapter(adapter)
             case UnloadAdapter(name):
                 self._core.unload_adapter(name)
+
+    def _snapshot(self, owner: str, salt: bytes) -> EngineSnapshot | None:
+        try:
+            return self._core.snapshot(owner, salt)
+        except Exception:
+            log.exception("a snapshot failed")
+            return None
 
     def _handle_commands(self, inbox: queue.SimpleQueue[Command], watchdog: Watchdog, *, wait: bool) -> bool:
         """Execute all queued commands; `wait` for the first one for a while. False after a Stop."""

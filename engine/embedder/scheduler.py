@@ -64,12 +64,16 @@ class EmbeddingScheduler:
 
     @property
     def busy(self) -> bool:
-        """Whether any job is queued."""
-        return bool(self._jobs)
+        """Whether any job is queued, or an event is left to deliver."""
+        return bool(self._jobs or self._events)
 
     def submit(self, job: EmbeddingJob) -> None:
-        """Queue a job of at least one input; its first event is Started."""
-        self._jobs.append(_QueuedJob(job, self._clock()))
+        """Queue a job of at least one input; its first event is Started. An exception fails it."""
+        try:
+            self._jobs.append(_QueuedJob(job, self._clock()))
+        except Exception as error:
+            log.exception("a job could not be queued")
+            self._events.append((job.id, Failed(f"it could not be queued ({type(error).__name__})")))
 
     def cancel(self, id: str) -> None:
         """Remove a job; unknown and finished ones are ignored."""
@@ -82,7 +86,7 @@ class EmbeddingScheduler:
         """
         self._yield_seconds = max(self._yield_seconds - others_seconds, 0.0)
         if not self._jobs or self._yield_seconds > 0:
-            return []
+            return self._take_events()
         batch = self._batch(self._max_batch_tokens if others_seconds == math.inf else self._short_batch_tokens())
         start = self._clock()
         try:
@@ -96,6 +100,9 @@ class EmbeddingScheduler:
         self._seconds_per_token = self._yield_seconds / sum(
             len(queued.job.inputs[index].tokens) for queued, index in batch
         )
+        return self._take_events()
+
+    def _take_events(self) -> list[tuple[str, Event]]:
         events, self._events = self._events, []
         return events
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Hashable, Iterable
 from collections.abc import Sequence as Rows
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -110,9 +111,12 @@ class Fairness:
         self._steps: dict[Sequence, int] = {}
 
     def add(self, sequence: Sequence) -> None:
-        """Add a submitted sequence."""
-        self._owners.add(sequence.owner)
-        self._requests.add(sequence.group)
+        """Add a submitted sequence; an exception leaves the shares as they were."""
+        with ExitStack() as undo:
+            self._owners.add(sequence.owner)
+            undo.callback(self._owners.remove, sequence.owner)
+            self._requests.add(sequence.group)
+            undo.pop_all()
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a finished sequence."""

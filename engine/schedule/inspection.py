@@ -1,4 +1,4 @@
-"""Snapshots of the slots, the cells and the prefix cache, as far as one owner may see them."""
+"""Statistics, and snapshots of the slots, the cells and the prefix cache as far as one owner may see them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 
+from engine.adapters.store import AdapterStore
 from engine.schedule.scheduler import Scheduler
 from engine.schedule.sequence import Sequence
+from engine.schedule.totals import Totals
 from engine.types.snapshot import (
     CellGroup,
     EngineSnapshot,
@@ -17,7 +19,7 @@ from engine.types.snapshot import (
     SlotSnapshot,
     SlotState,
 )
-from engine.types.status import Stats
+from engine.types.status import DraftCounts, EncoderCounts, Stats
 from kvcache.attention_group import AttentionGroup
 from kvcache.cache import Cache
 
@@ -28,10 +30,10 @@ _MAX_NODES = 200
 
 
 class Inspection:
-    """Makes snapshots of one scheduler and its cache. Belongs to the engine thread."""
+    """Makes statistics and snapshots of one scheduler and its cache. Belongs to the engine thread."""
 
-    def __init__(self, cache: Cache, scheduler: Scheduler, clock: Callable[[], float]) -> None:
-        self._cache, self._scheduler, self._clock = cache, scheduler, clock
+    def __init__(self, cache: Cache, scheduler: Scheduler, totals: Totals, clock: Callable[[], float]) -> None:
+        self._cache, self._scheduler, self._totals, self._clock = cache, scheduler, totals, clock
         # With their owners.
         self._finished: deque[tuple[str, FinishedSequence]] = deque(maxlen=_MAX_FINISHED)
         self._finished_count = 0
@@ -41,6 +43,43 @@ class Inspection:
         self._finished_count += 1
         finished = FinishedSequence(self._finished_count, sequence.slot, self._clock(), self._counts(sequence))
         self._finished.appendleft((sequence.owner, finished))
+
+    def stats(
+        self, adapters: AdapterStore, drafts: tuple[DraftCounts, ...], encoders: tuple[EncoderCounts, ...]
+    ) -> Stats:
+        """The statistics now."""
+        cache, scheduler, totals, cached = self._cache, self._scheduler, self._totals, self._cache.evictable_cells()
+        (memory_bytes, disk_bytes), counts = cache.offloaded_bytes, cache.prefix_counts
+        return Stats(
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            slots=cache.slots,
+            cells_used=cache.cells - cache.free_cells - cached,
+            cells_cached=cached,
+            cells_total=cache.cells,
+            host_cache_bytes=memory_bytes,
+            disk_cache_bytes=disk_bytes,
+            adapters=adapters.count,
+            adapter_bytes=adapters.bytes,
+            steps_total=totals.steps,
+            step_seconds_total=totals.step_seconds,
+            batch_tokens_total=totals.batch_tokens,
+            prompt_tokens_total=totals.prompt_tokens,
+            cached_tokens_total=totals.cached_tokens,
+            generated_tokens_total=totals.generated_tokens,
+            context_shifts_total=totals.context_shifts,
+            preemptions_total=scheduler.preemptions,
+            time_slices_total=scheduler.time_slices,
+            prefix_hits_total=totals.prefix_hits,
+            failed_total=totals.failed,
+            evicted_tokens_total=counts.evicted,
+            trimmed_tokens_total=counts.trimmed,
+            loaded_tokens_total=counts.loaded,
+            written_tokens_total=counts.written,
+            batch_sizes=tuple(totals.batch_sizes),
+            drafts=drafts,
+            encoders=encoders,
+        )
 
     def snapshot(self, owner: str, salt: bytes, stats: Stats) -> EngineSnapshot:
         """The state now: sequences of `owner`, and cached prefixes under `salt`."""

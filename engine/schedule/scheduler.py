@@ -167,8 +167,8 @@ class Scheduler:
     def submit(self, sequence: Sequence) -> None:
         """Queue a sequence after all of its rank or a better one."""
         ranks = [other.rank for other in self.waiting]
-        self.waiting.insert(bisect_right(ranks, sequence.rank), sequence)
         self._fairness.add(sequence)
+        self.waiting.insert(bisect_right(ranks, sequence.rank), sequence)
         self._shares_are_fair = False
 
     def remove(self, sequence: Sequence) -> None:

@@ -60,8 +60,8 @@ class Slots:
         self, slot: int, context: CachedContext, length: int | None = None, *, checkpoint: bool = False
     ) -> None:
         """Insert the first `length` tokens of the slot into the prefix cache; None: all. Failures are logged."""
-        keys = context.prefix_keys(self._cache.cached_length(slot) if length is None else length)
         try:
+            keys = context.prefix_keys(self._cache.cached_length(slot) if length is None else length)
             self._cache.insert_prefix(slot, keys, salt=context.salt, checkpoint=checkpoint)
         except Exception:
             log.exception("tokens are not added to the prefix cache")

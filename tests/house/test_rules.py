@@ -11,6 +11,7 @@ from tests.house.source import ROOT, sources
 # Files that may catch every exception, and the reason.
 BOUNDARIES = {
     "engine/engine.py": "end of the engine thread",
+    "engine/loop.py": "a command or statistics that fail end no thread",
     "engine/core.py": "a failing step fails its own sequences",
     "engine/output/stream.py": "a delta that cannot be delivered ends its own stream",
     "engine/schedule/replay.py": "tokens of an earlier stream that fail fail their own sequence",

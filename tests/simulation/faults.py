@@ -19,10 +19,25 @@ FaultKind = Literal[
     "loading",
     "detokenizer",
     "matcher",
+    "request",
+    "queue",
+    "leaving",
+    "snapshot",
+    "statistics",
 ]
 KINDS: tuple[FaultKind, ...] = get_args(FaultKind)
-# Of the prefix cache and of drafters, which no output depends on: they fail no sequence. Others fail one at most.
-HARMLESS: tuple[FaultKind, ...] = ("drafter", "insertion", "reuse", "saving", "loading")
+# Of the prefix cache, of drafters and of what is counted, which no output depends on: they fail no sequence. Others
+# fail one at most.
+HARMLESS: tuple[FaultKind, ...] = (
+    "drafter",
+    "insertion",
+    "reuse",
+    "saving",
+    "loading",
+    "leaving",
+    "snapshot",
+    "statistics",
+)
 
 
 class InjectedError(RuntimeError):
@@ -57,9 +72,9 @@ class Faults:
         self.occurred.append(kind)
         return True
 
-    def raise_if(self, kind: FaultKind) -> None:
-        """Raise MemoryError or InjectedError if a fault is due."""
-        if self.is_due(kind):
+    def raise_if(self, kind: FaultKind, places: int = 1) -> None:
+        """Raise MemoryError or InjectedError if a fault is due, in one of so many places of its kind."""
+        if self._due == kind and (places == 1 or self.choose(places) == 0) and self.is_due(kind):
             raise MemoryError("injected") if self._random.random() < 0.5 else InjectedError(kind)
 
     def choose(self, count: int) -> int:

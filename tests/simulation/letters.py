@@ -43,6 +43,7 @@ class LetterTokenizer:
         self._faults = faults
 
     def detokenizer(self, prompt: Sequence[int], *, special: bool = False) -> LetterDetokenizer:
+        self._faults.raise_if("request")
         return LetterDetokenizer(self._faults)
 
     def describe_token(self, token: int, logprob: float) -> Logprob:

@@ -153,6 +153,16 @@ def _keep_members(original: Callable) -> Callable:
     return remove
 
 
+def _count_unqueued(original: Callable) -> Callable:
+    """A request that could not be queued counts in the shares of its owner."""
+
+    def add(self: Fairness, sequence: Sequence) -> None:
+        self._owners.add(sequence.owner)
+        self._requests.add(sequence.group)
+
+    return add
+
+
 def _count_rejected(original: Callable) -> Callable:
     """Penalties count rejected draft tokens."""
 
@@ -226,6 +236,7 @@ DEFECTS: dict[str, tuple[type, str, Callable]] = {
     "slot freed twice": (Slots, "release", _free_slot_twice),
     "reused cells without a reference": (AttentionGroup, "attach", _attach_without_reference),
     "aborted request counts in the shares": (Fairness, "remove", _keep_members),
+    "unqueued request counts in the shares": (Fairness, "add", _count_unqueued),
     "penalties count rejected drafts": (PenaltyHistory, "after", _count_rejected),
     "window one cell too small": (AttentionGroup, "_release_slot_out_of_reach", _window_too_small),
     "request ends twice": (Core, "_finish", _finish_twice),

@@ -29,9 +29,11 @@ from engine.draft.outputs import OutputStore
 from engine.draft.speculation import Speculation
 from engine.load.load import LoadedModel
 from engine.load.plan.memory import STATE_SHARE
+from engine.loop import Cancel, EngineLoop, Inspect, Submit
 from engine.schedule.draft import DraftRequest
 from engine.types.events import Delta, Event, Failed, Finished, PromptScored, Started
 from engine.types.request import Request
+from engine.types.snapshot import EngineSnapshot
 from engine.types.status import MemoryPlan, ModelInfo
 from kvcache.attention_group import AttentionGroup
 from kvcache.cache import Cache
@@ -97,10 +99,12 @@ class World:
         self._runner = HashRunner(self.configuration.model, self.faults, self._salt_of_slot, self._computed)
         self._draft_caches: list[Cache] = []
         self.core = self._core()
+        self._loop = EngineLoop(self.core, None, self._clock_now)
         self._speculation_at_start = self.core._speculation
         for group in self.core.cache.groups[-1:]:
             self._fail_allocations(group)
         self._fail_prefixes(self.core.cache)
+        self._fail_commands(self.core)
         if trace:
             trace(repr(self.configuration))
 
@@ -137,7 +141,7 @@ class World:
             self._open.add(request.id)
             if self._trace:
                 self._trace(f"  {request}")
-            self.core.submit(request, LetterMatcher(self.faults) if request.grammar is not None else None)
+            self._loop.handle(Submit(request, LetterMatcher(self.faults) if request.grammar is not None else None))
 
     def _abort(self) -> None:
         if self._open:
@@ -147,7 +151,7 @@ class World:
             self._open.remove(name)
             if self._trace:
                 self._trace(f"  {name}")
-            self.core.cancel(name)
+            self._loop.handle(Cancel(name))
 
     def _step(self) -> None:
         self._now += 0.001
@@ -180,8 +184,14 @@ class World:
 
     def _inspect(self) -> None:
         salt = b"" if self.configuration.salts == 1 else b"salt 0"
-        snapshot = self.core.snapshot("owner 0", salt)
-        if snapshot.stats.running + snapshot.stats.waiting != len(self._open):
+        stats, snapshots = self._loop.stats(), list[EngineSnapshot | None]()
+        self._loop.handle(Inspect("owner 0", salt, snapshots.append))
+        (snapshot,) = snapshots
+        if self.faults.occurred:
+            return
+        if snapshot is None:
+            raise Violation("a snapshot failed without a fault")
+        if {counts.running + counts.waiting for counts in (stats, snapshot.stats)} != {len(self._open)}:
             raise Violation("a snapshot with another number of requests")
 
     def _damage(self) -> None:
@@ -203,7 +213,14 @@ class World:
             file.write_bytes(content)
 
     def _fault(self) -> None:
-        self.faults.plan(self._random.choice(self.configuration.faults))
+        kind = self._random.choice(self.configuration.faults)
+        self.faults.plan(kind)
+        if kind in ("request", "queue"):
+            self._submit()
+        elif kind == "leaving":
+            self._abort()
+        elif kind in ("snapshot", "statistics"):
+            self._inspect()
         self._step()
 
     # Checks
@@ -385,11 +402,26 @@ class World:
             self._fail_method(group.pool, "save", "saving")
             self._fail_method(group.pool, "load", "loading")
 
-    def _fail_method(self, part: object, name: str, kind: FaultKind) -> None:
+    def _fail_commands(self, core: Core) -> None:
+        """Let requests fail when they are queued, parts that forget a sequence, snapshots and statistics."""
+        self._fail_method(core._scheduler._fairness._requests, "add", "queue")
+        leaving = (
+            (core._inspection, "record_finished"),
+            (core._totals, "record_end"),
+            (core._loaded.adapters, "release"),
+            (core._speculation, "forget"),
+            (core.encoder_inputs, "release"),
+        )
+        for part, name in leaving:
+            self._fail_method(part, name, "leaving", len(leaving))
+        self._fail_method(core.cache, "prefix_nodes", "snapshot")
+        self._fail_method(core._inspection, "stats", "statistics")
+
+    def _fail_method(self, part: object, name: str, kind: FaultKind, places: int = 1) -> None:
         method = getattr(part, name)
 
         def fail_or_call(*arguments: Any, **options: Any) -> Any:
-            self.faults.raise_if(kind)
+            self.faults.raise_if(kind, places)
             return method(*arguments, **options)
 
         setattr(part, name, fail_or_call)
