@@ -12,8 +12,17 @@ from torch import Tensor
 from engine.model import hooks
 from engine.model.layers import CachedLayer
 from engine.native.comparison import is_close, require_close
-from engine.native.decoder import NO_NORM, AttentionSpec, HeadColumns, Norm, RotarySpec, UnsupportedArchitecture
+from engine.native.decoder import (
+    NO_NORM,
+    AttentionSpec,
+    HeadColumns,
+    Norm,
+    QueryScale,
+    RotarySpec,
+    UnsupportedArchitecture,
+)
 from engine.native.norm import normalise
+from engine.native.query_scale import without_scale
 from engine.native.trace import TracedLinear, TracedNorm
 from kvcache.rotary import column_pairs
 from kvcache.spec import Rotation
@@ -27,6 +36,7 @@ def find_attention(
     events: Sequence[TracedLinear | TracedNorm],
     call: hooks.AttentionCall,
     positions: Tensor,
+    scales: Sequence[QueryScale | None],
     layer: CachedLayer,
     cells: int,
 ) -> AttentionSpec:
@@ -36,6 +46,7 @@ def find_attention(
     inputs        its output [rows, width]
     events        between the norm and the attention call
     positions     of the rows
+    scales        that the queries may have
     layer, cells  the layer with the cells that it reads, and its index in the cache
     """
     if call.bias is not None:
@@ -52,10 +63,11 @@ def find_attention(
         layouts = _layouts(call, len(linears))
     # Keys without a rotary embedding have the empty rotation.
     rotation = layer.spec.rotation or Rotation()
-    for (queries, keys, values), rotates_before_norm in itertools.product(layouts, (False, True)):
+    for (queries, keys, values), rotates_before_norm, scale in itertools.product(layouts, (False, True), scales):
+        query = without_scale(call.query, scale, positions)
         traced = [
             (columns, norm, output)
-            for columns, norm, output in ((queries, query_norm, call.query), (keys, key_norm, call.key))
+            for columns, norm, output in ((queries, query_norm, query), (keys, key_norm, call.key))
             if columns.matrix >= 0
         ]
         if values.matrix >= 0 and not is_close(_normed(value_norm, read_heads(values, linears)), call.value):
@@ -80,7 +92,7 @@ def find_attention(
                 key_norm=key_norm,
                 value_norm=value_norm,
                 rotates_before_norm=rotates_before_norm,
-                rotary=rotary,
+                rotary=replace(rotary, query_scale=scale),
                 scale=call.scale,
                 softcap=call.softcap or 0.0,
                 sinks=None if call.sinks is None else call.sinks.detach().float().contiguous(),

@@ -72,11 +72,24 @@ class HeadColumns:
 
 
 @dataclass(frozen=True, slots=True)
+class QueryScale:
+    """The factor of queries at a position: 1 + beta * log(1 + floor(position / length))."""
+
+    beta: float
+    length: float
+
+
+@dataclass(frozen=True, slots=True)
 class RotarySpec:
-    """The rotary embedding of queries and keys; rotated columns are multiplied by `scaling` (YaRN)."""
+    """The rotary embedding of queries and keys.
+
+    scaling      multiplies rotated columns (YaRN)
+    query_scale  multiplies queries after it; None: by 1
+    """
 
     rotation: Rotation
     scaling: float
+    query_scale: QueryScale | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -290,12 +290,13 @@ def _describe_table(table: Tensor | PackedMatrix, scale: float, *, rounds_to_bfl
     return EmbeddingFields(table=table.data_ptr(), kind=_FLOAT_FORMATS[table.dtype], count=len(table), scale=scale)
 
 
-def describe_rotary(rotary: RotarySpec, angles: tuple[Tensor, Tensor]) -> RotaryFields:
-    """A rotary embedding with its cosines and sines [positions, pairs]."""
+def describe_rotary(rotary: RotarySpec, angles: tuple[Tensor, Tensor], query_factors: Tensor | None) -> RotaryFields:
+    """A rotary embedding with its cosines and sines [positions, pairs] and the factors of queries [positions]."""
     cosine, sine = angles
     rotation = rotary.rotation
     interleaved = rotation.layout == "interleaved"
-    return RotaryFields(cosine.data_ptr(), sine.data_ptr(), cosine.shape[1], rotation.offset, interleaved)
+    tables = (cosine.data_ptr(), sine.data_ptr(), _address(query_factors))
+    return RotaryFields(*tables, cosine.shape[1], rotation.offset, interleaved)
 
 
 def describe_norm(norm: Norm) -> NormFields:

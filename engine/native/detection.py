@@ -29,12 +29,14 @@ from engine.native.decoder import (
     OutputHead,
     PairInput,
     PerLayerBlock,
+    QueryScale,
     RecurrenceSpec,
     UnsupportedArchitecture,
 )
 from engine.native.latent_attention import find_latent_attention
 from engine.native.mlp_block import Residual, find_mlp_block, find_parallel_mlp_block, find_residual
 from engine.native.per_layer import TracedPerLayerInputs, find_per_layer_block, find_per_layer_inputs
+from engine.native.query_scale import query_scales
 from engine.native.recurrence import find_recurrence
 from engine.native.trace import TracedEmbedding, embedding_table, trace
 from engine.native.trace_reader import Part, TraceReader
@@ -65,7 +67,8 @@ def find_decoder(
         if pair_states is not None:
             pair_input, states = _find_pair_input(reader, states, pair_states(len(states)))
         inputs = None if second_embedding is None else find_per_layer_inputs(reader, second_embedding, states)
-        finder = _LayerFinder(reader, traced.positions, layers, inputs)
+        scales = tuple(query_scales(model.config.get_text_config()))
+        finder = _LayerFinder(reader, traced.positions, scales, layers, inputs)
         layer_specs = []
         while (part := reader.next_part(states)) != "head":
             layer, states = finder.find(part, states)
@@ -117,10 +120,12 @@ class _LayerFinder:
         self,
         reader: TraceReader,
         positions: Tensor,
+        scales: Sequence[QueryScale | None],
         layers: Sequence[CachedLayer],
         per_layer_inputs: TracedPerLayerInputs | None,
     ) -> None:
-        self._reader, self._positions, self._per_layer_inputs = reader, positions, per_layer_inputs
+        self._reader, self._positions, self._scales = reader, positions, scales
+        self._per_layer_inputs = per_layer_inputs
         # By the number of a layer in its attention call: the layer with its cells, and the index of this one.
         self._cells = {
             number: (layer, index)
@@ -171,7 +176,8 @@ class _LayerFinder:
         before, traced = reader.read_until_attention()
         if traced.call.layer not in self._cells:
             raise UnsupportedArchitecture("a layer has no cells")
-        arguments = (norm, inputs, before, traced.call, self._positions, *self._cells[traced.call.layer])
+        cells = self._cells[traced.call.layer]
+        arguments = (norm, inputs, before, traced.call, self._positions, self._scales, *cells)
         if traced.call.latent is not None:
             return find_latent_attention(*arguments), traced.output
         return find_output_gates(find_attention(*arguments), before, traced.output, reader.next_input())

@@ -20,9 +20,11 @@ from engine.native.decoder import (
     LatentAttentionSpec,
     Linear,
     Norm,
+    QueryScale,
     RotarySpec,
     UnsupportedArchitecture,
 )
+from engine.native.query_scale import without_scale
 from engine.native.trace import TracedLinear, TracedNorm
 from kvcache.spec import Rotation
 
@@ -33,6 +35,7 @@ def find_latent_attention(
     events: Sequence[TracedLinear | TracedNorm],
     call: hooks.AttentionCall,
     positions: Tensor,
+    scales: Sequence[QueryScale | None],
     layer: CachedLayer,
     cells: int,
 ) -> LatentAttentionSpec:
@@ -55,12 +58,12 @@ def find_latent_attention(
     raw_key = torch.cat((call.key[..., :latent_width], read_heads(rotary_columns, projections)), -1)
     queries, query_norm = _find_queries(projections, others, norms, call)
     raw_query = read_heads(queries, others or projections)
-    for separates_pairs in (False, True):
+    for separates_pairs, scale in itertools.product((False, True), scales):
         key = _separate_pairs(raw_key, latent_width) if separates_pairs else raw_key
         rotary = RotarySpec(rotation, rotary_scaling(key, call.key, rotation))
         if is_close(rotated(key, rotary, positions), call.key) and is_close(
             _rotated_query(raw_query, rotary, positions, latent_width, call, separates_pairs=separates_pairs),
-            call.query,
+            without_scale(call.query, scale, positions),
         ):
             return LatentAttentionSpec(
                 norm=norm_before,
@@ -73,7 +76,7 @@ def find_latent_attention(
                 latent_norm=latent_norm,
                 rotary_columns=rotary_columns,
                 separates_pairs=separates_pairs,
-                rotary=rotary,
+                rotary=replace(rotary, query_scale=scale),
                 keys=_matrices(projection.keys, transposed=True) if packed is None else _packed(packed.keys),
                 values=_matrices(projection.values) if packed is None else _packed(packed.values),
                 scale=call.scale,

@@ -36,6 +36,7 @@ from engine.native.description import (
     recurrence_fields,
 )
 from engine.native.draft_loop import context_table, describe_draft_loop
+from engine.native.query_scale import query_factors
 from engine.native.recurrent_states import RecurrentStates
 from engine.native.sampler import NativeSampler, SamplingCall, is_native
 from engine.native.step_library import CellGroupFields, LayerFields, RotaryFields, StepFields, StepLibrary
@@ -142,6 +143,7 @@ class NativeRunner(LocalRunner):
         self._group_layers: list[int] = []
         self._cell_groups = (CellGroupFields * 0)()
         self._angles: list[tuple[Tensor, Tensor]] = []
+        self._query_factors: list[Tensor | None] = []
         self._rotary_rows = array("q")
         # Segment tables by group, of steps with `_spans` spans.
         self._spans = 0
@@ -310,7 +312,8 @@ class NativeRunner(LocalRunner):
         self._step.cell_groups, self._step.cell_group_count = self._cell_groups, len(cell_groups)
         positions = torch.arange(forward.capacity)
         self._angles = [self._angles_of(rotary, positions) for rotary in self._rotaries]
-        tables = map(describe_rotary, self._rotaries, self._angles)
+        self._query_factors = [self._query_factors_of(rotary, positions) for rotary in self._rotaries]
+        tables = map(describe_rotary, self._rotaries, self._angles, self._query_factors)
         self._step.rotaries = (RotaryFields * len(self._rotaries))(*tables)
         self._bound = forward.groups
 
@@ -319,6 +322,13 @@ class NativeRunner(LocalRunner):
         if self.switch is None or long_rotary is None:
             return rotary_angles(rotary, positions)
         return switched_rotary_angles(rotary, long_rotary, positions, self.switch.original_length)
+
+    def _query_factors_of(self, rotary: RotarySpec, positions: Tensor) -> Tensor | None:
+        long_rotary = self._long_rotaries.get(rotary)
+        scale = (long_rotary or rotary).query_scale
+        if scale is None:
+            return None
+        return query_factors(scale, positions).repeat(1 if long_rotary is None else 2)
 
     def _write_rotary_rows(self, forward: Forward, positions: Tensor | None) -> int | None:
         """The address of the rows of the batch tokens in the rotary tables; None: their indices in their sequences."""

@@ -76,7 +76,7 @@ class RotaryFields(Structure):
     """`Rotary` of step.h."""
 
     _fields_ = [
-        *((name, c_void_p) for name in ("cosine", "sine")),
+        *((name, c_void_p) for name in ("cosine", "sine", "query_factors")),
         *((name, c_int64) for name in ("pairs", "offset", "interleaved")),
     ]
 

@@ -78,6 +78,14 @@ _LONGROPE = {
     "long_factor": [1.0, 3.0, 6.0, 12.0],
     "original_max_position_embeddings": ORIGINAL,
 }
+# Queries are scaled by position, from this length on.
+_TEMPERED = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 8,
+    "llama_4_scaling_beta": 0.5,
+}
 _RESTARTING = {"rope_parameters": _LONGROPE, "original_max_position_embeddings": ORIGINAL}
 _SCALED_ROPE = {"rope_parameters": {**_LONGROPE, "short_mscale": 1.1, "long_mscale": 1.3}}
 
@@ -94,6 +102,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("Gemma2Config", {"sliding_window": 8, "query_pre_attn_scalar": 8}),
     "gemma3": ("Gemma3TextConfig", {"sliding_window": 8, "layer_types": _ALTERNATING, "query_pre_attn_scalar": 8}),
     "mistral": ("MistralConfig", {"sliding_window": 6}),
+    "ministral3": ("Ministral3Config", {"sliding_window": None, "rope_parameters": _TEMPERED}),
     "cohere": ("CohereConfig", {"logit_scale": 1.0}),
     "smollm3": ("SmolLM3Config", {"no_rope_layers": [1, 0]}),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),

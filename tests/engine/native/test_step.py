@@ -7,10 +7,10 @@ import itertools
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM, Mistral4Config, Mistral4ForCausalLM
 
 from engine.kernels.cpu.build import libraries
-from engine.native.decoder import DecoderSpec
+from engine.native.decoder import DecoderSpec, QueryScale
 from engine.native.detection import find_decoder
 from engine.native.float32_mode import Float32Mode
 from engine.native.runner import NativeRunner
@@ -83,6 +83,23 @@ def test_multipliers() -> None:
 
     assert isinstance(runners_of(model.runner)[0], NativeRunner)
     assert relative_error(expected[0], actual[0]) < 1e-5
+
+
+@pytest.mark.parametrize("family", ["ministral3", "mistral4"])
+def test_queries_are_scaled_by_position(family: str) -> None:
+    """With attention over keys and values, and over latents."""
+    # transformers names this class only inside models of images.
+    AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)
+    rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 16.0, "original_max_position_embeddings": 8}
+    base = {**settings("deepseek_v3"), "head_dim": 24} if family == "mistral4" else settings(family)
+    rope_parameters = {**rope, "llama_4_scaling_beta": 0.5}
+    model = model_of_config(AutoConfig.for_model(family, **{**base, "rope_parameters": rope_parameters}))
+    expected, actual = (model.states(runner, MIXED) for runner in (model.packed, model.runner))
+
+    assert isinstance(runners_of(model.runner)[0], NativeRunner)
+    scales = {layer.attention.mixer.rotary.query_scale for layer in decoder_of(model).layers}
+    assert {QueryScale(0.5, 8)} == scales
+    assert relative_error(expected[0], actual[0]) < 4e-5
 
 
 @pytest.mark.parametrize(("limit", "slope"), [(0.3, 1.3), (7.0, 1.702)])

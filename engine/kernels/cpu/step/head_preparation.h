@@ -100,6 +100,7 @@ class HeadPreparation {
         if (layer.rotates_before_norm) rotate_head(step.rotaries[layer.rotary], embedder.rotary_row(row), numbers);
         if (!whole && norm.kind != NO_NORM) normalise(norm, numbers, numbers);
         if (!layer.rotates_before_norm) rotate_head(step.rotaries[layer.rotary], embedder.rotary_row(row), numbers);
+        if (kind == 0) scale_query(step.rotaries[layer.rotary], embedder.rotary_row(row), numbers, heads.width);
         if (std::is_same_v<Element, int8_t>) transform(numbers, heads.width);
         if (kind == 1) write_cell<Element>(layer.key_buffer, head, targets[row], numbers, heads.width);
     }

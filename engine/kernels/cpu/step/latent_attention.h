@@ -159,6 +159,7 @@ class LatentAttentionLayer {
         float *query = queries + line * layer.keys.width;
         memcpy(query, outputs + line * width, width * sizeof(float));
         finish(query_columns(head, row, latents.keys->columns), row, query);
+        scale_query(step.rotaries[layer.rotary], embedder.rotary_row(row), query, layer.keys.width);
     }
 
     Multiplier multiplier(int64_t head) const {

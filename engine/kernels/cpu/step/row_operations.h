@@ -73,6 +73,11 @@ inline void rotate_head(const Rotary &rotary, int64_t position, float *head) {
     }
 }
 
+inline void scale_query(const Rotary &rotary, int64_t position, float *query, int64_t width) {
+    if (!rotary.query_factors) return;
+    for (int64_t i = 0; i < width; ++i) query[i] *= rotary.query_factors[position];
+}
+
 // The error function with an error of 2e-7: Abramowitz and Stegun, 7.1.26.
 inline Vector error_function(Vector x) {
     const Vector size = x < 0 ? -x : x, t = 1.0f / (1.0f + 0.3275911f * size);

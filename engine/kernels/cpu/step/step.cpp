@@ -529,7 +529,7 @@ EXPORT_LAYOUT(
     LAYOUT(Norm, weight, bias, kind, width, epsilon)
     LAYOUT(Heads, matrix, offset, stride, count, width)
     LAYOUT(Embedding, table, scales, kind, count, rounds_to_bfloat16, scale)
-    LAYOUT(Rotary, cosine, sine, pairs, offset, interleaved)
+    LAYOUT(Rotary, cosine, sine, query_factors, pairs, offset, interleaved)
     LAYOUT(CellGroup, segments, count, cells)
     LAYOUT(Experts, router, score_correction, scoring, top_k, normalised, scaling_factor, inner, up, down, activation,
            interleaved, limit, slope, shift, shared_gate)

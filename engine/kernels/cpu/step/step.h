@@ -68,6 +68,7 @@ struct Embedding {
 // Rotary tables of one kind of layer. Pairs of columns are (i, i + pairs), interleaved: (2i, 2i + 1).
 struct Rotary {
     const float *cosine, *sine;  // [positions][pairs]
+    const float *query_factors;  // [positions], multiply queries after the rotation; or null
     int64_t pairs, offset, interleaved;
 };
 
