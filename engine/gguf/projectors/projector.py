@@ -66,9 +66,13 @@ class TowerFile:
 
     def rows(self, tensor: str) -> int:
         """The outputs of a matrix. Raises GgufError."""
+        return self.shape(tensor)[0]
+
+    def shape(self, tensor: str) -> tuple[int, ...]:
+        """The shape of a tensor, its columns last. Raises GgufError."""
         if tensor not in self.tensors:
             raise GgufError(f"it lacks the tensor {tensor}")
-        return self.tensors[tensor].shape[0]
+        return tuple(self.tensors[tensor].shape)
 
     def flag(self, key: str) -> bool:
         """A boolean that is the same for images and audio; false without it. Raises GgufError."""

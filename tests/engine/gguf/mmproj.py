@@ -16,6 +16,7 @@ from engine.convert.convert import Conversion, convert
 
 Named = Iterator[tuple[str, Any]]
 _LAYERS = 8
+_KINDS = (".weight", ".bias", ".input_max", ".input_min", ".output_max", ".output_min")
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ def write_mmproj(name: str, source: Path, file: Path, *, matrix_type: str = "F32
     names = get_tensor_name_map(MODEL_ARCH.MMPROJ, _LAYERS)
     for key, values in load_file(source / "model.safetensors").items():
         for published, tensor in family.tensors(key, values, vision):
-            target = names.get_name(published, (".weight", ".bias")) or published
+            target = names.get_name(published, _KINDS) or published
             kind = GGMLQuantizationType[matrix_type if tensor.ndim == 2 else "F32"]
             writer.add_tensor(target, quantize(np.ascontiguousarray(tensor), kind), raw_dtype=kind)
     writer.write_header_to_file()
@@ -86,6 +87,29 @@ def _gemma3_tensors(key: str, values: Any, vision: dict[str, Any]) -> Named:
     if key.startswith(("vision_tower.", "multi_modal_projector.")):
         key = key.replace("vision_tower.", "vision_tower.vision_model.").replace("_weight", ".weight")
         yield key, values
+
+
+def _add_gemma4(writer: GGUFWriter, config: dict[str, Any], pixels: dict[str, Any]) -> None:
+    vision = config["vision_config"]
+    # The converter writes it for all files, since none has an image size.
+    _add_tower(writer, {"image_size": 224, **vision})
+    writer.add_vision_attention_layernorm_eps(vision["rms_norm_eps"])
+    if vision["pooling_kernel_size"] != 3:
+        writer.add_vision_projector_scale_factor(vision["pooling_kernel_size"])
+
+
+def _gemma4_tensors(key: str, values: Any, vision: dict[str, Any]) -> Named:
+    if not key.startswith(("model.vision_tower.", "model.embed_vision.")):
+        return
+    if key == "model.embed_vision.embedding_projection.weight":
+        # Of the encoder of audio, which is not read.
+        yield "mm.a.input_projection.weight", values
+        yield "a.pre_encode.out.bias", values[0]
+    if key.endswith("patch_embedder.input_proj.weight"):
+        side = vision["patch_size"]
+        values = values.reshape(len(values), side, side, 3).transpose(0, 3, 1, 2)
+    key = key.replace("model.vision_tower.encoder.", "vision_model.model.").replace(".linear.weight", ".weight")
+    yield key + (".weight" if key.endswith("position_embedding_table") else ""), np.atleast_1d(values)
 
 
 def _add_idefics3(writer: GGUFWriter, config: dict[str, Any], pixels: dict[str, Any]) -> None:
@@ -160,5 +184,6 @@ FAMILIES = {
     "qwen3_vl": Converted(VisionProjectorType.QWEN3VL, _add_qwen, _qwen_tensors),
     "pixtral": Converted(VisionProjectorType.PIXTRAL, _add_pixtral, _pixtral_tensors),
     "gemma3": Converted(VisionProjectorType.GEMMA3, _add_gemma3, _gemma3_tensors),
+    **dict.fromkeys(("gemma4", "gemma4_large"), Converted("gemma4v", _add_gemma4, _gemma4_tensors)),
     "smolvlm": Converted(VisionProjectorType.IDEFICS3, _add_idefics3, _idefics3_tensors),
 }

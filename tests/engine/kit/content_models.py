@@ -21,13 +21,17 @@ class ContentModel:
     tower        settings of its tower for the sizes of the processor
     placeholder  and other tokens of the processor, by their names in the configuration
     processor    settings of the processor that differ
+    text         settings of its text that differ
+    family       its name in `tests.engine.kit.contents`, if another one
     """
 
     tower: dict[str, Any]
     placeholder: str
     tokens: dict[str, str] = field(default_factory=dict)
     processor: dict[str, Any] = field(default_factory=dict)
+    text: dict[str, Any] = field(default_factory=dict)
     kind: str = "image"
+    family: str | None = None
 
 
 _PATCHES = {"image_size": 28, "patch_size": 14}
@@ -36,12 +40,27 @@ _QWEN_TOKENS = {
     "vision_start_token_id": "<|vision_start|>",
     "vision_end_token_id": "<|vision_end|>",
 }
+_GEMMA4_TOKENS = {"video_token_id": "<|video|>", "boi_token_id": "<|image>", "eoi_token_id": "<image|>"}
+_GEMMA4_TOWER = {"position_embedding_size": 288}
 CONTENT_MODELS = {
     "llava": ContentModel(_PATCHES, "<image>"),
     "gemma3": ContentModel(
         _PATCHES,
         "<image_soft_token>",
         {"boi_token_index": "<start_of_image>", "eoi_token_index": "<end_of_image>"},
+    ),
+    "gemma4": ContentModel(
+        {**_GEMMA4_TOWER, "use_clipped_linears": True},
+        "<|image|>",
+        _GEMMA4_TOKENS,
+        text={"use_bidirectional_attention": None},
+    ),
+    "gemma4_large": ContentModel(
+        {**_GEMMA4_TOWER, "standardize": True},
+        "<|image|>",
+        _GEMMA4_TOKENS,
+        text={"hidden_size_per_layer_input": 0},
+        family="gemma4",
     ),
     "smolvlm": ContentModel(_PATCHES, "<image>", processor={"image_seq_len": 1}),
     "qwen2_vl": ContentModel({"patch_size": 14}, "<|image_pad|>", _QWEN_TOKENS),
@@ -54,8 +73,10 @@ CONTENT_MODELS = {
 
 def save_content_model(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     """The whole model of a family, after it has been saved with its tokenizer and its processor."""
-    content_model, family = CONTENT_MODELS[name], FAMILIES[name]
-    save_processor(folder, name)
+    content_model = CONTENT_MODELS[name]
+    family_name = content_model.family or name
+    family = FAMILIES[family_name]
+    save_processor(folder, family_name)
     file = folder / "processor_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | content_model.processor))
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -66,9 +87,23 @@ def save_content_model(name: str, folder: Path, dtype: torch.dtype = torch.float
     settings = {
         **family.settings,
         tower: family.settings[tower] | content_model.tower,
+        "text_config": family.settings["text_config"] | content_model.text,
         **dict.fromkeys(placeholders, identity(content_model.placeholder)),
         **{key: identity(token) for key, token in content_model.tokens.items()},
     }
     model = tiny_model(replace(family, settings=settings), dtype)
+    _vary_constants(model)
     model.save_pretrained(folder)
     return model
+
+
+def _vary_constants(model: Any) -> None:
+    """Random values for norms, biases, tables and limits, which are initialised to one value: exchanged or missing
+    ones would have no effect.
+    """
+    generator = torch.Generator().manual_seed(0)
+    for values in model.state_dict().values():
+        if not values.is_floating_point() or not (values == values.flatten()[0]).all():
+            continue
+        noise = torch.randn(values.shape, generator=generator).to(values.dtype) / 4
+        values.copy_(noise + (values.sign() if values.isinf().all() else values))

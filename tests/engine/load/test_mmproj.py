@@ -42,7 +42,7 @@ def target(tmp_path: Path) -> Path:
 
 
 def _config(file: Path, **settings: Any) -> EngineConfig:
-    return EngineConfig(model=str(file), dtype="float32", context=128, **settings)
+    return EngineConfig(model=str(file), dtype="float32", context=512, **settings)
 
 
 def _load(file: Path, **settings: Any) -> LoadedModel:
@@ -70,7 +70,7 @@ def test_answer_to_an_image_is_that_of_the_checkpoint(name: str, source: Path, t
     content = replace(encoder.samples[0].content, start=3, stop=3 + len(tokens), arrays=processed.arrays)
     prompt = [5, 6, 7, *tokens, 8, 9, 10, 11]
     request = Request(id="0", prompt=tuple(prompt), contents=(content,), sampling=GREEDY, max_tokens=8, ignore_eos=True)
-    answer = tuple(play(core(loaded, context=128, chunk=32), [Job(request)])["0"].tokens)
+    answer = tuple(play(core(loaded, context=512, chunk=32), [Job(request)])["0"].tokens)
     inputs = encoder.reference_inputs(prompt, content)
     with torch.inference_mode():
         expected = whole.generate(**inputs, do_sample=False, max_new_tokens=8, eos_token_id=None, pad_token_id=0)

@@ -75,6 +75,22 @@ FAMILIES = {
         {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"},
         {"image_seq_length": 4},
     ),
+    "gemma4": Family(
+        "Gemma4Processor",
+        "Gemma4ImageProcessorPil",
+        {"patch_size": 4, "pooling_kernel_size": 2},
+        ["<|image|>", "<|image>", "<image|>", "<|audio|>", "<|audio>", "<audio|>", "<|video|>"],
+        "<|image|>",
+        {
+            "image_token": "<|image|>",
+            "boi_token": "<|image>",
+            "eoi_token": "<image|>",
+            "audio_token": "<|audio|>",
+            "boa_token": "<|audio>",
+            "eoa_token": "<audio|>",
+        },
+        {"feature_extractor": {"feature_extractor_type": "Gemma4AudioFeatureExtractor"}},
+    ),
     "idefics3": Family(
         "Idefics3Processor",
         "Idefics3ImageProcessorPil",
