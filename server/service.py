@@ -22,6 +22,7 @@ from server.configuration.settings import Settings
 from server.http.access_log import current
 from server.http.admission import release_reservation
 from server.http.auth import caller
+from server.http.errors import MODEL_NOT_FOUND, ApiError
 from server.http.events import ChoiceEvents, DeltaSink
 from server.http.version import version
 from server.media.threads import MediaThreads
@@ -44,6 +45,7 @@ class Service:
     """One engine with its settings, metrics and traces, under one name of the model.
 
     name             for the response: the one of the request, or the main name
+    listed_name      of the model or adapter in /v1/models, which keys are limited to; "": `name`
     media            reads images and sounds of requests
     adapter          name of the LoRA adapter that requests run with; "": none
     grammar_threads  limits the worker threads that wait for grammars, so that others stay free
@@ -57,6 +59,7 @@ class Service:
     traces: GenerationTraces | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     adapter: str = ""
+    listed_name: str = ""
     media: MediaReader = field(default_factory=MediaReader)
     grammar_threads: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(MAX_GRAMMAR_THREADS))
     media_threads: MediaThreads = field(default_factory=MediaThreads)
@@ -97,6 +100,7 @@ class Service:
     async def open(self, request: Request, endpoint: Endpoint, choice: int = 0) -> AsyncIterator[ChoiceEvents]:
         """The events of one generation; leaving the block cancels it. A Failed event is raised as an exception."""
         request = self._scoped_to_owner(request)
+        self._check_permitted()
         release_reservation()
         async with self.engine.open(request) as stream, self._observed(stream, endpoint, choice) as events:
             # The choices of a request share its prompt.
@@ -108,6 +112,7 @@ class Service:
     async def embed(self, job: EmbeddingJob, endpoint: Endpoint) -> AsyncIterator[ChoiceEvents]:
         """The events of a job of the embedding model."""
         owner = caller().owner
+        self._check_permitted()
         job = replace(job, id=_scoped_id(owner, job.id), owner=owner)
         release_reservation()
         async with self.engine.embed(job) as stream, self._observed(stream, endpoint, 0) as events:
@@ -117,6 +122,16 @@ class Service:
         """The engine's state, with sequences and cached prefixes of the caller's organisation alone."""
         owner = caller().owner
         return await self.engine.snapshot(owner, _owner_salt(owner, b""))
+
+    def _check_permitted(self) -> None:
+        """Raise ApiError if the key of the request may not use the model.
+
+        The registry refuses such names; here, also a request that names no model is refused.
+        """
+        model = self.listed_name or self.name
+        if not caller().may_use(model):
+            message = f"The API key of this request may not use the model '{model}'; name another one in 'model'."
+            raise ApiError(MODEL_NOT_FOUND, message, param="model")
 
     def _scoped_to_owner(self, request: Request) -> Request:
         """The request with its adapter and its owner: the salt excludes cached prefixes of other owners, and the id is

@@ -67,9 +67,12 @@ class BatchRun:
     blocking_bytes: int = field(init=False, default=0)
     _requests: anyio.CancelScope = field(default_factory=anyio.CancelScope)
     _cancelled: bool = False
+    _models: frozenset[str] | None = field(init=False)
 
     def __post_init__(self) -> None:
         self.body = json.loads(self.stored.body)
+        allowed = self.body.get("allowed_models")
+        self._models = None if allowed is None else frozenset(allowed)
         self._cancelled = self.stored.cancelling is not None
 
     def cancel(self) -> None:
@@ -121,7 +124,7 @@ class BatchRun:
         content = await anyio.to_thread.run_sync(dumps, line.body)
         headers = {"content-type": "application/json", "x-request-id": _new_id()}
         while True:
-            with acting_for(self.stored.owner):
+            with acting_for(self.stored.owner, self._models):
                 response = await self.client.post(self.body["endpoint"], content=content, headers=headers)
             # A model that cannot be loaded is an error of the line.
             if response.status_code not in RETRIED or response.headers.get("x-should-retry") == "false":

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp
 from engine.errors import EngineError, Overloaded
 from server.batches.run import BatchRun, LeaseLostError
 from server.batches.slots import SlotShare
+from server.http.auth import caller
 from server.http.encoding import dumps
 from server.http.errors import (
     BATCH_NOT_FOUND,
@@ -159,6 +160,8 @@ class BatchService:
         # Its results are files, too.
         await self._check_file_count(owner)
         body = _new_body(request, int(time.time()))
+        if (allowed := caller().models) is not None:
+            body["allowed_models"] = sorted(allowed)
         await self._batches.create(body["id"], owner, dumps(body))
         self._wake.set()
         return body

@@ -15,6 +15,7 @@ Scope = Literal["use", "admin"]
 # Without the separators of the lists of keys, so that each entry has one text there.
 _Key = Annotated[str, StringConstraints(pattern=r"^[^\s:,]+$")]
 
+_ModelName = Annotated[str, StringConstraints(min_length=1, max_length=512)]
 _Limit = Annotated[int, Field(ge=1, le=2**31 - 1, strict=True)]
 
 
@@ -25,6 +26,7 @@ class KeyEntry(BaseModel):
     scopes               use: every route but those that change the server; admin: those, and GET
     requests_per_minute  and tokens_per_minute, of prompts and answers; None: no limit
     streams              requests at the same time
+    models               names of models, as /v1/models lists them, that the key may use; None: all
     """
 
     # Errors reach the terminal and the log, where no key may stand.
@@ -37,6 +39,7 @@ class KeyEntry(BaseModel):
     requests_per_minute: _Limit | None = None
     tokens_per_minute: _Limit | None = None
     streams: _Limit | None = None
+    models: Annotated[frozenset[_ModelName], Field(min_length=1)] | None = None
 
     @model_validator(mode="after")
     def _has_key_or_digest(self) -> Self:

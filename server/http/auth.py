@@ -41,6 +41,7 @@ class Caller:
     key      the name of its key in the log and in metrics; "": the server has no keys, or the path is open
     admin    whether its key has the scope `admin`
     usage    counts what the key uses
+    models   names of the models that its key may use; None: all
     """
 
     owner: str = ""
@@ -50,6 +51,11 @@ class Caller:
     key: str = ""
     admin: bool = True
     usage: KeyUsage | None = None
+    models: frozenset[str] | None = None
+
+    def may_use(self, model: str) -> bool:
+        """Whether its key may use a model, by a name of /v1/models."""
+        return self.models is None or model in self.models
 
     def charge(self, *, prompt_tokens: int = 0, generated_tokens: int = 0) -> None:
         """Count tokens of a prompt or an answer."""
@@ -67,17 +73,23 @@ class Caller:
 _ANONYMOUS = Caller()
 # Tasks and worker threads of a request inherit it, so it reaches the engine from every route.
 _current_caller: ContextVar[Caller] = ContextVar("caller", default=_ANONYMOUS)
-# The owner of the requests that this process sends to its own app. No connection's context has it.
-_acting_owner: ContextVar[str | None] = ContextVar("acting_owner", default=None)
 
 
 @dataclass(frozen=True, slots=True)
 class AcceptedKey:
-    """A valid key: its owner, and its entry and limits of a key file in TOML, if any."""
+    """A valid key: its owner, and its entry and limits of a key file in TOML, if any.
+
+    models  names of the models that it may use; None: all
+    """
 
     owner: str = ""
     entry: KeyEntry | None = None
     limits: KeyLimits | None = None
+    models: frozenset[str] | None = None
+
+
+# The key of the requests that this process sends to its own app. No connection's context has it.
+_acting_key: ContextVar[AcceptedKey | None] = ContextVar("acting_key", default=None)
 
 
 class ApiKeys:
@@ -148,7 +160,10 @@ class ApiKeys:
         # The owner of a hashed key is the same as with the key in clear, and known at its first request.
         owner = self._owners[digest] or _key_owner(key)
         self._owners[digest] = owner
-        return AcceptedKey(owner, *self._rules.get(digest, ()))
+        if digest not in self._rules:
+            return AcceptedKey(owner)
+        entry, limits = self._rules[digest]
+        return AcceptedKey(owner, entry, limits, entry.models)
 
 
 class AuthMiddleware:
@@ -172,8 +187,8 @@ class AuthMiddleware:
         if scope["type"] not in ("http", "websocket"):
             await self.app(scope, receive, send)
             return
-        acting = _acting_owner.get()
-        key = self._keys.find(scope["headers"]) if acting is None else AcceptedKey(acting)
+        acting = _acting_key.get()
+        key = self._keys.find(scope["headers"]) if acting is None else acting
         if key is None and scope["path"] in self._open_paths:
             key = AcceptedKey()
         if key is not None:
@@ -191,6 +206,7 @@ class AuthMiddleware:
                 key=label,
                 admin=key.entry is None or "admin" in key.entry.scopes,
                 usage=self._usage if owner else None,
+                models=key.models,
             )
             self._check(scope, key, client)
             token = _current_caller.set(client)
@@ -296,13 +312,16 @@ def _credentials(headers: RawHeaders) -> Iterator[bytes]:
 
 
 @contextmanager
-def acting_for(owner: str) -> Iterator[None]:
-    """Requests to the app in this block need no key and have this owner: the lines of a batch that it created."""
-    token = _acting_owner.set(owner)
+def acting_for(owner: str, models: frozenset[str] | None = None) -> Iterator[None]:
+    """Requests to the app in this block need no key and have this owner: the lines of a batch that it created.
+
+    models  names of the models that they may use; None: all
+    """
+    token = _acting_key.set(AcceptedKey(owner, models=models))
     try:
         yield
     finally:
-        _acting_owner.reset(token)
+        _acting_key.reset(token)
 
 
 def owner(request: HTTPConnection) -> str:

@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from engine.client import EngineClient
 from engine.types.model_name import plain_name
+from server.http.auth import caller
 from server.http.errors import MODEL_NOT_FOUND, ApiError
 from server.metrics.metrics import render
 from server.models.lease import LeaseCount, hold_for_request
@@ -35,16 +36,17 @@ class ModelRegistry:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the model that generates, the main name first, and of its loaded adapters."""
+        """The names of the model that generates, the main name first, and of its loaded adapters, as far as the key of
+        the request may use them."""
         engine, settings = self._service.engine, self.settings
         loaded = [adapter.name for adapter in engine.info.adapters] if engine.ready else settings.adapters
-        return (*settings.model_names, *loaded)
+        return tuple(name for name in (*settings.model_names, *loaded) if caller().may_use(name))
 
     @property
     def all_names(self) -> tuple[str, ...]:
-        """The names of all models."""
+        """The names of all models that the key of the request may use."""
         embedding = self.settings.embedding_name
-        return self.names if embedding is None else (*self.names, embedding)
+        return (*self.names, embedding) if embedding is not None and self.embeds(embedding) else self.names
 
     def served_name(self, name: str) -> str:
         """The name itself, or the served one of an address on the hub such as hf.co/organisation/model."""
@@ -96,12 +98,12 @@ class ModelRegistry:
         return render([self._service.metrics.model_registry, *others])
 
     def embeds(self, name: str) -> bool:
-        """Whether a name is of the embedding model."""
-        return name == self.settings.embedding_name
+        """Whether a name is of the embedding model, and the key of the request may use it."""
+        return name == self.settings.embedding_name and caller().may_use(name)
 
     def name_of_folder(self, path: str) -> str | None:
         """The name of the model that was loaded from a path; None if there is none."""
-        return self.names[0] if Path(path) == Path(self._service.engine.info.folder) else None
+        return self.settings.model_names[0] if Path(path) == Path(self._service.engine.info.folder) else None
 
     @property
     def reads_media(self) -> bool:
@@ -135,7 +137,7 @@ class ModelRegistry:
         """The service for vectors: the embedding model's, if it makes some, whatever the name; else as `use`."""
         self._service.check_ready()
         if self._service.embedder is not None and self.settings.embedding_name is not None:
-            return replace(self.use(), name=self.settings.embedding_name)
+            return self._of_embedding(self.settings.embedding_name)
         return self.use(name)
 
     def use_for_scores(self, name: str | None) -> Service:
@@ -143,25 +145,42 @@ class ModelRegistry:
         embedding, default = self.settings.embedding_name, name is None and self._service.reranker is not None
         named = name is not None and self.served_name(name) == embedding
         if embedding is not None and (named or default):
-            return replace(self.use(), name=embedding)
+            return self._of_embedding(embedding)
         return self.use(name)
+
+    def unknown(self, name: str) -> ApiError:
+        """The error of a name that no model has, or none that the key of the request may use."""
+        served = ", ".join(f"'{model}'" for model in self._names_in_errors()) or "none of its models"
+        reason = "does not exist here. This server serves"
+        if caller().models is not None:
+            reason = "does not exist here, or this API key may not use it. The key may use"
+        return ApiError(MODEL_NOT_FOUND, f"The model '{name[:128]}' {reason} {served}.", param="model")
+
+    def _names_in_errors(self) -> tuple[str, ...]:
+        return self.names
+
+    def _no_text(self, name: str) -> ApiError:
+        """The error of a request for text to an embedding model."""
+        served = ", ".join(f"'{model}'" for model in self.names) or "another model"
+        message = f"The model '{name}' is an embedding model and does not support this endpoint; use {served}."
+        return ApiError(MODEL_NOT_FOUND, message, param="model")
+
+    def _of_embedding(self, name: str) -> Service:
+        return replace(self.use(), name=name, listed_name=name)
 
     def _service_of(self, name: str | None) -> Service:
         if not name:
             return self._service
         name = self.served_name(name)
         if name == self.settings.embedding_name:
-            message = (
-                f"The model '{name}' is the embedding model and does not support this endpoint; use '{self.names[0]}'."
-            )
-            raise ApiError(MODEL_NOT_FOUND, message, param="model")
+            raise self._no_text(name) if self.embeds(name) else self.unknown(name)
         is_any_name = self.settings.serves_any_name and _may_be_name(name)
         adapter = next((option for option in (name, name.removesuffix(LATEST_TAG)) if self._is_adapter(option)), "")
-        if not adapter and name.removesuffix(LATEST_TAG) not in self.settings.model_names and not is_any_name:
-            served = ", ".join(f"'{model}'" for model in self.names)
-            message = f"The model '{name[:128]}' does not exist here. This server serves {served}."
-            raise ApiError(MODEL_NOT_FOUND, message, param="model")
-        return replace(self._service, name=name, adapter=adapter)
+        short, [main, *_] = name.removesuffix(LATEST_TAG), self.settings.model_names
+        listed = adapter or (short if short in self.settings.model_names else main if is_any_name else "")
+        if not listed or not caller().may_use(listed):
+            raise self.unknown(name)
+        return replace(self._service, name=name, adapter=adapter, listed_name=listed)
 
     def _is_served(self, name: str) -> bool:
         return name in self.all_names or self._is_adapter(name)

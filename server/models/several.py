@@ -20,7 +20,8 @@ from engine.config import SLOTS_OF_SEVERAL
 from engine.errors import Draining, Loading, Overloaded
 from engine.types.model_name import plain_name
 from server.configuration.settings import Settings
-from server.http.errors import MODEL_NOT_FOUND, ApiError, missing_parameter
+from server.http.auth import caller
+from server.http.errors import missing_parameter
 from server.media.threads import MediaThreads
 from server.media.uploads import MediaReader
 from server.metrics.metrics import Metrics, render
@@ -97,22 +98,27 @@ class SeveralModels(ModelRegistry):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the models that generate."""
-        return tuple(name for name, entry in self.entries.items() if entry.kind == "generate")
+        """The names of the models that generate, as far as the key of the request may use them."""
+        return tuple(name for name in self.all_names if self.entries[name].kind == "generate")
 
     @property
     def all_names(self) -> tuple[str, ...]:
-        """The names of all models."""
-        return tuple(self.entries)
+        """The names of all models that the key of the request may use."""
+        return tuple(filter(caller().may_use, self.entries))
 
     def entry_of(self, name: str) -> ModelEntry | None:
-        """The model of a requested name; None if there is none."""
+        """The model of a requested name; None if there is none that the key of the request may use."""
+        listed = self._listed_name(name)
+        return self.entries[listed] if listed is not None and caller().may_use(listed) else None
+
+    def _listed_name(self, name: str) -> str | None:
+        """The name in /v1/models of the model of a requested name; None if there is none."""
         short = name.removesuffix(LATEST_TAG)
         for candidate in (name, short, plain_name(name), plain_name(short)):
             if candidate in self.entries:
-                return self.entries[candidate]
+                return candidate
         if self.settings.serves_any_name and 0 < len(name) <= MAX_NAME_LENGTH and name.isprintable():
-            return next(iter(self.entries.values()), None)
+            return next(iter(self.entries), None)
         return None
 
     async def find(self, name: str) -> ModelEntry | None:
@@ -194,7 +200,7 @@ class SeveralModels(ModelRegistry):
         """
         entry = self.entry_of(name) if name else None
         if entry is not None and entry.kind == "embedding":
-            raise self._no_text(entry)
+            raise self._no_text(entry.name)
         with self._lease(name) as service:
             yield service
 
@@ -267,8 +273,8 @@ class SeveralModels(ModelRegistry):
 
     @property
     def loaded_names(self) -> tuple[str, ...]:
-        """The names of loaded models."""
-        return tuple(name for name, entry in self.entries.items() if self.loader.status(entry.name).state == "ready")
+        """The names of loaded models that the key of the request may use."""
+        return tuple(name for name in self.all_names if self.loader.status(self.entries[name].name).state == "ready")
 
     @property
     def loaded_engines(self) -> tuple[EngineClient, ...]:
@@ -297,22 +303,14 @@ class SeveralModels(ModelRegistry):
             self._traces,
             created=self.created,
             adapter=short if short in entry.settings.adapters else "",
+            listed_name=self._listed_name(name) or entry.name,
             media=self._media,
             grammar_threads=self._grammar_threads[entry.name],
             media_threads=self._media_threads[entry.name],
         )
 
-    def unknown(self, name: str) -> ApiError:
-        """The error of a name that no model has."""
-        served = ", ".join(f"'{name}'" for name in self.entries)
-        message = f"The model '{name[:128]}' does not exist here. This server serves {served}."
-        return ApiError(MODEL_NOT_FOUND, message, param="model")
-
-    def _no_text(self, entry: ModelEntry) -> ApiError:
-        """The error of a request for text to an embedding model."""
-        served = ", ".join(f"'{name}'" for name in self.names) or "another model"
-        message = f"The model '{entry.name}' is an embedding model and does not support this endpoint; use {served}."
-        return ApiError(MODEL_NOT_FOUND, message, param="model")
+    def _names_in_errors(self) -> tuple[str, ...]:
+        return self.all_names
 
     def _is_adapter(self, name: str) -> bool:
         """No: adapters are names of their entries."""

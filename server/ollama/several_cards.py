@@ -26,7 +26,7 @@ def all_cards(
     for name in models.all_names:
         yield _card(models, name, files)
     for name, preset in presets.items():
-        if preset.base not in models.entries:
+        if preset.base not in models.all_names:
             continue
         card = _card(models, preset.base, files)
         details = {**card["details"], "parent_model": preset.parent}

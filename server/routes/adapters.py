@@ -5,6 +5,7 @@ from __future__ import annotations
 from fastapi import FastAPI, Request
 from starlette.responses import PlainTextResponse, Response
 
+from server.http.auth import caller
 from server.http.encoding import JsonResponse
 from server.http.errors import UNSUPPORTED_PARAMETER, ApiError, invalid_value
 from server.models.permission import ModelPermission
@@ -45,7 +46,11 @@ def add(app: FastAPI, models: ModelRegistry) -> None:
         service = models.use()
         service.check_ready()
         adapters = service.engine.info.adapters
-        listed = [LlamaAdapter(id=id, path=adapter.name, scale=0.0) for id, adapter in enumerate(adapters)]
+        listed = [
+            LlamaAdapter(id=id, path=adapter.name, scale=0.0)
+            for id, adapter in enumerate(adapters)
+            if caller().may_use(adapter.name)
+        ]
         return JsonResponse(listed)
 
     @app.post("/lora-adapters", responses=ERROR_RESPONSES)

@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from engine.types.status import EmbeddingModelInfo
 from server.generation.support import ignored_parameters, unsupported_parameters
+from server.http.auth import caller
 from server.http.encoding import JsonResponse
 from server.models.demonstration import TEXT, is_demonstration, other_models
 from server.models.registry import ModelRegistry
@@ -46,8 +47,9 @@ def add(app: FastAPI, models: ModelRegistry) -> None:
             model=_model(service),
             endpoints={path: Endpoint(parameters=_parameters(service, body)) for path, body in _bodies(app)},
         )
-        if service.engine.embedding is not None and service.settings.embedding_name is not None:
-            listed["embedding_model"] = _embedding(service.settings.embedding_name, service.engine.embedding)
+        embedding_name = service.settings.embedding_name
+        if service.engine.embedding is not None and embedding_name is not None and caller().may_use(embedding_name):
+            listed["embedding_model"] = _embedding(embedding_name, service.engine.embedding)
         return JsonResponse(listed)
 
 
@@ -62,7 +64,7 @@ def _model(service: Service) -> ModelCapabilities:
         reasoning=tokenizer.chat_format.supports_reasoning,
         input_modalities=list(info.input_modalities),
         template_arguments=sorted(tokenizer.template_names - RESERVED_ARGUMENTS),
-        adapters=[adapter.name for adapter in info.adapters],
+        adapters=[adapter.name for adapter in info.adapters if caller().may_use(adapter.name)],
         drafters=list(service.engine.drafting.kinds),
         batch_invariant=info.batch_invariant,
         default_max_tokens=info.default_max_tokens,

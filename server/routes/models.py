@@ -51,7 +51,7 @@ def add(app: FastAPI, models: ModelRegistry) -> None:
             await models.find(model)
             return JsonResponse(_entry_of_several(models, model, await models.describe()))
         model = models.served_name(model)
-        service = models.use(None if model == models.settings.embedding_name else model)
+        service = models.use(None if models.embeds(model) else model)
         return JsonResponse(_model(service, model))
 
 

@@ -18,7 +18,7 @@ from server.generation.chat_turn import ChatTurn, prepare_chat
 from server.generation.error_fields import with_client_field_names
 from server.generation.requests import generate
 from server.http.admission import admitted
-from server.http.auth import owner
+from server.http.auth import caller, owner
 from server.http.encoding import JsonResponse, large_json_response
 from server.http.errors import OLLAMA_PREFIX, ApiError, missing_parameter, unsupported_parameter
 from server.http.lenient import warnings
@@ -185,20 +185,27 @@ def _add_cards(app: FastAPI, models: ModelRegistry) -> None:
             await models.rescan()
             cards = all_cards(models, models.presets.of(owner(request)), await models.describe())
             return JsonResponse({"models": [*cards]})
-        return JsonResponse({"models": _cards(models, request).listed()})
+        return JsonResponse({"models": _permitted(models, request, _cards(models, request).listed())})
 
     @app.get("/api/ps", responses=OLLAMA_ERRORS)
     async def running(request: Request) -> Response:
         """List the loaded models."""
         if isinstance(models, SeveralModels):
             return JsonResponse({"models": [*loaded_cards(models)]})
-        return JsonResponse({"models": _cards(models, request).running()})
+        return JsonResponse({"models": _permitted(models, request, _cards(models, request).running())})
 
 
 def _cards(models: ModelRegistry, request: Request) -> ModelCards:
     service = models.use()
     service.check_ready()
     return ModelCards(service, models.presets.of(owner(request)))
+
+
+def _permitted(models: ModelRegistry, request: Request, cards: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The cards of models that the key of the request may use, and of presets of these."""
+    presets = models.presets.of(owner(request)).items()
+    names = {*models.all_names, *(name for name, preset in presets if caller().may_use(preset.base))}
+    return [card for card in cards if card["name"] in names]
 
 
 def _add_details(app: FastAPI, models: ModelRegistry) -> None:
@@ -213,8 +220,7 @@ def _add_details(app: FastAPI, models: ModelRegistry) -> None:
         card, embedding = _cards(models, request), models.use().engine.embedding
         if embedding is not None and models.embeds(models.without_tag(name)):
             return JsonResponse(card.shown_embedding(embedding))
-        if preset is None:
-            models.use(models.without_tag(name))
+        models.use(models.without_tag(name) if preset is None else preset.base)
         return JsonResponse(await anyio.to_thread.run_sync(card.shown, preset))
 
 

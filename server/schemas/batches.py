@@ -96,7 +96,10 @@ class OutputExpiry(TypedDict):
 
 
 class BatchBody(TypedDict):
-    """A batch. Times are seconds since 1970."""
+    """A batch. Times are seconds since 1970.
+
+    allowed_models  those that the key of its creation may use; absent: all
+    """
 
     id: str
     object: Literal["batch"]
@@ -119,3 +122,4 @@ class BatchBody(TypedDict):
     request_counts: RequestCounts
     metadata: dict[str, str] | None
     output_expires_after: NotRequired[OutputExpiry]
+    allowed_models: NotRequired[list[str]]

@@ -52,13 +52,12 @@ _MIN_PROBABILITY = 1e-12
 
 async def rerank(models: ModelRegistry, body: RerankRequest, id: str) -> Ranking:
     """The documents of a body by relevance; raises ApiError or EngineError."""
-    models.use().check_ready()
+    service = _service(models, body)
     texts = [document if isinstance(document, str) else document.text for document in body.documents]
     if body.max_tokens_per_doc is not None:
-        tokenizer = models.use().engine.tokenizer
-        texts = await anyio.to_thread.run_sync(_truncated, tokenizer, texts, body.max_tokens_per_doc)
+        texts = await anyio.to_thread.run_sync(_truncated, service.engine.tokenizer, texts, body.max_tokens_per_doc)
     pairs = [(body.query, text) for text in texts]
-    model, scores, usage = await _scores(models, body, pairs, id, "rerank")
+    model, scores, usage = await _scores(service, body, pairs, id, "rerank")
     order = sorted(range(len(texts)), key=lambda index: -scores[index])[: body.top_n]
     results = [RankedDocument(index=index, relevance_score=scores[index]) for index in order]
     if body.return_documents is not False:
@@ -104,8 +103,8 @@ async def _rank_texts(models: ModelRegistry, body: AnyRerankRequest, texts: list
 
 async def score(models: ModelRegistry, body: ScoreRequest, id: str) -> ScoreList:
     """The scores of a body's pairs; raises ApiError or EngineError."""
-    models.use().check_ready()
-    model, scores, usage = await _scores(models, body, _pairs(body), id, "score")
+    service = _service(models, body)
+    model, scores, usage = await _scores(service, body, _pairs(body), id, "score")
     return ScoreList(
         id=id,
         object="list",
@@ -114,6 +113,13 @@ async def score(models: ModelRegistry, body: ScoreRequest, id: str) -> ScoreList
         data=[{"index": index, "object": "score", "score": value} for index, value in enumerate(scores)],
         usage=usage,
     )
+
+
+def _service(models: ModelRegistry, body: RerankRequest | ScoreRequest) -> Service:
+    models.check_ready()
+    service = models.use_for_scores(body.model)
+    service.check_ready()
+    return service
 
 
 def _truncated(tokenizer: TokenizerClient, texts: Sequence[str], max_tokens: int) -> list[str]:
@@ -138,10 +144,9 @@ def _pairs(body: ScoreRequest) -> list[tuple[str, str]]:
 
 
 async def _scores(
-    models: ModelRegistry, body: RerankRequest | ScoreRequest, pairs: Pairs, id: str, endpoint: Endpoint
+    service: Service, body: RerankRequest | ScoreRequest, pairs: Pairs, id: str, endpoint: Endpoint
 ) -> tuple[str, list[float], ScoringUsage]:
     """Model name, scores of the pairs, and usage."""
-    service = models.use_for_scores(body.model)
     if service.name != service.settings.embedding_name:
         if body.truncate_prompt_tokens is not None:
             raise unsupported_parameter("truncate_prompt_tokens", "it is not an embedding model")
