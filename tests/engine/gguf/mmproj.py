@@ -49,7 +49,7 @@ def write_mmproj(name: str, source: Path, file: Path, *, matrix_type: str = "F32
     writer.add_clip_has_vision_encoder(True)
     writer.add_clip_projector_type(family.projector)
     writer.add_vision_projection_dim(width or config["text_config"]["hidden_size"])
-    writer.add_vision_patch_size(vision["patch_size"])
+    writer.add_vision_patch_size(_side(vision["patch_size"]))
     writer.add_vision_image_mean(pixels["image_mean"])
     writer.add_vision_image_std(pixels["image_std"])
     family.metadata(writer, config, pixels)
@@ -65,8 +65,12 @@ def write_mmproj(name: str, source: Path, file: Path, *, matrix_type: str = "F32
     writer.close()
 
 
+def _side(size: int | list[int]) -> int:
+    return size if isinstance(size, int) else size[0]
+
+
 def _add_tower(writer: GGUFWriter, vision: dict[str, Any]) -> None:
-    writer.add_vision_image_size(vision["image_size"])
+    writer.add_vision_image_size(_side(vision["image_size"]))
     writer.add_vision_embedding_length(vision["hidden_size"])
     writer.add_vision_feed_forward_length(vision["intermediate_size"])
     writer.add_vision_block_count(vision["num_hidden_layers"])
@@ -178,6 +182,27 @@ def _pixtral_tensors(key: str, values: Any, vision: dict[str, Any]) -> Named:
         yield key, values
 
 
+def _add_internvl(writer: GGUFWriter, config: dict[str, Any], pixels: dict[str, Any]) -> None:
+    _add_tower(writer, config["vision_config"])
+    writer.add_vision_attention_layernorm_eps(config["vision_config"]["layer_norm_eps"])
+    writer.add_vision_use_gelu(True)
+    writer.add_vision_projector_scale_factor(int(1 / config["downsample_ratio"]))
+    writer.add_vision_preproc_max_tiles(pixels["max_patches"])
+
+
+_INTERNVL_PROJECTOR = {"layer_norm": "mlp1.0", "linear_1": "mlp1.1", "linear_2": "mlp1.3"}
+
+
+def _internvl_tensors(key: str, values: Any, vision: dict[str, Any]) -> Named:
+    key = key.removeprefix("model.")
+    if key.startswith("multi_modal_projector."):
+        _, part, kind = key.split(".")
+        yield f"{_INTERNVL_PROJECTOR[part]}.{kind}", values
+    elif key.startswith("vision_tower."):
+        is_named_weight = "lambda_" in key or key.endswith("position_embeddings")
+        yield f"model.{key}" + (".weight" if is_named_weight else ""), values
+
+
 FAMILIES = {
     "qwen2_vl": Converted(VisionProjectorType.QWEN2VL, _add_qwen, _qwen_tensors),
     "qwen2_5_vl": Converted(VisionProjectorType.QWEN25VL, _add_qwen, _qwen_tensors),
@@ -185,5 +210,6 @@ FAMILIES = {
     "pixtral": Converted(VisionProjectorType.PIXTRAL, _add_pixtral, _pixtral_tensors),
     "gemma3": Converted(VisionProjectorType.GEMMA3, _add_gemma3, _gemma3_tensors),
     **dict.fromkeys(("gemma4", "gemma4_large"), Converted("gemma4v", _add_gemma4, _gemma4_tensors)),
+    "internvl": Converted(VisionProjectorType.INTERNVL, _add_internvl, _internvl_tensors),
     "smolvlm": Converted(VisionProjectorType.IDEFICS3, _add_idefics3, _idefics3_tensors),
 }

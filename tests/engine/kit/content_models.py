@@ -67,6 +67,7 @@ CONTENT_MODELS = {
     "qwen2_5_vl": ContentModel({"patch_size": 14, "window_size": 112}, "<|image_pad|>", _QWEN_TOKENS),
     "qwen3_vl": ContentModel({"patch_size": 14}, "<|image_pad|>", _QWEN_TOKENS),
     "pixtral": ContentModel({"patch_size": 16, "image_size": 64}, "[IMG]"),
+    "internvl": ContentModel({"image_size": [28, 28], "patch_size": [7, 7]}, "<IMG_CONTEXT>"),
     "qwen2_audio": ContentModel({"num_mel_bins": 8, "max_source_positions": 100}, "<|AUDIO|>", kind="audio"),
 }
 
