@@ -83,6 +83,7 @@ class GrammarMatcher:
 
     vocabulary_size  length of the masks
     error            of llguidance for the last mask, or ""
+    matches          whether the grammar permits the text, as far as its limits let it be followed
     """
 
     def __init__(self, compiled: CompiledGrammar, vocabulary_size: int) -> None:
@@ -95,12 +96,14 @@ class GrammarMatcher:
         self._restarted_at = -_RESTART_INTERVAL_TOKENS
         self._rejected_draft: tuple[int, ...] | None = None
         self.error, self._excess_seconds = "", 0.0
+        self.matches = True
 
     def append(self, token: int) -> None:
         """Add a token to the text."""
         if self._lookahead[:1] != [token]:
             with self._measure_time():
-                self._move_to((token,))
+                if not self._move_to((token,)) and not self._is_too_slow and not self._state.get_error():
+                    self.matches = False
         del self._lookahead[:1]
         self._tokens.append(token)
         self._rejected_draft = None

@@ -82,6 +82,11 @@ class Constraints:
         if self._matcher is not None:
             self._matcher.append(token)
 
+    @property
+    def matches_grammar(self) -> bool:
+        """Whether the grammar permits the text so far."""
+        return self._matcher is None or self._matcher.matches
+
     def after(self, tokens: Sequence[int]) -> Constraints:
         """The constraints after draft tokens; `self` is unchanged."""
         if not tokens:

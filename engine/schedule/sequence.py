@@ -55,6 +55,11 @@ class SamplingState:
         if self._constraints is not None:
             self._constraints.append(token)
 
+    @property
+    def matches_grammar(self) -> bool:
+        """Whether the grammar of the request permits the emitted tokens."""
+        return self._constraints is None or self._constraints.matches_grammar
+
     def context(self) -> SamplingContext:
         """How to sample the next token."""
         return SamplingContext(self._request.sampling, self.seed, self._position, self._history, self._constraints)
@@ -288,13 +293,19 @@ class Sequence:
         self._append(token)
 
     def replay(self, count: int) -> None:
-        """Add the next `count` tokens that an earlier stream emitted. InvalidRequest if tokens follow the end."""
+        """Add the next `count` tokens that an earlier stream emitted.
+
+        InvalidRequest if tokens follow the end, or if the grammar of the request forbids one.
+        """
         start = len(self.output)
         for token in self.request.emitted[start : start + count]:
             if self.earlier_ending is not None:
                 reason = f"'continue_from' has more tokens than the answer, which ends after {len(self.output)}"
                 raise InvalidRequest("continue_from", reason)
             self._append(token)
+            if not self.sampling.matches_grammar:
+                reason = f"the grammar of the request forbids token {token} at position {len(self.output) - 1}"
+                raise InvalidRequest("continue_from", f"{reason} of 'continue_from'")
             delta = None if self.sampling.is_stop_token(token) else self.text.push(token)
             self.earlier.append(delta or Delta("", (token,)))
             self.earlier_ending = self.ending(token)

@@ -187,3 +187,20 @@ def test_tokens_after_the_end_are_refused(engine: Core) -> None:
     assert isinstance(answer.end, Failed)
     assert answer.end.caused_by_request
     assert f"'continue_from' has more tokens than the answer, which ends after {COUNT}" == answer.end.reason
+
+
+@pytest.mark.parametrize("position", [1, 4, 5])
+@pytest.mark.parametrize("kind", ["end", "letter"])
+def test_tokens_that_the_grammar_forbids_are_refused(engine: Core, kind: str, position: int) -> None:
+    """Also inside a character, and the end of an incomplete text; the next request with the grammar is served."""
+    grammar = REQUESTS["grammar"]
+    whole = run(engine, request(**grammar))
+    tokens = [*whole.tokens, *finished(whole).tokens]
+    forbidden = tokens[-1] if kind == "end" else 99
+    answer = run(engine, request(**grammar, emitted=(*tokens[:position], forbidden, *tokens[position:])))
+
+    assert answer.end == Failed(
+        f"the grammar of the request forbids token {forbidden} at position {position} of 'continue_from'",
+        caused_by_request=True,
+    )
+    assert run(engine, request(**grammar, emitted=tuple(tokens[:position]))).tokens == whole.tokens[position:]
