@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 from types import FrameType
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 logger = logging.getLogger("cellar")
 
@@ -51,8 +51,10 @@ class LoopWatchdog:
             f"Times that callbacks held the event loop for more than {1000 * MAX_HELD_SECONDS:g} ms of processor time.",
             registry=self.registry,
         )
+        tasks = Gauge("cellar_event_loop_tasks", "Tasks of the event loop.", registry=self.registry)
         self._max_held_seconds = max_held_seconds
         self._loop, self._loop_thread = asyncio.get_running_loop(), threading.get_ident()
+        tasks.set_function(lambda: len(asyncio.all_tasks(self._loop)))
         self._over, self._answered = threading.Event(), threading.Event()
         self._logged_at, self._unlogged = -LOG_INTERVAL_SECONDS, 0
         # The clock of another thread: not on macOS, where lag alone is measured.

@@ -133,6 +133,26 @@ def test_a_server_has_the_metrics_of_its_loop() -> None:
     assert "cellar_event_loop_stalls_total 0.0" in text
 
 
+def test_the_tasks_of_the_loop_are_counted() -> None:
+    """At the time of the scrape."""
+
+    async def main() -> list[float]:
+        watchdog = LoopWatchdog()
+        counts = []
+        for number in range(3):
+            waiting = [asyncio.create_task(asyncio.sleep(60)) for _ in range(number)]
+            counts.append(sample(watchdog, "cellar_event_loop_tasks"))
+            for task in waiting:
+                task.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+        watchdog.stop()
+        return counts
+
+    first, *others = asyncio.run(main())
+
+    assert others == [first + 1, first + 2]
+
+
 def test_the_task_of_a_request_has_its_id() -> None:
     names = []
 
