@@ -16,6 +16,7 @@ Rows by benchmark:
     ray_faults   step, replicas, streams by their ends, seconds; or requests, errors, cached_share
     kills        step, streams by their ends, equal (to those of a replica alone), resumed, seconds
     overload     model, clients, retry, answers, refusals, errors, seconds, tokens_per_processor_second, ratio
+    load         model, scenario, and its figures (benchmarks/serving/load.py)
     sharing      model, requests, cell, newcomers, median and worst seconds; or tokens/s with and without time slices
     encodings    model, streams, cell (with or without images), images, tokens, p50 and p99 between tokens
     gpu          device, shape, mode, cell, tokens_per_second, step_ms, host_ms, share_of_bandwidth, teraflops
@@ -57,6 +58,7 @@ OTHER_KEYS = {
     "ray_faults": ("step", "replicas"),
     "kills": ("step",),
     "overload": ("model", "clients", "retry"),
+    "load": ("model", "scenario"),
     "sharing": ("model", "requests", "cell"),
     "adapters": ("model", "streams", "rank", "dtype", "mode"),
     "adapter_loads": ("model", "streams", "rank", "loads", "mode"),
