@@ -294,6 +294,7 @@ class Router:
     score_correction  [experts] float32, added to the scores for the choice only; None: none
     normalised        whether the weights of the chosen experts are normalised to a sum of 1
     scaling_factor    multiplies the weights after that
+    expert_scales     [experts] float32, multiply the weights of the chosen experts as well; None: none
     """
 
     linear: Linear
@@ -302,6 +303,7 @@ class Router:
     top_k: int
     normalised: bool
     scaling_factor: float
+    expert_scales: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,6 +347,21 @@ class ExpertActivation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertNorms:
+    """The norms of experts that read the hidden states, as the dense MLP next to them does after its own norm.
+
+    router         of the router's input
+    input, output  of the experts
+    dense          of the output of the dense MLP, before that of the experts is added
+    """
+
+    router: Norm
+    input: Norm
+    output: Norm
+    dense: Norm
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsSpec:
     """A mixture of experts.
 
@@ -352,6 +369,7 @@ class ExpertsSpec:
                  without ups, the one of the gates
     down         with width columns
     shared_gate  with one output; the dense MLP next to the experts is multiplied by its sigmoid; None: by 1
+    norms        None: router and experts have the input of the dense MLP, and outputs are added without norms
     """
 
     router: Router
@@ -359,6 +377,7 @@ class ExpertsSpec:
     activation: ExpertActivation
     down: ExpertMatrices
     shared_gate: Linear | None
+    norms: ExpertNorms | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,6 +20,7 @@ from engine.native.decoder import (
     ConvolutionSpec,
     DecoderSpec,
     DeltaRuleSpec,
+    ExpertNorms,
     ExpertsSpec,
     GatedMlp,
     HeadColumns,
@@ -44,6 +45,7 @@ from engine.native.step_library import (
     ConvolutionFields,
     DeltaRuleFields,
     EmbeddingFields,
+    ExpertNormsFields,
     ExpertsFields,
     GatedConvolutionFields,
     HeadsFields,
@@ -258,6 +260,7 @@ def describe_experts(experts: ExpertsSpec) -> ExpertsFields:
         top_k=router.top_k,
         normalised=router.normalised,
         scaling_factor=router.scaling_factor,
+        expert_scales=_address(router.expert_scales),
         inner=inner,
         up=up[0] if up else None,
         down=down,
@@ -267,7 +270,12 @@ def describe_experts(experts: ExpertsSpec) -> ExpertsFields:
         slope=activation.slope,
         shift=activation.shift,
         shared_gate=LinearFields() if experts.shared_gate is None else describe_linear(experts.shared_gate),
+        norms=None if experts.norms is None else ctypes.pointer(_describe_expert_norms(experts.norms)),
     )
+
+
+def _describe_expert_norms(norms: ExpertNorms) -> ExpertNormsFields:
+    return ExpertNormsFields(*map(describe_norm, (norms.router, norms.input, norms.output, norms.dense)))
 
 
 def describe_embedding(decoder: DecoderSpec) -> EmbeddingFields:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from engine.native.comparison import is_close, least_squares_ratio, relative_difference
 from engine.native.decoder import ExpertActivation, Linear, Router, Scoring, UnsupportedArchitecture
 from engine.native.gated_mlp import ACTIVATIONS
+from engine.native.norm import normalise
 from engine.native.trace import TracedExperts, TracedRouter
 
 _SCORES: dict[Scoring, Callable[[Tensor], Tensor]] = {
@@ -34,7 +35,7 @@ def find_router(traced: TracedRouter) -> Router:
     # Scaled so that scores differ: large logits could make all of them 1.
     rows /= float(nn.functional.linear(rows, weight).std().clamp_min(1e-6))
     weights, experts = traced.route(rows)
-    logits = nn.functional.linear(rows, weight, bias)
+    logits = nn.functional.linear(normalise(traced.norm, rows), weight, bias)
     dense = torch.zeros_like(logits).scatter(1, experts, weights)
     for router in _candidate_routers(traced, linear, experts.shape[1]):
         expert_weights = router_weights(router, logits)
@@ -50,7 +51,9 @@ def router_weights(router: Router, logits: Tensor) -> Tensor:
     corrected = scores if router.score_correction is None else scores + router.score_correction
     experts = corrected.topk(router.top_k).indices
     weights = torch.zeros_like(scores).scatter(1, experts, scores.gather(1, experts))
-    return weights / weights.sum(-1, keepdim=True) if router.normalised else weights
+    if router.normalised:
+        weights /= weights.sum(-1, keepdim=True)
+    return weights if router.expert_scales is None else weights * router.expert_scales
 
 
 def find_expert_activation(traced: TracedExperts) -> ExpertActivation:
@@ -127,9 +130,9 @@ def _product(rows: Tensor, linear: Linear) -> Tensor:
 
 
 def _candidate_routers(traced: TracedRouter, linear: Linear, top_k: int) -> Iterator[Router]:
-    corrections = [None, *_corrections(traced, len(traced.weight))]
+    numbers = [None, *_expert_numbers(traced, len(traced.weight))]
     scorings: tuple[Scoring, ...] = ("softmax", "sigmoid")
-    for scoring, correction, normalised in itertools.product(scorings, corrections, (True, False)):
+    for scales, scoring, correction, normalised in itertools.product(numbers, scorings, numbers, (True, False)):
         yield Router(
             linear=linear,
             scoring=scoring,
@@ -137,10 +140,11 @@ def _candidate_routers(traced: TracedRouter, linear: Linear, top_k: int) -> Iter
             top_k=top_k,
             normalised=normalised,
             scaling_factor=1.0,
+            expert_scales=scales,
         )
 
 
-def _corrections(traced: TracedRouter, experts: int) -> Iterator[Tensor]:
+def _expert_numbers(traced: TracedRouter, experts: int) -> Iterator[Tensor]:
     """The parameters, buffers and inputs of a router with one number for each expert, but its bias."""
     for numbers in (*traced.router.parameters(), *traced.router.buffers(), *traced.extra_inputs):
         if isinstance(numbers, Tensor) and numbers.numel() == experts and numbers is not traced.bias:

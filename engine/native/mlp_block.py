@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from engine.native.comparison import is_close, least_squares_ratio, require_close, residual_ratio
-from engine.native.decoder import ExpertsSpec, GatedMlp, Linear, MlpBlock, Norm, UnsupportedArchitecture
+from engine.native.decoder import (
+    NO_NORM,
+    ExpertNorms,
+    ExpertsSpec,
+    GatedMlp,
+    Linear,
+    MlpBlock,
+    Norm,
+    UnsupportedArchitecture,
+)
 from engine.native.experts import find_expert_activation, find_router
 from engine.native.gated_mlp import find_gated_mlp
-from engine.native.trace import TracedExperts, TracedLinear, TracedRouter
+from engine.native.trace import TracedExperts, TracedLinear, TracedNorm, TracedRouter
 from engine.native.trace_reader import TraceReader
 
 
@@ -54,6 +63,10 @@ def _find_block(
 ) -> tuple[MlpBlock, Residual]:
     """A second half; its output is added to `attended`."""
     gated, experts, output = _find_parts(reader, normed)
+    if experts is None and reader.next_are(TracedNorm, TracedRouter):
+        experts, output = _find_normed_experts(reader, attended, output)
+    if experts is not None and gated is not None and gated.down.bias is not None:
+        raise UnsupportedArchitecture("the dense MLP beside its experts has a bias")
     post_norm, output = reader.read_norm(output)
     residual = find_residual(attended, output, reader.next_hidden_states(attended))
     block = MlpBlock(
@@ -102,12 +115,25 @@ def _find_parts(reader: TraceReader, rows: Tensor) -> tuple[GatedMlp | None, Exp
         if dense is None or gate is not None or experts is not None:
             raise UnsupportedArchitecture("its MLP does not have one or two inner matrices and a down matrix")
         return gated, None, dense
+    if router.norm != NO_NORM:
+        raise UnsupportedArchitecture("its router has a norm, but not its experts")
     spec = _experts(router, experts, gate)
     if dense is None:
         return None, spec, experts.output
-    if gated is not None and gated.down.bias is not None:
-        raise UnsupportedArchitecture("the dense MLP beside its experts has a bias")
     return gated, spec, experts.output + (dense if gate is None else torch.sigmoid(gate.output) * dense)
+
+
+def _find_normed_experts(reader: TraceReader, states: Tensor, dense: Tensor) -> tuple[ExpertsSpec, Tensor]:
+    """The experts with the input `states` after a dense MLP, and the sum of the normed outputs of both."""
+    dense_norm, dense = reader.read_norm(dense)
+    router = reader.read_event(TracedRouter)
+    require_close("a router", states, router.input)
+    input_norm, inputs = reader.read_norm(states)
+    experts = reader.read_event(TracedExperts)
+    require_close("the experts", inputs, experts.input)
+    output_norm, output = reader.read_norm(experts.output)
+    norms = ExpertNorms(router=router.norm, input=input_norm, output=output_norm, dense=dense_norm)
+    return replace(_experts(router, experts, None), norms=norms), dense + output
 
 
 def _experts(router: TracedRouter, experts: TracedExperts, gate: TracedLinear | None) -> ExpertsSpec:

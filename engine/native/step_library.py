@@ -87,6 +87,12 @@ class CellGroupFields(Structure):
     _fields_ = [("segments", c_void_p), ("count", c_int64), ("cells", c_int64)]
 
 
+class ExpertNormsFields(Structure):
+    """`ExpertNorms` of step.h."""
+
+    _fields_ = [(name, NormFields) for name in ("router", "input", "output", "dense")]
+
+
 class ExpertsFields(Structure):
     """`Experts` of step.h."""
 
@@ -95,10 +101,12 @@ class ExpertsFields(Structure):
         ("score_correction", c_void_p),
         *((name, c_int64) for name in ("scoring", "top_k", "normalised")),
         ("scaling_factor", c_float),
+        ("expert_scales", c_void_p),
         *((name, POINTER(LinearFields)) for name in ("inner", "up", "down")),
         *((name, c_int64) for name in ("activation", "interleaved")),
         *((name, c_float) for name in ("limit", "slope", "shift")),
         ("shared_gate", LinearFields),
+        ("norms", POINTER(ExpertNormsFields)),
     ]
 
 
@@ -332,6 +340,7 @@ MIRRORS: Mirrors = {
     "Embedding": EmbeddingFields,
     "Rotary": RotaryFields,
     "CellGroup": CellGroupFields,
+    "ExpertNorms": ExpertNormsFields,
     "Experts": ExpertsFields,
     "StateRange": StateRangeFields,
     "ColumnRange": ColumnRangeFields,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -14,8 +14,8 @@ from engine.kernels.latent import project_latents
 from engine.kernels.packing import PackedMatrix
 from engine.model import hooks
 from engine.native.comparison import is_close
-from engine.native.decoder import ExpertMatrices, Linear, Norm, UnsupportedArchitecture
-from engine.native.norm import find_norm
+from engine.native.decoder import NO_NORM, ExpertMatrices, Linear, Norm, UnsupportedArchitecture
+from engine.native.norm import find_norm, normalise
 from engine.native.recurrence_trace import (
     TracedDeltaRule,
     TracedGatedNorm,
@@ -73,11 +73,13 @@ class TracedEmbedding:
 class TracedRouter:
     """A call of a router, which returns weights and numbers of the chosen experts [rows, top_k].
 
+    norm          of its input, before the linear layer; its weight is all that multiplies the normed input
     weight, bias  [experts, columns] and [experts], or None
     extra_inputs  all inputs but the rows
     """
 
     router: nn.Module
+    norm: Norm
     weight: Tensor
     bias: Tensor | None
     input: Tensor
@@ -190,16 +192,21 @@ class _ModuleRecorder:
     def __init__(self, events: list[Event]) -> None:
         self._events = events
         self._is_probing = False
+        # The number of events before each active module, and before the last one that ended.
+        self._starts: list[int] = []
+        self._start = 0
         self.unsupported_modules: list[str] = []
         self.active: list[nn.Module] = []
 
     def enter(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         """A forward pre-hook."""
         self.active.append(module)
+        self._starts.append(len(self._events))
 
     def leave(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         """A forward hook."""
         self.active.pop()
+        self._start = self._starts.pop()
 
     def record(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         """A forward hook. Operations between the recorded modules show in the inputs of the next ones."""
@@ -228,16 +235,17 @@ class _ModuleRecorder:
     def _record_router(self, module: nn.Module, inputs: tuple[Any, ...], rows: Tensor, output: tuple[Any, ...]) -> None:
         if len(output) != 3 or not all(isinstance(tensor, Tensor) and len(tensor) == len(rows) for tensor in output):
             return
-        children = list(module.children())
+        linears = [child for child in module.children() if isinstance(child, nn.Linear)]
         # Some routers have their matrix in a linear layer, whose call is a part of the router's.
-        linear = children[0] if len(children) == 1 and isinstance(children[0], nn.Linear) else module
+        linear = linears[0] if len(linears) == 1 else module
         weight, bias = getattr(linear, "weight", None), getattr(linear, "bias", None)
-        if not isinstance(weight, Tensor) or weight.dim() != 2:
+        if not isinstance(weight, Tensor) or weight.dim() != 2 or output[2].is_floating_point():
             return
-        if linear is not module:
-            self._events.pop()
+        norm = _router_norm(self._events[self._start :])
+        del self._events[self._start :]
         bias = bias if isinstance(bias, Tensor) and bias.shape == weight.shape[:1] else None
-        self._events.append(TracedRouter(module, weight, bias, rows, inputs[1:], output[1].float(), output[2]))
+        routed = (rows, inputs[1:], output[1].float(), output[2])
+        self._events.append(TracedRouter(module, norm, weight, bias, *routed))
 
     def _record_experts(self, module: nn.Module, inputs: tuple[Any, ...], rows: Tensor, output: Tensor) -> None:
         experts = module.experts if isinstance(module, QuantizedExperts) else stacks.experts_of(module)
@@ -271,6 +279,17 @@ class _ModuleRecorder:
                 self.unsupported_modules.append(type(module).__name__)
         finally:
             self._is_probing = False
+
+
+def _router_norm(calls: Sequence[Event]) -> Norm:
+    """The norm between the input of a router and its linear layer, from their calls; NO_NORM if it has none."""
+    norms = [call for call in calls if isinstance(call, TracedNorm)]
+    if len(calls) != 2 or not norms or not isinstance(calls[1], TracedLinear):
+        return NO_NORM
+    norm = replace(norms[0].norm, weight=None, bias=None)
+    normed = normalise(norm, norms[0].input.float())
+    # Between the norm and the linear layer each column is multiplied by a number.
+    return replace(norm, weight=(normed * calls[1].input).sum(0) / normed.square().sum(0))
 
 
 def _expert_matrices(

@@ -129,6 +129,11 @@ class TraceReader:
         self._at += 1
         return event
 
+    def next_are(self, *kinds: type[Event]) -> bool:
+        """Whether the next events are of these kinds."""
+        events = self._events[self._at : self._at + len(kinds)]
+        return len(events) == len(kinds) and all(map(isinstance, events, kinds))
+
     def next_is(self, kind: type[Event]) -> bool:
         """Whether the next event is of this kind."""
         return isinstance(self._next(), kind)

@@ -47,10 +47,21 @@ def load_native(folder: Folder) -> Callable[..., LoadedModel]:
     return load
 
 
-MIXED = ("qwen3", "mistral", "ministral3", "gemma3", "deepseek_v3", "qwen3_next", "olmo_hybrid", "lfm2", "bamba")
+MIXED = (
+    "qwen3",
+    "mistral",
+    "ministral3",
+    "gemma3",
+    "gemma4_experts",
+    "deepseek_v3",
+    "qwen3_next",
+    "olmo_hybrid",
+    "lfm2",
+    "bamba",
+)
 
 
-@pytest.mark.parametrize("family", quick(("ministral3", "gemma3", "deepseek_v3", "bamba"), MIXED))
+@pytest.mark.parametrize("family", quick(("ministral3", "gemma3", "gemma4_experts", "deepseek_v3", "bamba"), MIXED))
 def test_mixed_batches_equal_generate(load_native: Callable[..., LoadedModel], folder: Folder, family: str) -> None:
     """Chunks, prefix copies and single rows of many sequences: tokens differ at ties only."""
     references = cache(lambda name, dtype: Reference(folder(name), getattr(torch, dtype)))
@@ -113,5 +124,8 @@ def test_text_does_not_depend_on_drafts_or_batch(
     assert [] == differences(case, lambda family: load_native(family, "float32", quantize))
 
 
-def test_scaled_queries_do_not_depend_on_drafts_or_batch(load_native: Callable[..., LoadedModel]) -> None:
-    assert [] == differences(Case("partly", "full", 8, 7, "preempt"), lambda family: load_native("ministral3"))
+@pytest.mark.parametrize("family", ["ministral3", "gemma4_experts"])
+def test_text_of_a_family_does_not_depend_on_drafts_or_batch(
+    load_native: Callable[..., LoadedModel], family: str
+) -> None:
+    assert [] == differences(Case("partly", "full", 8, 7, "preempt"), lambda _: load_native(family))

@@ -141,6 +141,41 @@ def test_values_may_be_keys_before_their_norm() -> None:
     assert relative_error(expected[0], actual[0]) < 2e-5
 
 
+def gemma4_with_experts(weights: Weights = 32) -> TinyModel:
+    """As Gemma 4 26B-A4B, whose experts read the hidden states and have norms and scales."""
+    experts = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32}
+    layers = {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}
+    config = AutoConfig.for_model("gemma4_text", **{**settings("gemma4_text"), **layers, **experts})
+    return model_of_config(config, weights)
+
+
+def test_experts_next_to_a_dense_mlp_may_have_norms() -> None:
+    """Chunks and single rows; the bits do not depend on them, nor on threads."""
+    model = gemma4_with_experts()
+    expected, actual = (model.states(runner, MIXED) for runner in (model.packed, model.runner))
+    experts = [layer.mlp.experts for layer in decoder_of(model).layers]
+    alone = model.states(model.runner, [((0, 1),)] * 21)[0]
+
+    assert isinstance(runners_of(model.runner)[0], NativeRunner)
+    assert all(layer.norms is not None and layer.router.expert_scales is not None for layer in experts)
+    assert relative_error(expected[0], actual[0]) < 4e-5
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        assert torch.equal(alone, model.states(model.runner, [((0, 7),), ((0, 1),), ((0, 13),)])[0])
+
+
+@pytest.mark.parametrize("weights", quick([8], [8, 4]))
+def test_quantised_experts_with_norms_equal_the_modules(weights: Weights) -> None:
+    """But for codes that round the other way."""
+    model = gemma4_with_experts(weights)
+    expected, actual = (model.states(runner, MIXED)[0] for runner in (model.packed, model.runner))
+    sizes = (expected - actual).abs().amax(1) / expected.abs().max()
+
+    assert isinstance(runners_of(model.runner)[0], NativeRunner)
+    assert float(sizes.median()) < 1e-2
+    assert float(sizes.max()) < 0.2
+
+
 @pytest.mark.parametrize(
     ("family", "weights"),
     quick([("gpt_oss", 8), ("cohere2_moe", 4)], itertools.product(("gpt_oss", "cohere2_moe"), (8, 4))),

@@ -28,11 +28,12 @@ class MixtureOfExperts {
         return numbers * sizeof(float) + (4 * lines + 2 * count + 2) * sizeof(int64_t) + lines * share_size(experts) + 16 * 64;
     }
 
-    // Called by all threads of a team; `to` is overwritten.
-    void run(const Experts &experts, const Multiplier &multiplier, const float *from, float *to, int64_t rows) const {
+    // Called by all threads of a team; `to` is overwritten, `routed` are the rows of the router.
+    void run(const Experts &experts, const Multiplier &multiplier, const float *routed, const float *from, float *to,
+             int64_t rows) const {
         const Scratch scratch(experts, memory, rows, multiplier.rounds_to_bfloat16);
         const int64_t columns = scratch.columns;
-        multiplier.multiply(&experts.router, 1, from, scratch.scores, rows);
+        multiplier.multiply(&experts.router, 1, routed, scratch.scores, rows);
 #pragma omp for schedule(static)
         for (int64_t row = 0; row < rows; ++row) route(experts, scratch, row);
 #pragma omp single
@@ -107,7 +108,8 @@ class MixtureOfExperts {
             scores[best] = -INFINITY;
         }
         const float by = experts.normalised ? experts.scaling_factor / sum : experts.scaling_factor;
-        for (int64_t rank = 0; rank < experts.top_k; ++rank) weights[rank] *= by;
+        for (int64_t rank = 0; rank < experts.top_k; ++rank)
+            weights[rank] *= experts.expert_scales ? by * experts.expert_scales[scratch.expert[start + rank]] : by;
     }
 
     static void score(const Experts &experts, float *scores) {

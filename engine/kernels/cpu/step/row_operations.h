@@ -61,6 +61,13 @@ inline void normalise(const Norm &norm, const float *from, float *to) {
     }
 }
 
+inline void normalise_or_copy(const Norm &norm, const float *from, float *to, int64_t width) {
+    if (norm.kind != NO_NORM)
+        normalise(norm, from, to);
+    else if (from != to)
+        memcpy(to, from, width * sizeof(float));
+}
+
 inline void rotate_head(const Rotary &rotary, int64_t position, float *head) {
     const float *cosine = rotary.cosine + position * rotary.pairs, *sine = rotary.sine + position * rotary.pairs;
     const int64_t step = rotary.interleaved ? 2 : 1, distance = rotary.interleaved ? 1 : rotary.pairs;

@@ -27,6 +27,7 @@ namespace {
 // The largest number of floats or bytes that a layer needs of each kind.
 struct Sizes {
     int64_t projected = 0, attended = 0, inner = 0, activated = 0, columns = 0, work = 0, moe = 0, recurrence = 0, latents = 0;
+    int64_t expert_rows = 0;
 };
 
 template <class Tiles>
@@ -39,7 +40,7 @@ class StepRunner {
 
     // Bytes of memory for `begin`.
     int64_t size() const {
-        const int64_t numbers = rows * (3 * step.width + 1 + 2 * per_layer_columns() + sizes.projected + sizes.attended + sizes.inner + sizes.activated) +
+        const int64_t numbers = rows * (3 * step.width + 1 + 2 * per_layer_columns() + sizes.projected + sizes.attended + sizes.inner + sizes.activated + sizes.expert_rows) +
                                 copies() * (4 * step.width + pair_columns());
         return numbers * sizeof(float) + sizes.work + step.cell_group_count * rows * sizeof(int64_t) +
                Multiplier::size(most_rows(), sizes.columns) + step.threads * alone_size() + sizes.moe + Sequences::size(step) +
@@ -59,6 +60,7 @@ class StepRunner {
         inner = numbers(rows * sizes.inner), activated = numbers(rows * sizes.activated);
         per_layer_inputs = numbers(rows * per_layer_columns()), per_layer_rows = numbers(rows * per_layer_columns());
         experts_output = numbers(rows * step.width), shared_gates = numbers(rows);
+        expert_rows = numbers(rows * sizes.expert_rows);
         moe = MixtureOfExperts(bytes(sizes.moe));
         sequences = Sequences(step, bytes(Sequences::size(step)));
         recurrence_memory = (float *)bytes(sizes.recurrence);
@@ -130,6 +132,7 @@ class StepRunner {
                 largest.latents = larger(largest.latents, Latents::size(step, layer));
                 largest.columns = larger(largest.columns, layer.latents->query_expansion.columns);
             }
+            if (layer.experts && layer.experts->norms) largest.expert_rows = 2 * step.width;
             if (layer.experts) largest.moe = larger(largest.moe, MixtureOfExperts::size(*layer.experts, rows));
             largest.columns = larger(largest.columns, larger(larger(step.width, layer.output.columns), layer.down.columns));
             if (layer.delta_rule)
@@ -353,13 +356,27 @@ class StepRunner {
 
     // Add the experts' output to that of the dense MLP, if the layer has one.
     void run_experts(const Layer &layer, const Experts &experts, const float *from) {
-        moe.run(experts, multiplier, from, experts_output, rows);
+        const ExpertNorms *const norms = experts.norms;
+        const float *const routed = norms ? expert_rows + rows * step.width : from;
+        if (norms) {
+            from = expert_rows;
+#pragma omp for schedule(static)
+            for (int64_t row = 0; row < rows; ++row) {
+                float *const input = expert_rows + row * step.width;
+                normalise_or_copy(norms->input, states_of(row), input, step.width);
+                normalise_or_copy(norms->router, states_of(row), input + rows * step.width, step.width);
+            }
+        }
+        moe.run(experts, multiplier, routed, from, experts_output, rows);
         if (experts.shared_gate.weights) multiply(&experts.shared_gate, 1, from, shared_gates, rows);
 #pragma omp for schedule(static)
         for (int64_t row = 0; row < rows; ++row) {
             const float share = experts.shared_gate.weights ? 1 / (1 + expf(-shared_gates[row])) : 1;
-            float *output = mlp_output + row * step.width;
-            const float *more = experts_output + row * step.width;
+            float *output = mlp_output + row * step.width, *more = experts_output + row * step.width;
+            if (norms) {
+                normalise_or_copy(norms->dense, output, output, step.width);
+                normalise_or_copy(norms->output, more, more, step.width);
+            }
             for (int64_t i = 0; i < step.width; ++i) output[i] = layer.inner_count ? share * output[i] + more[i] : more[i];
         }
     }
@@ -438,6 +455,7 @@ class StepRunner {
     std::optional<AttentionWork<Tiles>> work;  // of the current layer
     float *per_layer_inputs = nullptr, *per_layer_rows = nullptr;
     float *experts_output = nullptr, *shared_gates = nullptr;
+    float *expert_rows = nullptr;  // normed inputs of the experts, then those of the router
     LowRankProducts adapters;
     Multiplier multiplier;
     char *alone_memory = nullptr;  // of each thread's multiplier for a single row
@@ -531,8 +549,9 @@ EXPORT_LAYOUT(
     LAYOUT(Embedding, table, scales, kind, count, rounds_to_bfloat16, scale)
     LAYOUT(Rotary, cosine, sine, query_factors, pairs, offset, interleaved)
     LAYOUT(CellGroup, segments, count, cells)
-    LAYOUT(Experts, router, score_correction, scoring, top_k, normalised, scaling_factor, inner, up, down, activation,
-           interleaved, limit, slope, shift, shared_gate)
+    LAYOUT(ExpertNorms, router, input, output, dense)
+    LAYOUT(Experts, router, score_correction, scoring, top_k, normalised, scaling_factor, expert_scales, inner, up, down,
+           activation, interleaved, limit, slope, shift, shared_gate, norms)
     LAYOUT(StateRange, row, rows, span)
     LAYOUT(ColumnRange, matrix, offset, target, count)
     LAYOUT(Convolution, weights, bias, kernel, channels, states_before, states_after)

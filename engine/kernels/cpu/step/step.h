@@ -78,6 +78,12 @@ struct CellGroup {
     int64_t count, cells;  // segments; cells of the pool
 };
 
+// Norms of experts that read the hidden states, as the dense MLP beside them does after its own norm: of the inputs of router
+// and experts, and of both outputs before they are added.
+struct ExpertNorms {
+    Norm router, input, output, dense;
+};
+
 // A mixture of experts (experts.h): activation(gate) * up of the chosen experts, weighted by the router's scores.
 struct Experts {
     Linear router;                  // an output for each expert
@@ -85,12 +91,14 @@ struct Experts {
     Scoring scoring;
     int64_t top_k, normalised;   // experts per row; whether their weights are normalised to a sum of 1
     float scaling_factor;        // multiplies the weights
+    const float *expert_scales;  // [experts], multiply the weights of the chosen experts as well; or null
     const Linear *inner, *up;    // of each expert: gates and ups; or gates alone, where `up` has the ups or there are none
     const Linear *down;          // of each expert
     Activation activation;       // input of `down`: activation(slope * gate) / slope * (up + shift)
     int64_t interleaved;         // gates and ups alternate; else all gates come first
     float limit, slope, shift;   // gates are clamped to at most `limit`, ups to [-limit, limit]
     Linear shared_gate;          // the dense MLP beside the experts is multiplied by sigmoid(shared_gate); weights null: by 1
+    const ExpertNorms *norms;    // or null: router and experts have the input of the dense MLP
 };
 
 // Rows [row, row + rows) of one span, after which recurrent states are written. State ranges of a span are consecutive.
