@@ -14,6 +14,9 @@ import argparse
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate, groupby
+from operator import mul
 from statistics import mean
 
 from engine.draft.controller import DepthController
@@ -35,20 +38,19 @@ class World:
     rates: Sequence[float]
     draft_seconds: float = 0.0
 
+    @cached_property
+    def _tokens(self) -> list[float]:
+        """Expected tokens of a sequence by its depth."""
+        survival = accumulate(self.rates, mul)
+        return [1 + accepted for accepted in accumulate(survival, initial=0.0)]
+
     def tokens(self, depths: Sequence[int]) -> float:
         """Expected tokens of a step."""
-        return sum(1 + sum(self._survival(depth)) for depth in depths)
+        return sum(self._tokens[depth] for depth in depths)
 
     def cost(self, depths: Sequence[int]) -> float:
         """Seconds of a step and of its drafts."""
         return self.seconds(len(depths) + sum(depths)) + self.draft_seconds * max(depths)
-
-    def _survival(self, depth: int) -> list[float]:
-        chance, chances = 1.0, []
-        for rate in self.rates[:depth]:
-            chance *= rate
-            chances.append(chance)
-        return chances
 
 
 @dataclass
@@ -110,10 +112,11 @@ def _choose(depth: Depth, world: World, batch: int) -> list[int]:
 
 def best_fixed(worlds: Sequence[World], *, batch: int = 1) -> float:
     """Expected tokens a second of the best depth that is the same for all sequences and rounds."""
-    rates = []
+    rates, rounds = [], [(world, len([*same])) for world, same in groupby(worlds)]
     for depth in range(len(worlds[0].rates) + 1):
         depths = [depth] * batch
-        rates.append(sum(world.tokens(depths) for world in worlds) / sum(world.cost(depths) for world in worlds))
+        tokens = sum(count * world.tokens(depths) for world, count in rounds)
+        rates.append(tokens / sum(count * world.cost(depths) for world, count in rounds))
     return max(rates)
 
 
