@@ -76,8 +76,9 @@ log-probabilities, on texts that the dequantised model samples.
 """
 
 SPECULATION_NOTE = """\
-Speed relative to the same prompts without drafts, in processor time; the bundled pair of models, greedy. 1 to 6: fixed
-depths; `auto`: the depth is chosen at run time.
+Speed relative to the same prompts without drafts, in processor time, greedy: the bundled pair of models, and models of
+random weights whose MTP layer drafts the per cent in the name correctly (`benchmarks.mtp_shape`). 1 to 6: fixed depths;
+`auto`: the depth is chosen at run time.
 """
 
 QUALITY_NOTE = """\
@@ -239,27 +240,28 @@ def prefix_cache(figures: Figures) -> str:
 
 
 def speculation(figures: Figures) -> str:
-    """Speed-up by drafts of the bundled pair."""
+    """Speed-up by drafts of the bundled pair, and of MTP layers."""
     parts = [SPECULATION_NOTE]
     for cpu in figures.machines("speculation"):
-        found = sorted(figures.rows("speculation", cpu, drafter="bundled"), key=lambda row: row["batch"])
+        found = [row for row in figures.rows("speculation", cpu) if not row["drafter"].startswith("scripted")]
+        found.sort(key=lambda row: (row["drafter"], row["batch"]))
         modes = sorted(
             {mode for row in found for mode in row["ratios"]}, key=lambda mode: (not mode.isdigit(), len(mode), mode)
         )
         rows = [
-            [f"{row['batch']}", digits(row["plain"])]
+            [row["drafter"], f"{row['batch']}", digits(row["plain"])]
             + [f"{row['ratios'][mode]:.2f}" if mode in row["ratios"] else "" for mode in modes]
             + [f"{row['auto_to_best']:.2f} (best: {row['best']})"]
             for row in found
         ]
-        headings = ["streams", "tokens/s without drafts", *modes, "auto / best"]
+        headings = ["drafter", "streams", "tokens/s without drafts", *modes, "auto / best"]
         parts.append(f"{cpu}:\n\n{table(headings, rows)}\n{scripted(figures, cpu)}")
     return section("Speculative decoding", *parts) if parts[1:] else ""
 
 
 def scripted(figures: Figures, cpu: str) -> str:
     """How close `auto` comes to the best fixed depth with scripted drafts."""
-    shares = [row["auto_to_best"] for row in figures.rows("speculation", cpu) if row["drafter"] != "bundled"]
+    shares = [row["auto_to_best"] for row in figures.rows("speculation", cpu) if row["drafter"].startswith("scripted")]
     if not shares:
         return ""
     average = f"{fmean(shares):.3f} on average and {min(shares):.3f} at worst"

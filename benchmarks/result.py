@@ -9,7 +9,7 @@ A file may also hold a list of such documents. "transcribed": true marks rows th
 Rows by benchmark:
 
     peers        model, weights, peer, cell, figure, cellar, other (medians), ratio, lowest, highest
-    speculation  drafter, batch, plain (tokens/s without drafts), ratios by mode, best, auto_to_best
+    speculation  drafter, batch, accepted (shares by position), plain (tokens/s without drafts), ratios by mode, best
     quality      model, outliers, weights, server, perplexity (times float32's), divergence (nats)
     gguf         model, weights, peer, cell, figure, cellar, other, ratio (above 1: ours is better) or limit or neither
     routers      name, requests, errors, cached_share, equal_texts, unary_p50_ms, first_chunk_p50_ms, tokens_per_second

@@ -29,6 +29,11 @@ SHAPES: dict[str, dict[str, Any]] = {
     | {"model_type": "qwen3", "vocab_size": 16_384, "hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
     | {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     | {"max_position_embeddings": 4096, "rope_theta": 10_000.0},
+    "tiny-qwen3.5": COMMON
+    | {"model_type": "qwen3_5_text", "vocab_size": 16_384, "hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
+    | {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+    | {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
+    | {"linear_conv_kernel_dim": 4, "max_position_embeddings": 4096},
     "smollm2-135m": COMMON
     | {"model_type": "llama", "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "head_dim": 64}
     | {"num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3}
@@ -76,6 +81,11 @@ SHAPES: dict[str, dict[str, Any]] = {
     | {"model_type": "qwen3_5_text", "vocab_size": 248_320, "hidden_size": 2560, "intermediate_size": 9216}
     | {"num_hidden_layers": 8, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 256}
     | {"linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128}
+    | {"linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "max_position_embeddings": 32_768},
+    "qwen3.5-0.8b": COMMON
+    | {"model_type": "qwen3_5_text", "vocab_size": 248_320, "hidden_size": 1024, "intermediate_size": 3584}
+    | {"num_hidden_layers": 24, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256}
+    | {"linear_num_key_heads": 16, "linear_num_value_heads": 16, "linear_key_head_dim": 128}
     | {"linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "max_position_embeddings": 32_768},
     "gpt-oss-20b-4-layers": COMMON
     | {"model_type": "gpt_oss", "vocab_size": 201_088, "hidden_size": 2880, "intermediate_size": 2880, "head_dim": 64}

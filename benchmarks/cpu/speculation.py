@@ -2,6 +2,7 @@
 
     python -m benchmarks.cpu.speculation [--cells bundled 0 0.3 0.6 0.8 0.95] [--batches 1 4 8 16]
                                      [--requests-per-slot 3] [--null] [--out out]
+    python -m benchmarks.cpu.speculation --model FOLDER --quantize int8 --cells mtp --batches 1 8
 
 In one process, without HTTP. The bundled model answers the same requests in several modes: without drafts (off), with
 drafts of a fixed depth, with the depth chosen by the engine (auto), and the same without a draft model (lookup). Each
@@ -14,6 +15,7 @@ as many more, modes that are clearly slower than the best one are dropped. Draft
     bundled   the bundled draft model and the n-gram lookup; held-out dialogues with long answers, others in each round
     0.6       a script with this acceptance rate per token; a level costs --draft-cost of a step. Each round has another
               script, the same for all modes
+    mtp       the MTP layer of --model, such as one that benchmarks.mtp_shape writes; random prompts
 
 Times are processor times of the thread that computes, the engine's scheduling included. Ratios are of the same round;
 the reported ratio is the interquartile mean.
@@ -37,6 +39,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import product, zip_longest
 from pathlib import Path
 
@@ -46,8 +49,8 @@ from rich.table import Table
 from bench.prompts import sentence
 from benchmarks.cpu.comparison import ModeComparison, RoundTime
 from benchmarks.held_out import held_out
-from benchmarks.result import add_json_option, command_parser, measured
-from engine.config import EngineConfig
+from benchmarks.result import add_json_option, add_rows, command_parser, measured, model_name
+from engine.config import EngineConfig, Quantize
 from engine.core import Core
 from engine.draft.controller import DepthController
 from engine.draft.depth import FixedDepth
@@ -59,8 +62,10 @@ from engine.types.events import Delta, Finished
 from engine.types.request import DrafterChoice, Request, SamplingParams
 
 CONTEXT = 1024
-# The drafter: this, or the acceptance rate of a script.
-BUNDLED = "bundled"
+# The drafter: one of these, or the acceptance rate of a script.
+BUNDLED, MTP = "bundled", "mtp"
+# Tokens of the random prompts for an MTP layer, below this one, which every vocabulary has.
+_PROMPT_TOKENS, _COMMON_TOKENS = 64, 2**14
 # Processor time of a mode before the next one continues.
 _SLICE_SECONDS = 0.05
 # Rounds before the first mode is dropped, and the growth of the rounds between later checks.
@@ -171,19 +176,23 @@ class RunningRound:
 
 
 class SpeculationBench:
-    """The bundled models, the speculation of each mode, and engines.
+    """The bundled models or another one, the speculation of each mode, and engines.
 
-    words, dialogues  prompts, at least one of each for every request of a round
+    random, words, dialogues  prompts, at least one of each for every request of a round
     """
 
-    def __init__(self, batch: int, requests: int, max_tokens: int) -> None:
-        self._config = EngineConfig(slots=batch, context=CONTEXT, threads=1)
+    def __init__(
+        self, batch: int, requests: int, max_tokens: int, model: str | None = None, quantize: Quantize = "none"
+    ) -> None:
+        self._config = EngineConfig(model=model, quantize=quantize, slots=batch, context=CONTEXT, threads=1)
         self._max_tokens = max_tokens
         self.target = load(self._config, lambda phase: None)
         self.draft = load_draft(self._config, self.target, lambda phase: None)
         # Loaded objects are exempt from garbage collection, which would hit a random mode.
         gc.collect()
         gc.freeze()
+        chance = random.Random(0)
+        self.random = [tuple(chance.choices(range(_COMMON_TOKENS), k=_PROMPT_TOKENS)) for _ in range(requests)]
         encode = self.target.tokenizer.encode
         self.words = [tuple(encode(sentence(40, f"{at}"))) for at in range(requests)]
         self.dialogues = [self.target.tokenizer.render_chat(one).tokens for one in longest(max(requests, _DIALOGUES))]
@@ -192,14 +201,12 @@ class SpeculationBench:
         """A new engine; measured costs and acceptance stay in `speculation`."""
         return Core(self.target, self._config, speculation, time.thread_time)
 
-    def bundled(self, mode: str) -> Speculation:
-        """The speculation of `cellar serve`."""
-        fixed = int(mode) if mode.isdigit() else None
-        drafter: DrafterChoice = (
-            "model" if fixed else "none" if mode == "off" else "lookup" if mode == "lookup" else "auto"
-        )
-        config = replace(self._config, drafter=drafter, draft_tokens=fixed)
-        draft = self.draft if drafter in ("model", "auto") else None
+    def served(self, loaded: DrafterChoice, mode: str) -> Speculation:
+        """The speculation of `cellar serve`; drafts of a fixed depth are those of the `loaded` drafter alone."""
+        drafters: dict[str, DrafterChoice] = {"off": "none", "lookup": "lookup", "auto": "auto"}
+        drafter = drafters.get(mode, loaded)
+        config = replace(self._config, drafter=drafter, draft_tokens=int(mode) if mode.isdigit() else "auto")
+        draft = self.draft if drafter in (loaded, "auto") else None
         return make_speculation(config, self.target, draft, time.thread_time)
 
     def scripted(self, mode: str, script: Scripted | None = None) -> Speculation:
@@ -227,8 +234,11 @@ def longest(count: int) -> list[list[dict[str, object]]]:
 def measure(bench: SpeculationBench, drafter: str, batch: int, options: argparse.Namespace) -> ModeComparison:
     """All modes of a drafter at a batch size, round by round, for `options.seconds`."""
     until, requests = time.process_time() + options.seconds, batch * options.requests_per_slot
-    prompts = bench.dialogues if drafter == BUNDLED else bench.words
-    make = bench.bundled if drafter == BUNDLED else scripted_modes(bench, drafter, prompts, batch, options.draft_cost)
+    prompts = {BUNDLED: bench.dialogues, MTP: bench.random}.get(drafter, bench.words)
+    if drafter in (BUNDLED, MTP):
+        make = partial(bench.served, "model" if drafter == BUNDLED else "mtp")
+    else:
+        make = scripted_modes(bench, drafter, prompts, batch, options.draft_cost)
     fixed = ["off", *map(str, options.depths)]
     learning = fixed if options.null else ["auto", "lookup"] if drafter == BUNDLED else ["auto"]
     modes = {mode: make(mode) for mode in dict.fromkeys((*fixed, *learning))}
@@ -351,10 +361,15 @@ def document(cell: ModeComparison) -> dict[str, object]:
     }
 
 
-def summary(cell: ModeComparison) -> dict[str, object]:
+def summary(cell: ModeComparison, model: str | None) -> dict[str, object]:
     """A row for benchmarks.page."""
+    if cell.drafter == MTP:
+        name = f"MTP of {model_name(str(model))}"
+    else:
+        name = BUNDLED if cell.drafter == BUNDLED else f"scripted, {float(cell.drafter):g} correct"
     return {
-        "drafter": cell.drafter if cell.drafter == BUNDLED else f"scripted, {float(cell.drafter):g} correct",
+        "drafter": name,
+        "accepted": [round(share, 3) for share in cell.acceptance["auto"]],
         "batch": cell.batch,
         "rounds": cell.rounds,
         "plain": round(cell.rate("off")),
@@ -371,6 +386,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--cells", nargs="+", default=drafters, help="drafters: bundled, or acceptance rates of scripts"
     )
+    parser.add_argument("--model", default=None, metavar="FOLDER", help="a model with an MTP layer, for the cell mtp")
+    parser.add_argument("--quantize", choices=("none", "int8", "int4"), default="none", help="weights of --model")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 8, 16], help="batch sizes")
     parser.add_argument("--requests-per-slot", type=int, default=1, help="above 1: a queue refills the slots")
     parser.add_argument("--depths", type=int, nargs="+", default=[1, 2, 3, 4, 6], help="fixed depths")
@@ -391,7 +408,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = make_parser().parse_args(arguments)
     if options.quick:
         quick = {
-            "cells": [BUNDLED, "0.6"],
+            "cells": [MTP] if options.model else [BUNDLED, "0.6"],
             "batches": [1, 2],
             "depths": [2],
             "max_tokens": 8,
@@ -400,7 +417,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         }
         vars(options).update(quick, warm=1)
     benches = {
-        batch: SpeculationBench(batch, batch * options.requests_per_slot, options.max_tokens)
+        batch: SpeculationBench(
+            batch, batch * options.requests_per_slot, options.max_tokens, options.model, options.quantize
+        )
         for batch in options.batches
     }
     options.out.mkdir(parents=True, exist_ok=True)
@@ -415,7 +434,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Console().print(f"auto / best: {worst.to_best:.3f} at worst ({worst.drafter}, batch of {worst.batch})")
     plot(options.out / "speculation.png", cells)
     if options.json:
-        measured("speculation", map(summary, cells)).write(options.json)
+        add_rows(options.json, measured("speculation", [summary(cell, options.model) for cell in cells]))
     return 0
 
 

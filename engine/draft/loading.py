@@ -34,7 +34,7 @@ log = logging.getLogger("cellar.engine")
 # Output tokens of finished requests for the lookup: 4 bytes each; half of them are searched at a time, in 20 us.
 _STORED_TOKENS = 2**17
 # Tokens that an MTP layer drafts: 98 % of those of English text and code in the vocabularies of Qwen3.5 and DeepSeek.
-_FREQUENT_TOKENS = 2**16
+FREQUENT_TOKENS = 2**16
 
 
 def load_draft(
@@ -142,8 +142,8 @@ def drafted_vocabulary(target: LoadedModel) -> int:
     """
     tokenizer = target.tokenizer
     characters = [token for character in string.printable for token in tokenizer.encode_inside_text(character)]
-    ordered = max(characters, default=_FREQUENT_TOKENS) < _FREQUENT_TOKENS
-    return min(target.info.vocabulary, _FREQUENT_TOKENS) if ordered else target.info.vocabulary
+    ordered = max(characters, default=FREQUENT_TOKENS) < FREQUENT_TOKENS
+    return min(target.info.vocabulary, FREQUENT_TOKENS) if ordered else target.info.vocabulary
 
 
 def _model_drafter(

@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.cpu.comparison import ModeComparison, RoundTime, trimmed_mean
 from benchmarks.cpu.speculation import Scripted, main
+from benchmarks.mtp_shape import main as write_mtp_shape
 from engine.sample.penalties import PenaltyHistory
 from engine.sample.sampler import SamplingContext
 from engine.schedule.draft import DraftRequest
@@ -107,3 +108,16 @@ def test_comparisons_are_written(tmp_path: Path, null: bool) -> None:
         assert {8 * cell["batch"]} == {one["tokens"] for times in cell["times"].values() for one in times}
         assert len(cell["acceptance"]["2"]) == 2
     assert (tmp_path / "speculation.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_an_mtp_layer_is_compared(tmp_path: Path) -> None:
+    """The written layer drafts about the wanted share correctly, and its rows name the model."""
+    folder, result = tmp_path / "tiny-qwen3.5", tmp_path / "result.json"
+    assert write_mtp_shape([str(folder), "--shape", folder.name, "--correct", "0.8"]) == 0
+    assert main(["--quick", "--model", str(folder), "--out", str(tmp_path), "--json", str(result)]) == 0
+    cells = [json.loads(line) for line in (tmp_path / "speculation.jsonl").read_text().splitlines()]
+
+    assert [(cell["drafter"], cell["batch"]) for cell in cells] == [("mtp", 1), ("mtp", 2)]
+    assert all(0.5 < cell["acceptance"]["2"][0] for cell in cells)
+    assert all("MTP of tiny-qwen3.5" in row["drafter"] for row in json.loads(result.read_text())[0]["rows"])
