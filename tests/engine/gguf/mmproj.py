@@ -57,12 +57,18 @@ def write_mmproj(name: str, source: Path, file: Path, *, matrix_type: str = "F32
     for key, values in load_file(source / "model.safetensors").items():
         for published, tensor in family.tensors(key, values, vision):
             target = names.get_name(published, _KINDS) or published
-            kind = GGMLQuantizationType[matrix_type if tensor.ndim == 2 else "F32"]
+            kind = stored_type(tensor, matrix_type)
             writer.add_tensor(target, quantize(np.ascontiguousarray(tensor), kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def stored_type(tensor: Any, matrix_type: str) -> GGMLQuantizationType:
+    """The type of a tensor in a file whose matrices have a type; F16 files have convolutions in F16, too."""
+    is_rounded = tensor.ndim == 2 or (tensor.ndim == 4 and matrix_type == "F16")
+    return GGMLQuantizationType[matrix_type if is_rounded else "F32"]
 
 
 def _side(size: int | list[int]) -> int:
@@ -208,7 +214,7 @@ FAMILIES = {
     "qwen2_5_vl": Converted(VisionProjectorType.QWEN25VL, _add_qwen, _qwen_tensors),
     "qwen3_vl": Converted(VisionProjectorType.QWEN3VL, _add_qwen, _qwen_tensors),
     "pixtral": Converted(VisionProjectorType.PIXTRAL, _add_pixtral, _pixtral_tensors),
-    "gemma3": Converted(VisionProjectorType.GEMMA3, _add_gemma3, _gemma3_tensors),
+    **dict.fromkeys(("gemma3", "gemma3_wide"), Converted(VisionProjectorType.GEMMA3, _add_gemma3, _gemma3_tensors)),
     **dict.fromkeys(("gemma4", "gemma4_large"), Converted("gemma4v", _add_gemma4, _gemma4_tensors)),
     "internvl": Converted(VisionProjectorType.INTERNVL, _add_internvl, _internvl_tensors),
     "smolvlm": Converted(VisionProjectorType.IDEFICS3, _add_idefics3, _idefics3_tensors),

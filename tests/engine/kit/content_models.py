@@ -40,14 +40,18 @@ _QWEN_TOKENS = {
     "vision_start_token_id": "<|vision_start|>",
     "vision_end_token_id": "<|vision_end|>",
 }
+_GEMMA3_TOKENS = {"boi_token_index": "<start_of_image>", "eoi_token_index": "<end_of_image>"}
 _GEMMA4_TOKENS = {"video_token_id": "<|video|>", "boi_token_id": "<|image>", "eoi_token_id": "<image|>"}
 _GEMMA4_TOWER = {"position_embedding_size": 288}
 CONTENT_MODELS = {
     "llava": ContentModel(_PATCHES, "<image>"),
-    "gemma3": ContentModel(
-        _PATCHES,
+    "gemma3": ContentModel(_PATCHES, "<image_soft_token>", _GEMMA3_TOKENS),
+    # Rows of whole blocks of quantised types.
+    "gemma3_wide": ContentModel(
+        {**_PATCHES, "hidden_size": 32, "intermediate_size": 64},
         "<image_soft_token>",
-        {"boi_token_index": "<start_of_image>", "eoi_token_index": "<end_of_image>"},
+        _GEMMA3_TOKENS,
+        family="gemma3",
     ),
     "gemma4": ContentModel(
         {**_GEMMA4_TOWER, "use_clipped_linears": True},
