@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 import time
@@ -63,7 +64,7 @@ class FileHeader:
 
 @dataclass(frozen=True, slots=True)
 class FoundFile:
-    """A file of an earlier process; `last_used` is in seconds since 1970."""
+    """A file of an earlier process; `last_used` is in seconds since 1970, 0: unknown."""
 
     name: str
     bytes: int
@@ -99,7 +100,7 @@ class DiskFolder:
         with suppress(OSError):
             others = [file for file in self._folder.parent.glob("*/*") if _NAME.fullmatch(file.name)]
             files = [(file.stat(), file) for file in others if file.parent != self._folder]
-            for status, file in sorted(files, key=lambda pair: pair[0].st_mtime, reverse=True):
+            for status, file in sorted(files, key=lambda pair: _last_used(pair[0]), reverse=True):
                 budget_bytes -= status.st_size
                 if budget_bytes < 0:
                     file.unlink()
@@ -160,8 +161,8 @@ class DiskFolder:
 
     def touch(self, name: str) -> None:
         """Set a file's time of last use to now."""
-        now = time.time()
-        if now - self._touched.get(name, 0.0) >= _TOUCH_INTERVAL_SECONDS:
+        now = time.monotonic()
+        if now - self._touched.get(name, -math.inf) >= _TOUCH_INTERVAL_SECONDS:
             self._touched[name] = now
             with suppress(OSError):
                 os.utime(self._folder / name)
@@ -169,7 +170,8 @@ class DiskFolder:
     def _inspect(self, entry: os.DirEntry[str]) -> Iterator[FoundFile]:
         """The file, if its header is valid."""
         status = entry.stat(follow_symlinks=False)
-        if entry.name.startswith(".") and time.time() - status.st_mtime > _STALE_TEMPORARY_SECONDS:
+        # A time in the future was set before the clock went back: how old the file is nobody knows.
+        if entry.name.startswith(".") and abs(time.time() - status.st_mtime) > _STALE_TEMPORARY_SECONDS:
             self.delete(entry.name)
         if not _NAME.fullmatch(entry.name):
             return
@@ -179,8 +181,8 @@ class DiskFolder:
         except InvalidFile:
             self.delete(entry.name)
             return
-        self._touched[entry.name] = time.time()
-        yield FoundFile(entry.name, status.st_size, status.st_mtime, header)
+        self._touched[entry.name] = time.monotonic()
+        yield FoundFile(entry.name, status.st_size, _last_used(status), header)
 
     def _open(self, name: str) -> BinaryIO:
         return os.fdopen(os.open(self._folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb")
@@ -192,6 +194,11 @@ class DiskFolder:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def _last_used(status: os.stat_result) -> float:
+    """When a file was last used; 0 for a time in the future, which was set before the clock went back."""
+    return status.st_mtime if status.st_mtime < time.time() + _TOUCH_INTERVAL_SECONDS else 0.0
 
 
 def _decode(data: bytes) -> list[SavedTensors]:

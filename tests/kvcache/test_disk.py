@@ -227,6 +227,38 @@ def test_unknown_files_in_the_folder_are_left_alone(folder: Path, tmp_path: Path
     assert (True, False) == (new_entries.exists(), old.exists())
 
 
+@pytest.mark.parametrize("years", [10, -10])
+def test_a_clock_that_jumped_keeps_the_files_and_their_order(folder: Path, years: int) -> None:
+    """Those used after the jump come last in the deletion for space; temporary files are stale all the same."""
+    jumped = time.time() - years * 365 * 86400
+    stale = files(folder)[0].parent / ".stale.1"
+    stale.touch()
+    for file in [*files(folder), stale]:
+        os.utime(file, (jumped, jumped))
+    assert 30 == reused_length(opened(folder), TEXT[:30])
+    assert not stale.exists()
+    newest, size = files(folder)[0], sum(file.stat().st_size for file in files(folder))
+    os.utime(newest)
+    make(FULL, offload=OffloadConfig(folder=folder, disk_bytes=size - 1, identity="other"))
+
+    assert newest.exists()
+    assert [] != files(folder)
+
+
+def test_a_clock_that_jumped_does_not_stop_the_times_of_use(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = DiskFolder(folder, "model")
+    name = store.write(store.encode(FileHeader(b"", 0, np.arange(2), ends_edge=True), []))
+    file = next(file for file in files(folder) if file.name == name)
+    store.touch(name)
+    os.utime(file, (0, 0))
+    monkeypatch.setattr(time, "time", lambda: 0.0)
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + 61)
+    store.touch(name)
+
+    assert 0 != file.stat().st_mtime
+
+
 def test_files_are_private(folder: Path) -> None:
     here = files(folder)[0].parent
     assert 0o700 == stat.S_IMODE(here.parent.stat().st_mode)
