@@ -19,6 +19,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from engine.errors import Draining
 from server.configuration.settings import ClientLimits
 from server.http.access_log import AccessRecord, RefusalLog, begin
 from server.http.errors import (
@@ -31,6 +32,7 @@ from server.http.errors import (
     ApiError,
     body_too_large,
     error_response,
+    from_engine_error,
     internal_error,
 )
 from server.http.key_limits import LIMIT_HEADERS
@@ -157,6 +159,13 @@ class BoundaryMiddleware:
             await self.app(scope, receive, answer.send)
         except ApiError as error:
             await error_response(error, scope["path"])(scope, receive, answer.send)
+        except asyncio.CancelledError:
+            # The process ends, and this request has had its time.
+            if answer.status is None and scope["type"] == "http":
+                await error_response(from_engine_error(Draining(), scope["path"]), scope["path"])(
+                    scope, receive, answer.send
+                )
+            raise
         except Exception:
             # The HTTP boundary: an unexpected exception fails one request, under its id in the log.
             logger.exception("request %s failed", answer.id)

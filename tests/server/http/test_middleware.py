@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import logging
 import re
 from typing import Any
@@ -273,3 +275,29 @@ def test_a_request_is_one_line_in_the_log_without_its_content(caplog: pytest.Log
     lines = [record.getMessage() for record in caplog.records if record.name == "cellar.http"]
     assert 3 == len(lines)
     assert not [line for line in lines if "CANARY" in line or "\n" in line]
+
+
+def test_a_request_that_the_end_of_the_server_cancels_is_answered(app: Any) -> None:
+    """uvicorn cancels it when its time is over: its body has not arrived as a whole."""
+    sent: list[dict[str, Any]] = []
+
+    async def receive() -> dict[str, Any]:
+        await asyncio.Event().wait()
+        raise AssertionError("nothing arrives")
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    async def scene() -> None:
+        headers = [(b"host", b"localhost"), (b"content-type", b"application/json"), (b"content-length", b"9")]
+        scope = {"type": "http", "method": "POST", "path": CHAT, "raw_path": CHAT.encode(), "query_string": b""}
+        task = asyncio.create_task(app({**scope, "headers": headers, "client": ("::1", 1), "state": {}}, receive, send))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(scene())
+
+    assert [503] == [message["status"] for message in sent if message["type"] == "http.response.start"]
+    assert "server_draining" == json.loads(sent[1]["body"])["error"]["code"]
