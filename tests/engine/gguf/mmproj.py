@@ -212,7 +212,7 @@ def _internvl_tensors(key: str, values: Any, vision: dict[str, Any]) -> Named:
 FAMILIES = {
     "qwen2_vl": Converted(VisionProjectorType.QWEN2VL, _add_qwen, _qwen_tensors),
     "qwen2_5_vl": Converted(VisionProjectorType.QWEN25VL, _add_qwen, _qwen_tensors),
-    "qwen3_vl": Converted(VisionProjectorType.QWEN3VL, _add_qwen, _qwen_tensors),
+    **dict.fromkeys(("qwen3_vl", "qwen3_5"), Converted(VisionProjectorType.QWEN3VL, _add_qwen, _qwen_tensors)),
     "pixtral": Converted(VisionProjectorType.PIXTRAL, _add_pixtral, _pixtral_tensors),
     **dict.fromkeys(("gemma3", "gemma3_wide"), Converted(VisionProjectorType.GEMMA3, _add_gemma3, _gemma3_tensors)),
     **dict.fromkeys(("gemma4", "gemma4_large"), Converted("gemma4v", _add_gemma4, _gemma4_tensors)),

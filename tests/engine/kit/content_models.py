@@ -18,11 +18,12 @@ from tests.engine.media.processors import save_processor
 class ContentModel:
     """A model for the processor of its family.
 
-    tower        settings of its tower for the sizes of the processor
-    placeholder  and other tokens of the processor, by their names in the configuration
-    processor    settings of the processor that differ
-    text         settings of its text that differ
-    family       its name in `tests.engine.kit.contents`, if another one
+    tower         settings of its tower for the sizes of the processor
+    placeholder   and other tokens of the processor, by their names in the configuration
+    processor     settings of the processor that differ
+    text          settings of its text that differ
+    family        its name in `tests.engine.kit.contents`, if another one
+    processor_of  the family of its processor, if another one
     """
 
     tower: dict[str, Any]
@@ -32,6 +33,7 @@ class ContentModel:
     text: dict[str, Any] = field(default_factory=dict)
     kind: str = "image"
     family: str | None = None
+    processor_of: str | None = None
 
 
 _PATCHES = {"image_size": 28, "patch_size": 14}
@@ -70,6 +72,14 @@ CONTENT_MODELS = {
     "qwen2_vl": ContentModel({"patch_size": 14}, "<|image_pad|>", _QWEN_TOKENS),
     "qwen2_5_vl": ContentModel({"patch_size": 14, "window_size": 112}, "<|image_pad|>", _QWEN_TOKENS),
     "qwen3_vl": ContentModel({"patch_size": 14}, "<|image_pad|>", _QWEN_TOKENS),
+    # The last layer is of full attention, as in published models.
+    "qwen3_5": ContentModel(
+        {"patch_size": 14, "deepstack_visual_indexes": []},
+        "<|image_pad|>",
+        _QWEN_TOKENS,
+        text={"layer_types": ["linear_attention", "linear_attention", "full_attention"]},
+        processor_of="qwen3_vl",
+    ),
     "pixtral": ContentModel({"patch_size": 16, "image_size": 64}, "[IMG]"),
     "internvl": ContentModel({"image_size": [28, 28], "patch_size": [7, 7]}, "<IMG_CONTEXT>"),
     "qwen2_audio": ContentModel({"num_mel_bins": 8, "max_source_positions": 100}, "<|AUDIO|>", kind="audio"),
@@ -81,7 +91,7 @@ def save_content_model(name: str, folder: Path, dtype: torch.dtype = torch.float
     content_model = CONTENT_MODELS[name]
     family_name = content_model.family or name
     family = FAMILIES[family_name]
-    save_processor(folder, family_name)
+    save_processor(folder, content_model.processor_of or family_name)
     file = folder / "processor_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | content_model.processor))
     tokenizer = AutoTokenizer.from_pretrained(folder)
