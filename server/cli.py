@@ -489,10 +489,10 @@ def run(settings: Settings) -> int:
 
 def _run(settings: Settings, screen: LoadScreen) -> int:
     # These imports take seconds: only with valid settings.
-    from engine.text.template_process import template_process
+    from engine.text.template_process import template_processes
 
     # It imports transformers' templates meanwhile.
-    template_process().start()
+    template_processes().start()
     from server.hosting import Hosting
     from server.lifecycle import Lifecycle, listen
 

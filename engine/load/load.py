@@ -60,7 +60,7 @@ from engine.run.device import DeviceRunner
 from engine.run.packed import PackedRunner
 from engine.run.runner import LocalRunner, ModelRunner
 from engine.step.content import ContentEncoder
-from engine.text.template_process import template_process
+from engine.text.template_process import template_processes
 from engine.text.tokenizer import Tokenizer
 from engine.types.content import ContentKind
 from engine.types.status import MemoryPlan, ModelInfo, QuantizationEstimate
@@ -400,7 +400,7 @@ def _start_tokenizer(name: str, checkpoint: Checkpoint, file: str | None, vocabu
     file  of a chat template in place of the model's own
     """
     template = read_template(name, file)
-    template_process().start()
+    template_processes().start()
     pool = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
     reading = pool.submit(read_model_tokenizer, name, checkpoint, template, vocabulary=vocabulary)
     pool.shutdown(wait=False)

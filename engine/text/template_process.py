@@ -1,7 +1,8 @@
-"""A subprocess that renders chat templates within limits of time and memory.
+"""Subprocesses that render chat templates within limits of time and memory.
 
 A template is a program of the checkpoint: it may loop without end or build texts of gigabytes, for all conversations or
-only for some. Here that ends the subprocess, and the conversation is refused. All tokenizers share one subprocess.
+only for some. Here that ends the subprocess, and the conversation is refused. All tokenizers share two subprocesses, so
+that others are rendered meanwhile.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import json
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -28,7 +29,8 @@ _MAX_RENDERED_BYTES = 64 * 2**20
 # Characters of all templates of a model; published ones have up to 30,000.
 _MAX_CHARACTERS = 256 * 1024
 _MAX_REASON_CHARACTERS = 1000
-_LOCK_TIMEOUT_SECONDS = 10.0
+# A conversation that waits longer for one subprocess is rendered by the other one, and for how often it looks at both.
+_TURN_SECONDS, _TURNS = 0.1, 50
 
 _RENDERED, _REFUSED, _TOO_COSTLY = b"+", b"-", b"!"
 
@@ -77,7 +79,7 @@ class TemplateJob:
 
 
 class TemplateProcess:
-    """The subprocess, started on demand. For any thread; one job at a time.
+    """A subprocess, started on demand. For any thread; one job at a time.
 
     max_seconds  processor time of a job
     """
@@ -93,11 +95,24 @@ class TemplateProcess:
         with self._lock:
             self._connect()
 
+    def acquire(self, seconds: float) -> bool:
+        """Wait for the end of the job of another thread; whether the subprocess is free for `job` now."""
+        return self._lock.acquire(timeout=seconds)
+
+    def release(self) -> None:
+        """The counterpart of `acquire` without a job: the subprocess is started if it does not run."""
+        with suppress(OSError):
+            self._connect()
+        self._lock.release()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the subprocess runs, and has ended its imports."""
+        return self._is_ready and self._process.is_running
+
     @contextmanager
     def job(self) -> Iterator[TemplateJob]:
-        """The renderings of one request. Raises TemplateUnavailable; the block raises the errors of TemplateJob."""
-        if not self._lock.acquire(timeout=_LOCK_TIMEOUT_SECONDS):
-            raise TemplateUnavailable("waits for other renderings")
+        """The renderings of one request, after `acquire`. Errors as of `TemplateProcesses.job`."""
         try:
             pipe = self._connect()
             if not self._is_ready:
@@ -141,10 +156,46 @@ class TemplateProcess:
             raise TemplateUnavailable(f"is not rendered: {error}") from error
 
 
+class TemplateProcesses:
+    """Two subprocesses: a conversation that takes long in one is rendered beside those of the other. For any thread.
+
+    The second one is started when a conversation has waited for the first.
+
+    max_seconds  processor time of a job
+    """
+
+    def __init__(self, max_seconds: float = _MAX_SECONDS) -> None:
+        self.first, self.second = TemplateProcess(max_seconds), TemplateProcess(max_seconds)
+
+    def start(self) -> None:
+        """Start the first subprocess if it does not run, without a wait for its imports."""
+        self.first.start()
+
+    @contextmanager
+    def job(self) -> Iterator[TemplateJob]:
+        """The renderings of one request. Raises TemplateUnavailable; the block raises the errors of TemplateJob."""
+        processes = (self.first, self.second) * _TURNS
+        process = next((process for process in processes if process.acquire(_TURN_SECONDS)), None)
+        if process is None:
+            raise TemplateUnavailable("waits for other renderings")
+        other = self.second if process is self.first else self.first
+        # One that exceeded a limit imports again.
+        if not process.is_ready and other.is_ready and other.acquire(0):
+            process.release()
+            process = other
+        with process.job() as job:
+            yield job
+
+    def close(self) -> None:
+        """End the subprocesses; the next job starts another one."""
+        self.first.close()
+        self.second.close()
+
+
 @functools.cache
-def template_process() -> TemplateProcess:
-    """The subprocess of this process."""
-    return TemplateProcess()
+def template_processes() -> TemplateProcesses:
+    """The subprocesses of this process."""
+    return TemplateProcesses()
 
 
 def check_size(templates: Iterable[str]) -> None:

@@ -42,7 +42,7 @@ from engine.text.template_process import (
     TemplateTooCostly,
     TemplateUnavailable,
     check_size,
-    template_process,
+    template_processes,
 )
 from engine.text.tool_call_format import ToolCallFormat, detect_tool_call_format
 from engine.text.variables import template_variables
@@ -111,7 +111,7 @@ class Tokenizer:
         """
         forms: dict[ContentKind, ContentForm] = {}
         if self.has_chat_template:
-            with template_process().job() as job:
+            with template_processes().job() as job:
                 render = functools.partial(self._render_sample, job, tools=())
                 detected = {kind: detect_form(kind, marker, render) for kind, marker in processor.markers.items()}
             forms = {kind: form for kind, form in detected.items() if form is not None}
@@ -319,7 +319,7 @@ class Tokenizer:
         """Read the variables of the chat templates and the tool call format that they accept."""
         templates = _templates(self._tokenizer)
         check_size(templates)
-        with template_process().job() as job:
+        with template_processes().job() as job:
             self.template_names = frozenset().union(*map(job.prepare, templates))
             self._call_format = detect_tool_call_format(functools.partial(self._render_sample, job))
             render = functools.partial(self._render_sample, job, tools=())
@@ -392,7 +392,7 @@ class Tokenizer:
         finished = len(messages) - bool(options["continue_final_message"])
         find = functools.partial(outline, messages, finished_messages=finished, breakpoints=breakpoints)
         is_marked = not self._tokenizer.is_fast or self._has_added_token([messages, options])
-        with template_process().job() as job:
+        with template_processes().job() as job:
             render = functools.partial(self._render_marked if is_marked else self._render_text, job)
             text = render(messages, options)
             ordered = self._contents.in_order(text, contents)

@@ -13,10 +13,10 @@ import pytest
 from jinja2 import TemplateError
 from transformers import AutoTokenizer
 
-from engine.errors import InvalidRequest
+from engine.errors import InvalidRequest, Overloaded
 from engine.gguf.tokenizer import read_tokenizer
 from engine.text import tokenizer as tokenizer_module
-from engine.text.template_process import TemplateProcess, TemplateTooCostly, TemplateUnavailable, template_process
+from engine.text.template_process import TemplateProcesses, TemplateTooCostly, TemplateUnavailable, template_processes
 from engine.text.tokenizer import Tokenizer
 from tests.engine.gguf.vocabularies import exported
 from tests.selection import quick
@@ -58,10 +58,10 @@ def tokenizer(template: str) -> Tokenizer:
 
 
 @pytest.fixture(autouse=True)
-def limited(monkeypatch: pytest.MonkeyPatch) -> Iterator[TemplateProcess]:
-    """A subprocess with less time."""
-    process = TemplateProcess(MAX_SECONDS)
-    monkeypatch.setattr(tokenizer_module, "template_process", lambda: process)
+def limited(monkeypatch: pytest.MonkeyPatch) -> Iterator[TemplateProcesses]:
+    """Subprocesses with less time."""
+    process = TemplateProcesses(MAX_SECONDS)
+    monkeypatch.setattr(tokenizer_module, "template_processes", lambda: process)
     yield process
     process.close()
 
@@ -93,7 +93,7 @@ def test_a_template_that_is_hostile_for_some_messages_refuses_those(kind: str) -
     assert before == found.render_chat([MESSAGE])
 
 
-def test_the_limit_of_time_is_that_of_a_request(limited: TemplateProcess) -> None:
+def test_the_limit_of_time_is_that_of_a_request(limited: TemplateProcesses) -> None:
     """Several renderings, each within it, exceed it together; another request starts anew."""
     slow = "{% for i in range(99999) %}{% endfor %}" * 5
 
@@ -104,7 +104,7 @@ def test_the_limit_of_time_is_that_of_a_request(limited: TemplateProcess) -> Non
             assert "" == job.render(slow, [MESSAGE], {})
 
 
-def test_a_conversation_that_a_template_refuses_keeps_the_process(limited: TemplateProcess) -> None:
+def test_a_conversation_that_a_template_refuses_keeps_the_process(limited: TemplateProcesses) -> None:
     """Whatever exception the template raises."""
     with limited.job() as job:
         for template in ("{{ raise_exception('no') }}", "{% if %}", "{{ 1 / 0 }}", "{{ messages.x.y }}"):
@@ -114,10 +114,10 @@ def test_a_conversation_that_a_template_refuses_keeps_the_process(limited: Templ
         assert "hello\n" == job.render(SPEAKERS, [MESSAGE], {})
 
 
-def test_a_process_that_was_killed_is_replaced(limited: TemplateProcess) -> None:
+def test_a_process_that_was_killed_is_replaced(limited: TemplateProcesses) -> None:
     with limited.job() as job:
         job.prepare(SPEAKERS)
-    process = limited._process._process
+    process = limited.first._process._process
     assert process is not None
     process.kill()
     process.wait()
@@ -126,11 +126,11 @@ def test_a_process_that_was_killed_is_replaced(limited: TemplateProcess) -> None
         assert "hello\n" == job.render(SPEAKERS, [MESSAGE], {})
 
 
-def test_a_process_that_is_killed_refuses_one_request(limited: TemplateProcess) -> None:
+def test_a_process_that_is_killed_refuses_one_request(limited: TemplateProcesses) -> None:
     """During a rendering: the request may be sent again, the template is not the cause."""
     with limited.job() as job:
         job.prepare(SPEAKERS)
-    process = limited._process._process
+    process = limited.first._process._process
     assert process is not None
     process.send_signal(signal.SIGSTOP)
     killed = threading.Timer(0.2, process.kill)
@@ -148,5 +148,57 @@ def test_variables_of_a_template() -> None:
     assert {"messages", "thinking"} == tokenizer("{{ messages }}{% if thinking %}x{% endif %}").template_names
 
 
-def test_one_process_renders_for_all_tokenizers() -> None:
-    assert template_process() is template_process()
+def test_the_same_processes_render_for_all_tokenizers() -> None:
+    assert template_processes() is template_processes()
+
+
+def test_a_conversation_does_not_wait_for_the_end_of_a_slow_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rendering without end runs in one subprocess, and others are rendered in the second one."""
+    processes = TemplateProcesses(60.0)
+    monkeypatch.setattr(tokenizer_module, "template_processes", lambda: processes)
+    model = tokenizer(f"{SPEAKERS}{{% if messages | length > 7 %}}{HOSTILE['nested loops']}{{% endif %}}")
+    expected = model.render_chat([MESSAGE])
+    errors: list[str] = []
+
+    def render_slowly() -> None:
+        with pytest.raises((InvalidRequest, Overloaded)) as error:
+            model.render_chat([MESSAGE] * 8)
+        errors.append(str(error.value))
+
+    slow = threading.Thread(target=render_slowly)
+    slow.start()
+    while processes.first.acquire(0):
+        processes.first.release()
+    assert [model.render_chat([MESSAGE]) for _ in range(3)] == [expected] * 3
+    assert (slow.is_alive(), errors) == (True, [])
+    process = processes.first._process._process
+    assert process is not None
+    process.kill()
+    slow.join()
+    processes.close()
+    assert len(errors) == 1
+
+
+def test_a_conversation_is_refused_while_both_processes_render(
+    limited: TemplateProcesses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With an error of the server, after a bounded wait; each of the two goes on."""
+    monkeypatch.setattr("engine.text.template_process._TURN_SECONDS", 0.01)
+    with limited.job() as first, limited.job() as second:
+        with pytest.raises(TemplateUnavailable, match="waits for other renderings"), limited.job():
+            pass
+        assert [job.render(SPEAKERS, [MESSAGE], {}) for job in (first, second)] == ["hello\n"] * 2
+    assert limited.second._process.is_running
+
+
+def test_a_process_that_imports_again_delays_no_conversation(limited: TemplateProcesses) -> None:
+    """The other one renders meanwhile."""
+    with limited.job(), limited.job() as job:
+        job.prepare(SPEAKERS)
+    limited.first.close()
+
+    with limited.job() as job:
+        assert job.render(SPEAKERS, [MESSAGE], {}) == "hello\n"
+        assert not limited.second.acquire(0)
+        assert limited.first.acquire(0)
+    assert limited.first._process.is_running
