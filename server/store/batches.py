@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
 from server.store.adoption import adopt
-from server.store.database import MEMORY, Database, Row, Value
+from server.store.database import MEMORY, MOST_AHEAD_SECONDS, Database, Row, Value
 from server.store.worker import DatabaseWorker
 
 LEASE_SECONDS = 30.0
@@ -43,7 +43,7 @@ SCHEMA = (
 )
 COLUMNS = "id, owner, final, cancelling, body"
 VISIBLE = "owner = ?"
-CLAIM = f"UPDATE batches SET holder = ?, lease = ? WHERE final = 0 AND lease < ? RETURNING {COLUMNS}"
+CLAIM = f"UPDATE batches SET holder = ?, lease = ? WHERE final = 0 AND (lease < ? OR lease > ?) RETURNING {COLUMNS}"
 RENEW = f"UPDATE batches SET lease = ? WHERE id = ? AND holder = ? AND final = 0 RETURNING {COLUMNS}"
 SAVE = "UPDATE batches SET body = ?, final = ? WHERE id = ? AND holder = ? AND final = 0 RETURNING id"
 CANCEL = f"""UPDATE batches SET cancelling = COALESCE(cancelling, ?)
@@ -143,7 +143,8 @@ class BatchStore:
     async def claim(self) -> list[StoredBatch]:
         """All batches that no server runs; from now on this one does."""
         now = self.clock()
-        return [_batch(row) for row in await self._worker.query(CLAIM, [self.holder, now + LEASE_SECONDS, now])]
+        values: list[Value] = [self.holder, now + LEASE_SECONDS, now, now + MOST_AHEAD_SECONDS]
+        return [_batch(row) for row in await self._worker.query(CLAIM, values)]
 
     async def renew(self, id: str) -> StoredBatch | None:
         """Renew the lease; None: another server has the batch now."""

@@ -27,6 +27,10 @@ SYSTEM_FULL = (errno.ENOSPC, errno.EDQUOT)
 # The key of the advisory lock in PostgreSQL.
 SCHEMA_LOCK = 0x63656C6C6172
 
+# A lease that ends later than this was taken before the clock went back: its server may be gone. Clocks of servers that
+# share a database differ less.
+MOST_AHEAD_SECONDS = 86400.0
+
 Value = str | int | float | bytes | None
 Row = tuple[Any, ...]
 

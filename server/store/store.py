@@ -15,7 +15,7 @@ from pathlib import Path
 
 from server.configuration.xdg import data_folder
 from server.store.adoption import adopt
-from server.store.database import MEMORY, Database, Row, StoreError, Value, connect, is_url
+from server.store.database import MEMORY, MOST_AHEAD_SECONDS, Database, Row, StoreError, Value, connect, is_url
 from server.store.worker import DatabaseWorker
 
 LEASE_SECONDS = 30.0
@@ -225,6 +225,7 @@ class ResponseStore:
 
     def _record(self, row: Row) -> Record:
         id, previous, owner, settled, lease, body, input = row
+        now = self.clock()
         return Record(
             id=id,
             previous=previous,
@@ -232,7 +233,7 @@ class ResponseStore:
             final=bool(settled),
             body=zlib.decompress(body),
             input=zlib.decompress(input),
-            lease_expired=not settled and lease < self.clock(),
+            lease_expired=not settled and not now <= lease <= now + MOST_AHEAD_SECONDS,
         )
 
 

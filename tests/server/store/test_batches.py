@@ -28,6 +28,22 @@ def run(work: Coroutine[Any, Any, None]) -> None:
     asyncio.run(work)
 
 
+@pytest.mark.parametrize("years", [10, -10])
+def test_a_clock_that_jumped_keeps_no_batch_from_the_next_server(tmp_path: Path, years: int) -> None:
+    """The server that had it ended; the next one has its own lease again."""
+    clock, place = Clock(), str(tmp_path / "store.sqlite")
+    first, second = BatchStore("first", place, clock), BatchStore("second", place, clock)
+
+    async def work() -> None:
+        await first.create("batch", "", b"new")
+        assert ["batch"] == [one.id for one in await first.claim()]
+        clock.now += years * 365 * 86400
+        assert ["batch"] == [one.id for one in await second.claim()]
+        assert [] == await first.claim()
+
+    run(work())
+
+
 def test_one_server_has_a_batch_at_a_time(tmp_path: Path) -> None:
     """The other one gets it when the lease has expired or is released; then the first one cannot write it."""
     clock, place = Clock(), str(tmp_path / "store.sqlite")
