@@ -43,6 +43,7 @@ from benchmarks.serving.bodies import SEEDS
 from benchmarks.serving.raw_client import (
     HOST,
     READ_BYTES,
+    Loaded,
     Streamed,
     get_json,
     health_probe,
@@ -74,31 +75,6 @@ ENDLESS = {"ignore_eos": True, "overflow": "shift", "stream": True, "temperature
 # Paths that change what the server has, or need another model.
 NOT_SOAKED = {"/v1/batches", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/api/show", "/infill"}
 _tasks = re.compile(r"^cellar_event_loop_tasks ([0-9.]+)$", re.MULTILINE)
-
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """A running server."""
-
-    port: int
-    process: psutil.Process
-
-    def tree(self) -> list[psutil.Process]:
-        """All its processes."""
-        return [self.process, *self.process.children(recursive=True)]
-
-    def pss_mb(self) -> float:
-        """Their memory: pages that several share count once."""
-        return sum(process.memory_full_info().pss for process in self.tree()) / 1e6
-
-    def descriptors(self) -> int:
-        """Their open files and connections."""
-        return sum(process.num_fds() for process in self.tree())
-
-    def processor_seconds(self) -> float:
-        """The processor time of the server's process."""
-        times = self.process.cpu_times()
-        return times.user + times.system
 
 
 def words(chance: random.Random, count: int) -> str:

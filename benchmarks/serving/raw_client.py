@@ -1,4 +1,4 @@
-"""A cheap HTTP client over plain connections, and a process that asks /health, for benchmarks of a loaded server."""
+"""What benchmarks of a loaded server have in common: a cheap client, a process that asks /health, and its resources."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
+
+import psutil
 
 HOST = "127.0.0.1"
 EVENT, DONE, ERROR = b"data: ", b"data: [DONE]", b'"error":'
@@ -47,6 +49,31 @@ async def read_body(reader: asyncio.StreamReader, headers: Mapping[str, str]) ->
         body += (await reader.readexactly(size + 2))[:-2]
     await reader.readline()
     return body
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A running server."""
+
+    port: int
+    process: psutil.Process
+
+    def tree(self) -> list[psutil.Process]:
+        """All its processes."""
+        return [self.process, *self.process.children(recursive=True)]
+
+    def pss_mb(self) -> float:
+        """Their memory: pages that several share count once."""
+        return sum(process.memory_full_info().pss for process in self.tree()) / 1e6
+
+    def descriptors(self) -> int:
+        """Their open files and connections."""
+        return sum(process.num_fds() for process in self.tree())
+
+    def processor_seconds(self) -> float:
+        """The processor time of the server's process."""
+        times = self.process.cpu_times()
+        return times.user + times.system
 
 
 @dataclass(slots=True)

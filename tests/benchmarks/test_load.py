@@ -14,8 +14,8 @@ import pytest
 
 from benchmarks.serving import load
 from benchmarks.serving.bodies import SEEDS
-from benchmarks.serving.load import ABORTED, GOALS, NOT_SOAKED, PHASES, Loaded, abort, missed_goals, soaking_request
-from benchmarks.serving.raw_client import Streamed, health_probe, percentile, read_stream
+from benchmarks.serving.load import ABORTED, GOALS, NOT_SOAKED, PHASES, abort, missed_goals, soaking_request
+from benchmarks.serving.raw_client import Loaded, Streamed, health_probe, percentile, read_stream
 from server.app import create_app
 from tests.server.fakes import FakeEngine, ask, serve_in_thread, settings
 

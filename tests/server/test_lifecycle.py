@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import re
 import signal
@@ -20,7 +21,7 @@ import pytest
 from engine.errors import InvalidRequest
 from engine.types.status import Stats
 from server.hosting import IDLE_CHECKS, Hosting
-from server.lifecycle import Lifecycle, listen
+from server.lifecycle import IDLE_COLLECTION_COUNT, Lifecycle, collect_if_idle, listen
 from tests.selection import quick
 from tests.server.fakes import FakeEngine, settings
 from tests.server.serve_fake import GRACE_OF_STUCK_SECONDS
@@ -195,6 +196,20 @@ def test_small_packets_go_out_at_once() -> None:
     """asyncio sets TCP_NODELAY on what a socket accepts only if the socket says that it speaks TCP."""
     with listen("127.0.0.1", 0) as listening:
         assert socket.IPPROTO_TCP == listening.proto
+
+
+def test_all_garbage_is_collected_when_no_request_runs() -> None:
+    """And when objects have been created since the last time."""
+    gc.collect()
+    collect_if_idle([])
+    gc.collect(1)
+    assert gc.get_count()[2] == 1
+    for _ in range(IDLE_COLLECTION_COUNT):
+        gc.collect(1)
+    collect_if_idle(["request"])
+    assert gc.get_count()[2] > IDLE_COLLECTION_COUNT
+    collect_if_idle([])
+    assert gc.get_count()[2] == 0
 
 
 def test_ipv6_can_be_listened_on() -> None:
