@@ -73,10 +73,11 @@ class HeadColumns:
 
 @dataclass(frozen=True, slots=True)
 class QueryScale:
-    """The factor of queries at a position: 1 + beta * log(1 + floor(position / length))."""
+    """The factor of queries at a position: 1 + beta * log(1 + floor((position + offset) / length))."""
 
     beta: float
     length: float
+    offset: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,11 +366,12 @@ class ExpertNorms:
 class ExpertsSpec:
     """A mixture of experts.
 
-    inner        one matrix with 2 * width outputs, gates and ups; or the one of the gates and the one of the ups; or,
-                 without ups, the one of the gates
-    down         with width columns
-    shared_gate  with one output; the dense MLP next to the experts is multiplied by its sigmoid; None: by 1
-    norms        None: router and experts have the input of the dense MLP, and outputs are added without norms
+    inner          one matrix with 2 * width outputs, gates and ups; or the one of the gates and the one of the ups; or,
+                   without ups, the one of the gates
+    down           with width columns
+    shared_gate    with one output; the dense MLP next to the experts is multiplied by its sigmoid; None: by 1
+    norms          None: router and experts have the input of the dense MLP, and outputs are added without norms
+    scales_inputs  whether the weights of the router multiply the inputs of experts, not their outputs
     """
 
     router: Router
@@ -378,6 +380,7 @@ class ExpertsSpec:
     down: ExpertMatrices
     shared_gate: Linear | None
     norms: ExpertNorms | None = None
+    scales_inputs: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -260,6 +260,7 @@ def describe_experts(experts: ExpertsSpec) -> ExpertsFields:
         top_k=router.top_k,
         normalised=router.normalised,
         scaling_factor=router.scaling_factor,
+        scales_inputs=experts.scales_inputs,
         expert_scales=_address(router.expert_scales),
         inner=inner,
         up=up[0] if up else None,

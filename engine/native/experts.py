@@ -119,8 +119,9 @@ def _expected_output(traced: TracedExperts) -> Tensor:
     output = torch.zeros_like(traced.input)
     for row, rank in itertools.product(range(traced.chosen.shape[0]), range(traced.chosen.shape[1])):
         expert = int(traced.chosen[row, rank])
-        activated = traced.experts.activate(_product(traced.input[row][None], traced.inner[0].matrix(expert)))
-        output[row] += traced.weights[row, rank] * _product(activated, traced.down.matrix(expert))[0]
+        before, after = (traced.weights[row, rank], 1.0) if traced.scales_inputs else (1.0, traced.weights[row, rank])
+        inner = _product(before * traced.input[row][None], traced.inner[0].matrix(expert))
+        output[row] += after * _product(traced.experts.activate(inner), traced.down.matrix(expert))[0]
     return output
 
 

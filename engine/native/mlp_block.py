@@ -144,6 +144,7 @@ def _experts(router: TracedRouter, experts: TracedExperts, gate: TracedLinear | 
         activation=find_expert_activation(experts),
         down=experts.down,
         shared_gate=None if gate is None else _float32_linear(gate.linear),
+        scales_inputs=experts.scales_inputs,
     )
 
 

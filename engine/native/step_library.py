@@ -99,7 +99,7 @@ class ExpertsFields(Structure):
     _fields_ = [
         ("router", LinearFields),
         ("score_correction", c_void_p),
-        *((name, c_int64) for name in ("scoring", "top_k", "normalised")),
+        *((name, c_int64) for name in ("scoring", "top_k", "normalised", "scales_inputs")),
         ("scaling_factor", c_float),
         ("expert_scales", c_void_p),
         *((name, POINTER(LinearFields)) for name in ("inner", "up", "down")),

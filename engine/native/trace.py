@@ -71,7 +71,7 @@ class TracedEmbedding:
 
 @dataclass(frozen=True, slots=True)
 class TracedRouter:
-    """A call of a router, which returns weights and numbers of the chosen experts [rows, top_k].
+    """A call of a router, with weights and numbers of the chosen experts [rows, top_k].
 
     norm          of its input, before the linear layer; its weight is all that multiplies the normed input
     weight, bias  [experts, columns] and [experts], or None
@@ -90,15 +90,15 @@ class TracedRouter:
     def route(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Weights and numbers of the experts that the router chooses for other rows [rows, columns]."""
         with torch.inference_mode():
-            _, weights, experts = self.router(rows, *self.extra_inputs)
-        return weights, experts
+            return _chosen_experts(self.router(rows, *self.extra_inputs))
 
 
 @dataclass(frozen=True, slots=True)
 class TracedExperts:
     """A call of experts with rows, and weights and numbers of the chosen experts [rows, top_k].
 
-    inner  see ExpertsSpec
+    inner          see ExpertsSpec
+    scales_inputs  whether the module was called with the rows times the weights, for each expert
     """
 
     experts: stacks.Experts
@@ -108,6 +108,7 @@ class TracedExperts:
     weights: Tensor
     chosen: Tensor
     output: Tensor
+    scales_inputs: bool = False
 
 
 Event: TypeAlias = (
@@ -233,19 +234,22 @@ class _ModuleRecorder:
         self._events.append(TracedEmbedding(module, embedding_rows(module, tokens), output.clone()))
 
     def _record_router(self, module: nn.Module, inputs: tuple[Any, ...], rows: Tensor, output: tuple[Any, ...]) -> None:
-        if len(output) != 3 or not all(isinstance(tensor, Tensor) and len(tensor) == len(rows) for tensor in output):
+        if not all(isinstance(tensor, Tensor) and len(tensor) == len(rows) for tensor in output):
+            return
+        # Another module may return as many tensors: only a router that is a linear layer returns two.
+        if len(output) != 3 and not (len(output) == 2 and isinstance(module, nn.Linear)):
             return
         linears = [child for child in module.children() if isinstance(child, nn.Linear)]
         # Some routers have their matrix in a linear layer, whose call is a part of the router's.
         linear = linears[0] if len(linears) == 1 else module
         weight, bias = getattr(linear, "weight", None), getattr(linear, "bias", None)
-        if not isinstance(weight, Tensor) or weight.dim() != 2 or output[2].is_floating_point():
+        if not isinstance(weight, Tensor) or weight.dim() != 2 or (len(output) == 3 and output[2].is_floating_point()):
             return
         norm = _router_norm(self._events[self._start :])
         del self._events[self._start :]
         bias = bias if isinstance(bias, Tensor) and bias.shape == weight.shape[:1] else None
-        routed = (rows, inputs[1:], output[1].float(), output[2])
-        self._events.append(TracedRouter(module, norm, weight, bias, *routed))
+        weights, chosen = _chosen_experts(output)
+        self._events.append(TracedRouter(module, norm, weight, bias, rows, inputs[1:], weights.float(), chosen))
 
     def _record_experts(self, module: nn.Module, inputs: tuple[Any, ...], rows: Tensor, output: Tensor) -> None:
         experts = module.experts if isinstance(module, QuantizedExperts) else stacks.experts_of(module)
@@ -257,6 +261,19 @@ class _ModuleRecorder:
         weights, chosen = inputs[2].float(), inputs[1]
         self._events.append(TracedExperts(experts, inner, down, rows, weights, chosen, output.flatten(0, -2).clone()))
 
+    def _record_scaled_experts(self, experts: stacks.Experts, rows: Tensor, output: Tensor) -> None:
+        """Experts whose rows are those of the router before, for each expert, times its weights."""
+        router = self._events[-1] if self._events else None
+        count = experts.up.stored.shape[0]
+        if not isinstance(router, TracedRouter) or len(rows) != count * len(router.input):
+            return
+        weights = torch.zeros(len(router.input), count).scatter(1, router.experts, router.weights)
+        if is_close(weights.T[:, :, None] * router.input, rows.view(count, -1, rows.shape[1])):
+            inner, [down] = _expert_matrices(experts.up, None), _expert_matrices(experts.down, None)
+            total = output.view(count, -1, output.shape[1]).sum(0)
+            call = (router.input, router.weights, router.experts, total)
+            self._events.append(TracedExperts(experts, inner, down, *call, scales_inputs=True))
+
     def _record_gated_norm(self, module: nn.Module, inputs: tuple[Any, ...], rows: Tensor, output: Tensor) -> None:
         gate = inputs[1]
         after_recurrence = any(isinstance(event, TracedDeltaRule | TracedStateSpace) for event in self._events)
@@ -267,6 +284,8 @@ class _ModuleRecorder:
     def _record_linear_or_norm(self, module: nn.Module, rows: Tensor, output: Tensor) -> None:
         if isinstance(module, nn.Linear | QuantizedLinear):
             self._events.append(TracedLinear(linear_of(module), rows, output))
+        elif (experts := stacks.scaled_experts_of(module)) is not None:
+            self._record_scaled_experts(experts, rows, output)
         elif next(module.children(), None) is None and rows.shape == output.shape and not is_close(rows, output):
             self._record_norm(module, rows, output)
 
@@ -279,6 +298,17 @@ class _ModuleRecorder:
                 self.unsupported_modules.append(type(module).__name__)
         finally:
             self._is_probing = False
+
+
+def _chosen_experts(output: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Weights and numbers of the chosen experts, from the output of a router: (scores, weights, numbers), or (weights
+    of all experts, logits).
+    """
+    if len(output) == 3:
+        return output[1], output[2]
+    weights = output[0].float()
+    weights, chosen = weights.topk(int((weights != 0).sum(1).max()))
+    return weights, chosen
 
 
 def _router_norm(calls: Sequence[Event]) -> Norm:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.kernels.arena import Arena, aligned_size
-from engine.quantize.stacks import experts_of
+from engine.quantize.stacks import experts_of, scaled_experts_of
 
 # Matrices copied in one call, during which other threads run Python. Their old memory is released after it.
 _GROUP_BYTES = 2**29
@@ -56,7 +56,7 @@ def _transposed(model: nn.Module) -> set[int]:
     """The ids of parameters that are stored column by column."""
     transposed: list[Tensor] = []
     for module in model.modules():
-        experts = experts_of(module)
+        experts = experts_of(module) or scaled_experts_of(module)
         if experts is not None:
             transposed += [stack.stored for stack in (experts.up, experts.down) if stack.transposed]
     return {id(matrix) for matrix in transposed}

@@ -35,7 +35,7 @@ class ExpertStack:
     @property
     def transposed(self) -> bool:
         """Whether the module multiplies rows from the left."""
-        return bool(self.module.is_transposed)
+        return bool(getattr(self.module, "is_transposed", True))
 
     @property
     def weight(self) -> Tensor:
@@ -91,3 +91,32 @@ def experts_of(module: nn.Module) -> Experts | None:
         parameter is not None and parameter.dim() == 3 and parameter.is_floating_point() for parameter in stored
     )
     return Experts(module, inner, down) if stacked else None
+
+
+class ScaledExperts(Experts):
+    """Experts of a module that is not of the interface: it is called with the rows of all experts one after the other.
+
+    Matrices multiply rows from the left. They are not quantised.
+    """
+
+    @property
+    def has_norm(self) -> bool:
+        """False."""
+        return False
+
+    def activate(self, outputs: Tensor) -> Tensor:
+        """See Experts."""
+        gates, ups = outputs.chunk(2, -1)
+        activated: Tensor = ups * self.module.act_fn(gates)  # type: ignore[operator]
+        return activated
+
+
+def scaled_experts_of(module: nn.Module) -> ScaledExperts | None:
+    """The module as ScaledExperts (Llama 4); None if it has other parameters."""
+    parameters = dict(module.named_parameters(recurse=False))
+    stacked = parameters.keys() == {"gate_up_proj", "down_proj"} and all(
+        parameter.dim() == 3 and parameter.is_floating_point() for parameter in parameters.values()
+    )
+    if not stacked or hasattr(module, "is_transposed") or not callable(getattr(module, "act_fn", None)):
+        return None
+    return ScaledExperts(module, ExpertStack(module, "gate_up_proj"), ExpertStack(module, "down_proj"))

@@ -132,6 +132,19 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "bamba": ("BambaConfig", {**_MAMBA2, "attn_layer_indices": [1]}),
     "lfm2": ("Lfm2Config", {"layer_types": ["conv", "full_attention"], "block_multiple_of": 8}),
     "llama4": ("Llama4TextConfig", {"num_local_experts": 2, "attention_chunk_size": 8, "intermediate_size_mlp": 48}),
+    "llama4_full": (
+        "Llama4TextConfig",
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "attention_chunk_size": 8,
+            "intermediate_size_mlp": 48,
+            "interleave_moe_layer_step": 2,
+            "no_rope_layers": [1, 0],
+            "floor_scale": 8,
+            "attn_scale": 0.5,
+        },
+    ),
     "gpt_oss": (
         "GptOssConfig",
         {

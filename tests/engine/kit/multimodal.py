@@ -155,7 +155,6 @@ UNPLANNED = ("mistral_large4", "step3p7")
 # Types that do not run natively, with the reason.
 NOT_NATIVE = {
     "lfm3_vl": "the input of the output projection is not the output of the operation before it",
-    "llama4": "the input of a layer is not the output of the operation before it",
     "minimax_m3_vl": "its MLP has another activation",
     "mistral_large4": "it runs one sequence at a time",
     "muse_glimmer": "the input of a projection is not the output of the operation before it",

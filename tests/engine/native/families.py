@@ -22,7 +22,7 @@ _NAMES = """
     ernie4_5_moe exaone4 exaone_moe flex_olmo flint fuyu gemma gemma2 gemma3_text gemma4_text
     gemma4_unified_text glm glm4 glm4_moe glm4_moe_lite gpt_neox gpt_oss granite granite_swa granitemoe
     granitemoe_swa granitemoehybrid granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax
-    internlm3 iquestcoder jais2 kolibri1 lfm2 lfm2_moe llama mamba2 mellum minimax_m2 ministral ministral3
+    internlm3 iquestcoder jais2 kolibri1 lfm2 lfm2_moe llama llama4_text mamba2 mellum minimax_m2 ministral ministral3
     mistral mixtral nemotron nemotron_h olmo olmo2 olmo3 olmo_hybrid olmoe persimmon phi phi3 qwen2 qwen2_moe
     qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next seed_oss smollm3 solar_open stablelm starcoder2
     vaultgemma youtu

@@ -58,10 +58,12 @@ MIXED = (
     "olmo_hybrid",
     "lfm2",
     "bamba",
+    "llama4_full",
 )
+QUICK = ("ministral3", "gemma3", "gemma4_experts", "deepseek_v3", "bamba", "llama4_full")
 
 
-@pytest.mark.parametrize("family", quick(("ministral3", "gemma3", "gemma4_experts", "deepseek_v3", "bamba"), MIXED))
+@pytest.mark.parametrize("family", quick(QUICK, MIXED))
 def test_mixed_batches_equal_generate(load_native: Callable[..., LoadedModel], folder: Folder, family: str) -> None:
     """Chunks, prefix copies and single rows of many sequences: tokens differ at ties only."""
     references = cache(lambda name, dtype: Reference(folder(name), getattr(torch, dtype)))
@@ -124,7 +126,7 @@ def test_text_does_not_depend_on_drafts_or_batch(
     assert [] == differences(case, lambda family: load_native(family, "float32", quantize))
 
 
-@pytest.mark.parametrize("family", ["ministral3", "gemma4_experts"])
+@pytest.mark.parametrize("family", ["ministral3", "gemma4_experts", "llama4_full"])
 def test_text_of_a_family_does_not_depend_on_drafts_or_batch(
     load_native: Callable[..., LoadedModel], family: str
 ) -> None:

@@ -164,6 +164,26 @@ def test_experts_next_to_a_dense_mlp_may_have_norms() -> None:
         assert torch.equal(alone, model.states(model.runner, [((0, 7),), ((0, 1),), ((0, 13),)])[0])
 
 
+@pytest.mark.parametrize("weights", [32, 16])
+def test_router_may_scale_the_inputs_of_experts(weights: Weights) -> None:
+    """As in Llama 4, whose layers without rotary embedding scale their queries by position."""
+    layers = {"num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0], "num_experts_per_tok": 2, "num_local_experts": 4}
+    scales = {"floor_scale": 8, "attn_scale": 0.5}
+    config = AutoConfig.for_model("llama4_text", **{**settings("llama4_text"), **layers, **scales})
+    model = model_of_config(config, weights)
+    with Float32Mode(model.model):
+        expected = model.states(model.packed, MIXED)[0]
+    actual = model.states(unrounded(model), MIXED)[0]
+    decoder = decoder_of(model)
+
+    assert isinstance(runners_of(model.runner)[0], NativeRunner)
+    assert all(layer.mlp.experts.scales_inputs for layer in decoder.layers)
+    assert [None, None, None, QueryScale(0.5, 8, offset=1)] == [
+        layer.attention.mixer.rotary.query_scale for layer in decoder.layers
+    ]
+    assert relative_error(expected, actual) < 1e-4
+
+
 @pytest.mark.parametrize("weights", quick([8], [8, 4]))
 def test_quantised_experts_with_norms_equal_the_modules(weights: Weights) -> None:
     """But for codes that round the other way."""

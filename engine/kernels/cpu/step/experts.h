@@ -39,8 +39,7 @@ class MixtureOfExperts {
 #pragma omp single
         sort(experts, scratch, rows);
 #pragma omp for schedule(static)
-        for (int64_t line = 0; line < scratch.lines; ++line)
-            memcpy(scratch.inputs + line * columns, from + scratch.row[line] * columns, columns * sizeof(float));
+        for (int64_t index = 0; index < scratch.lines; ++index) copy_input(experts, scratch, index, from);
         multiply(scratch, experts.inner, scratch.inputs, scratch.inner);
         if (experts.up) multiply(scratch, experts.up, scratch.inputs, scratch.inner + scratch.lines * scratch.width);
 #pragma omp for schedule(static)
@@ -141,6 +140,14 @@ class MixtureOfExperts {
         scratch.first[0] = 0;
     }
 
+    // The input of the line of (row, rank) `index`.
+    static void copy_input(const Experts &experts, const Scratch &scratch, int64_t index, const float *from) {
+        const float *row = from + index / experts.top_k * scratch.columns;
+        const float weight = experts.scales_inputs ? scratch.weights[index] : 1;
+        float *to = scratch.inputs + scratch.line[index] * scratch.columns;
+        for (int64_t i = 0; i < scratch.columns; ++i) to[i] = weight * row[i];
+    }
+
     // Every line times the matrix of its expert.
     static void multiply(const Scratch &scratch, const Linear *matrices, const float *from, float *to) {
         const int64_t columns = matrices->columns, outputs = matrices->outputs, shares = ::ceil_div(outputs, SHARE);
@@ -193,7 +200,8 @@ class MixtureOfExperts {
             const int64_t index = row * experts.top_k + rank;
             float *outputs = scratch.outputs + scratch.line[index] * scratch.columns;
             add_bias(experts.down[scratch.expert[index]], outputs);
-            for (int64_t i = 0; i < scratch.columns; ++i) to[i] += scratch.weights[index] * outputs[i];
+            const float weight = experts.scales_inputs ? 1 : scratch.weights[index];
+            for (int64_t i = 0; i < scratch.columns; ++i) to[i] += weight * outputs[i];
         }
     }
 

@@ -550,8 +550,8 @@ EXPORT_LAYOUT(
     LAYOUT(Rotary, cosine, sine, query_factors, pairs, offset, interleaved)
     LAYOUT(CellGroup, segments, count, cells)
     LAYOUT(ExpertNorms, router, input, output, dense)
-    LAYOUT(Experts, router, score_correction, scoring, top_k, normalised, scaling_factor, expert_scales, inner, up, down,
-           activation, interleaved, limit, slope, shift, shared_gate, norms)
+    LAYOUT(Experts, router, score_correction, scoring, top_k, normalised, scales_inputs, scaling_factor, expert_scales,
+           inner, up, down, activation, interleaved, limit, slope, shift, shared_gate, norms)
     LAYOUT(StateRange, row, rows, span)
     LAYOUT(ColumnRange, matrix, offset, target, count)
     LAYOUT(Convolution, weights, bias, kernel, channels, states_before, states_after)

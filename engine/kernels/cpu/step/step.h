@@ -90,6 +90,7 @@ struct Experts {
     const float *score_correction;  // [experts], added to the scores for the choice of experts only; or null
     Scoring scoring;
     int64_t top_k, normalised;   // experts per row; whether their weights are normalised to a sum of 1
+    int64_t scales_inputs;       // whether the weights multiply the inputs of the experts, not their outputs
     float scaling_factor;        // multiplies the weights
     const float *expert_scales;  // [experts], multiply the weights of the chosen experts as well; or null
     const Linear *inner, *up;    // of each expert: gates and ups; or gates alone, where `up` has the ups or there are none
