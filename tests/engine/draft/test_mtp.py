@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -132,8 +133,9 @@ def test_drafts_of_an_agreeing_head_are_accepted(headed: Headed, kind: str) -> N
     assert rates[1] < 0.3
 
 
-@pytest.mark.parametrize("kind", LAYOUTS)
-@pytest.mark.parametrize("pending", [4, 256])
+@pytest.mark.parametrize(
+    ("kind", "pending"), quick([*zip(LAYOUTS, (4, 256), strict=True)], itertools.product(LAYOUTS, (4, 256)))
+)
 def test_mtp_drafts_equal_transformers(headed: Headed, kind: str, pending: int) -> None:
     """With prompts in chunks and with pending hidden states."""
     target, heads = headed(kind)
@@ -301,8 +303,10 @@ def test_a_head_drafts_where_there_is_one(headed: Headed, drafter: str, kinds: t
     assert kinds == make_speculation(config, target, load_draft(config, target, lambda phase: None), lambda: 0.0).kinds
 
 
-@pytest.mark.parametrize("drafter", ["auto", "mtp"])
-@pytest.mark.parametrize("kind", ["glm4_moe", "qwen3_5"])
+@pytest.mark.parametrize(
+    ("kind", "drafter"),
+    quick([("glm4_moe", "auto"), ("qwen3_5", "mtp")], itertools.product(["glm4_moe", "qwen3_5"], ["auto", "mtp"])),
+)
 def test_a_head_reads_states_of_the_native_step(kind: str, drafter: str, tmp_path: Path) -> None:
     """All steps are native, as the description says, with the drafts and the text of torch modules."""
     folder, outcomes = save_headed(kind, tmp_path), []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 from collections.abc import Callable, Sequence
@@ -81,8 +82,9 @@ def play_drafted(
     return {name: answer.tokens for name, answer in answers.items()}, recorder, run.stats().preemptions_total
 
 
-@pytest.mark.parametrize("kind", quick(QUICK, KINDS))
-@pytest.mark.parametrize("pending", [4, 256])
+@pytest.mark.parametrize(
+    ("kind", "pending"), quick([*zip(QUICK, (4, 256), strict=True)], itertools.product(KINDS, (4, 256)))
+)
 def test_native_drafts_are_those_of_the_modules(headed: Headed, kind: str, pending: int) -> None:
     """Of several sequences with prompts in chunks, and with pending hidden states."""
     recorded = []
@@ -168,8 +170,10 @@ def test_a_native_head_resumes_from_its_prefix_tree(headed: Headed) -> None:
         assert any(len(draft) == DEPTH for draft in drafts)
 
 
-@pytest.mark.parametrize("kind", quick(QUICK, KINDS))
-@pytest.mark.parametrize("quantize", ["none", "int8"])
+@pytest.mark.parametrize(
+    ("kind", "quantize"),
+    quick([*zip(QUICK, ("none", "int8"), strict=True)], itertools.product(KINDS, ("none", "int8"))),
+)
 def test_heads_of_bfloat16_models_are_native(
     kind: str, quantize: Literal["none", "int8"], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
