@@ -40,6 +40,7 @@ FORMATS = ("none", "int8", GGUF)
 Folder = Callable[[str], Path]
 Adapted = Callable[..., LoadedModel]
 Bases = Callable[[bool], "Base"]
+References = Callable[[bool, torch.dtype, str], AdaptedReference]
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,18 @@ def bases(folder: Folder, tmp_path_factory: pytest.TempPathFactory) -> Bases:
 def adapters(bases: Bases) -> dict[str, Path]:
     """The folder of an adapter of each kind, by name."""
     return bases(False).adapters
+
+
+@pytest.fixture(scope="module")
+def references(bases: Bases) -> References:
+    """The model in floats or of the GGUF file with one of the adapters, or without one, in PEFT."""
+
+    @cache
+    def load(is_gguf: bool, dtype: torch.dtype, name: str) -> AdaptedReference:
+        base = bases(is_gguf)
+        return AdaptedReference(base.dequantised, base.adapters.get(name), dtype)
+
+    return load
 
 
 @pytest.fixture(scope="module")
@@ -119,22 +132,24 @@ def alone(model: LoadedModel, asked: Sequence[Request], **settings: int) -> dict
     [("float32", "none", "auto"), ("float32", "none", "torch"), ("float64", "none", "auto"), ("float32", GGUF, "auto")],
 )
 def test_texts_of_one_batch_are_those_of_peft(
-    dtype: str, quantize: str, kernels: str, adapted: Adapted, bases: Bases
+    dtype: str, quantize: str, kernels: str, adapted: Adapted, references: References
 ) -> None:
     """Adapters of all kinds and the base, in one batch; of a GGUF file with its dequantised weights."""
-    base, model = bases(quantize == GGUF), adapted(dtype, quantize, kernels)
+    model = adapted(dtype, quantize, kernels)
     answers = answered(core(model, slots=len(NAMES)), requests())
 
     for name in NAMES:
-        reference = AdaptedReference(base.dequantised, base.adapters.get(name), getattr(torch, dtype))
+        reference = references(quantize == GGUF, getattr(torch, dtype), name)
         assert answers[name].tokens == reference.greedy(PROMPT, COUNT), name
     assert len({tuple(answer.tokens) for answer in answers.values()}) == len(NAMES)
 
 
 @pytest.mark.parametrize(("dtype", "quantize", "error"), [("float64", "none", 1e-9), ("float32", GGUF, 1e-4)])
-def test_logits_are_those_of_peft(dtype: str, quantize: str, error: float, adapted: Adapted, bases: Bases) -> None:
+def test_logits_are_those_of_peft(
+    dtype: str, quantize: str, error: float, adapted: Adapted, references: References
+) -> None:
     """In one batch, relative to the largest logit."""
-    base, model = bases(quantize == GGUF), adapted(dtype, quantize)
+    model = adapted(dtype, quantize)
     kind = getattr(torch, dtype)
     cache = Cache([layer.spec for layer in model.runner.layers], slots=9, capacity=32, cells=9 * 32, dtype=kind)
     spans = [Span(slot, 0, len(PROMPT)) for slot in range(len(NAMES))]
@@ -144,7 +159,7 @@ def test_logits_are_those_of_peft(dtype: str, quantize: str, error: float, adapt
         logits = model.runner.run(step).logits.split(len(PROMPT))
 
     for name, rows in zip(NAMES, logits, strict=True):
-        reference = AdaptedReference(base.dequantised, base.adapters.get(name), kind)
+        reference = references(quantize == GGUF, kind, name)
         assert (rows - reference.logits(PROMPT)).abs().max() < error * rows.abs().max(), name
 
 
