@@ -76,6 +76,8 @@ class Core:
         self.content_inputs = ContentInputs(loaded.content_encoder, offload, device)
         self._sequences: dict[str, Sequence] = {}
         self._events: list[tuple[str, Event]] = []
+        # Called with the ids of HTTP requests, or of requests without one, before they are computed.
+        self.on_compute: Callable[[tuple[str, ...]], None] = lambda requests: None
         # Time that the current step spent on finishing sequences.
         self._finish_seconds = 0.0
 
@@ -289,6 +291,8 @@ class Core:
 
     def _run(self, batch: Rows[ScheduledSequence]) -> list[StepResult]:
         """The results of a step. After an exception each sequence is computed alone, and fails if that fails too."""
+        requests = [scheduled.sequence.request for scheduled in batch]
+        self.on_compute(tuple([request.group or request.id for request in requests]))
         try:
             return self._stepper.run(batch, returns_states=self._speculation.reads_hidden_states)
         except Exception as error:

@@ -95,6 +95,8 @@ class Engine(EngineClient):
         self._embedder: LoadedEmbedder | None = None
         self._failure: EngineError | None = None
         self._draining = False
+        # Why the engine makes no progress, as of the last observation.
+        self._stuck_reason = ""
         self._phase = "resolve"
         self._drafting = DraftingInfo()
         self._stats = Stats()
@@ -136,13 +138,19 @@ class Engine(EngineClient):
             return False
         tokenizers = [part.tokenizer for part in (self._loaded, self._embedder) if part is not None]
         stuck_workers = [tokenizer.is_stuck() for tokenizer in tokenizers]
-        return not self._watchdog.is_stuck() and not any(stuck_workers)
+        if self._watchdog.is_stuck():
+            self._stuck_reason = self._watchdog.describe()
+        else:
+            self._stuck_reason = "a worker thread does not leave the tokenizer" if any(stuck_workers) else ""
+        return not self._stuck_reason
 
     @property
     def phase(self) -> str:
         """A phase of loading, "ready", "draining", or "dead: " and the reason."""
         if self._failure is not None:
             return f"dead: {_reason(self._failure)}"
+        if self._stuck_reason:
+            return f"dead: {self._stuck_reason}"
         return "draining" if self._draining else self._phase
 
     @property

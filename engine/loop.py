@@ -116,6 +116,7 @@ class EngineLoop:
                  number of requests submitted before it, the statistics and whether everything is flushed to disk
         """
         stats_at, stats, flushed = 0.0, self.stats(), False
+        self._core.on_compute = watchdog.name_requests
         while self._handle_commands(inbox, watchdog, wait=flushed and not self.busy):
             watchdog.step_started()
             before, now, busy = (stats, flushed), self._clock(), self.busy

@@ -9,6 +9,8 @@ from types import TracebackType
 
 # Of one call of a tokenizer: the longest texts take seconds, tokenizers in Python a minute.
 _MAX_HELD_SECONDS = 300.0
+# Requests of a stuck step that its description names.
+_MAX_NAMED = 8
 
 
 class Watchdog:
@@ -30,6 +32,7 @@ class Watchdog:
         self._clock, self._limit_seconds, self._max_gap_seconds = clock, limit_seconds, max_gap_seconds
         # Written by the thread.
         self._steps, self._idle = 0, True
+        self._requests: tuple[str, ...] = ()
         # Written by the observer.
         self._observed_at, self._observed_step, self._step_seconds = clock(), 0, 0.0
 
@@ -37,6 +40,11 @@ class Watchdog:
         """The thread starts a step."""
         self._steps += 1
         self._idle = False
+        self._requests = ()
+
+    def name_requests(self, requests: tuple[str, ...]) -> None:
+        """The step starts to compute these requests."""
+        self._requests = requests
 
     def idle(self) -> None:
         """The thread waits for work."""
@@ -50,6 +58,15 @@ class Watchdog:
         self._observed_at, self._observed_step = now, step
         self._step_seconds = 0.0 if progressed else self._step_seconds + gap
         return self._step_seconds >= self._limit_seconds
+
+    def describe(self) -> str:
+        """The reason of a stuck thread, with the requests that its step computes."""
+        reason, requests = f"a step has taken longer than {self._limit_seconds:g} s", self._requests
+        if not requests:
+            return reason
+        others = len(requests) - _MAX_NAMED
+        more = f" and {others} more" if others > 0 else ""
+        return f"{reason}, of the requests {', '.join(requests[:_MAX_NAMED])}{more}"
 
 
 class WatchedLock:

@@ -5,15 +5,19 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.loop import EngineLoop
+from engine.schedule.step import Stepper
 from engine.types.status import Stats
 from engine.watchdog import Watchdog, WatchedLock
+from tests.engine.kit.play import ask
 
 LIMIT, STRIDE = 120.0, 10.0
 
@@ -94,6 +98,54 @@ def test_a_clock_that_goes_back_is_ignored(watchdog: Watchdog, clock: Clock) -> 
 
     assert not observed(watchdog, clock, 55)
     assert observed(watchdog, clock, 5)
+
+
+def test_the_description_of_a_stuck_step_names_its_requests(watchdog: Watchdog) -> None:
+    """Some of many; the next step has others, or none."""
+    watchdog.step_started()
+    watchdog.name_requests(("a", "b"))
+    named = watchdog.describe()
+    watchdog.name_requests(tuple("abcdefghijk"))
+    many = watchdog.describe()
+    watchdog.step_started()
+
+    reason = "a step has taken longer than 120 s"
+    assert named == f"{reason}, of the requests a, b"
+    assert many == f"{reason}, of the requests a, b, c, d, e, f, g, h and 3 more"
+    assert watchdog.describe() == reason
+
+
+def test_a_step_that_does_not_end_is_reported_with_its_requests(
+    folder: Callable[[str], Path], clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until it ends, if it does."""
+    started, go_on, run = threading.Event(), threading.Event(), Stepper.run
+
+    def stuck(*arguments: Any, **options: Any) -> Any:
+        started.set()
+        go_on.wait(60)
+        return run(*arguments, **options)
+
+    async def scene() -> None:
+        engine = Engine(EngineConfig(model=str(folder("llama")), context=64, slots=1), clock=clock)
+        engine.start()
+        await engine.wait_ready()
+        monkeypatch.setattr(Stepper, "run", stuck)
+        async with engine.open(replace(ask("owner/r", (5, 4, 3), 2), group="req_1")) as stream:
+            await asyncio.to_thread(started.wait, 60)
+            alive = [engine.alive]
+            for _ in range(13):
+                clock.now += STRIDE
+                alive.append(engine.alive)
+            assert alive == [True] * 12 + [False] * 2
+            assert engine.phase == "dead: a step has taken longer than 120 s, of the requests req_1"
+            go_on.set()
+            async for _ in stream:
+                pass
+        assert (engine.alive, engine.phase) == (True, "ready")
+        await asyncio.to_thread(engine.close)
+
+    asyncio.run(scene())
 
 
 def test_a_slow_load_is_alive(folder: Callable[[str], Path], clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
