@@ -9,6 +9,7 @@ from typing import Any
 from engine.config import EngineConfig
 from engine.errors import InvalidContent, ModelUnsupported, Overloaded
 from engine.load.read.checkpoint import error_line
+from engine.load.read.skeleton import has_tower
 from engine.load.read.text_part import RUN_ERRORS
 from engine.media.capture import ContentsUnsupported
 from engine.media.encoder import CapturingEncoder, ContentSample
@@ -27,7 +28,8 @@ def content_encoder(
     kinds then. Raises ModelUnsupported.
     """
     try:
-        samples = [_sample(processor, tokenizer, sample_upload(kind)) for kind in _kinds(processor, tokenizer)]
+        kinds = _kinds(processor, tokenizer, model.config)
+        samples = [_sample(processor, tokenizer, sample_upload(kind)) for kind in kinds]
         encoder = CapturingEncoder(model, samples, budget_bytes=budget_bytes)
         if encoder.bidirectional and "image" in encoder.kinds:
             encoder.measure_ranges(_sample(processor, tokenizer, upload) for upload in sample_shapes())
@@ -49,12 +51,16 @@ def with_ranges(config: EngineConfig, encoder: ContentEncoder | None) -> EngineC
     return config if encoder is None else replace(config, chunk=max(config.chunk, encoder.longest_range))
 
 
-def _kinds(processor: MediaSandbox, tokenizer: Tokenizer) -> Iterable[ContentKind]:
+def _kinds(processor: MediaSandbox, tokenizer: Tokenizer, config: Any) -> Iterable[ContentKind]:
     refused = processor.describe().refused
     if not processor.markers:
         reasons = "; ".join(f"{kind}: {reason}" for kind, reason in refused.items())
         raise ContentsUnsupported(f"its processor reads no image and no sound ({reasons})")
-    kinds = tokenizer.use_content_processor(processor)
+    # The processor of a family may read more than one of its models: the large ones of Gemma 4 have no audio tower.
+    markers = {kind: marker for kind, marker in processor.markers.items() if has_tower(config, kind)}
+    if not markers:
+        raise ContentsUnsupported(f"it has no tower for its processor, which reads {' and '.join(processor.markers)}")
+    kinds = tokenizer.use_content_processor(processor, markers)
     if not kinds:
         raise ContentsUnsupported("its chat template shows no image and no sound")
     return sorted(kinds, key=list(processor.markers).index)

@@ -104,8 +104,12 @@ class Tokenizer:
         self._context, self._max_context = context, max_context
         return self
 
-    def use_content_processor(self, processor: ContentProcessor) -> frozenset[ContentKind]:
+    def use_content_processor(
+        self, processor: ContentProcessor, markers: Mapping[ContentKind, str]
+    ) -> frozenset[ContentKind]:
         """Render images and sounds with a processor; the kinds that the chat template renders.
+
+        markers  those of the processor for the kinds that the model reads
 
         Raises TemplateTooCostly, and TemplateUnavailable.
         """
@@ -113,9 +117,9 @@ class Tokenizer:
         if self.has_chat_template:
             with template_processes().job() as job:
                 render = functools.partial(self._render_sample, job, tools=())
-                detected = {kind: detect_form(kind, marker, render) for kind, marker in processor.markers.items()}
+                detected = {kind: detect_form(kind, marker, render) for kind, marker in markers.items()}
             forms = {kind: form for kind, form in detected.items() if form is not None}
-        markers = {kind: processor.markers[kind] for kind in forms}
+        markers = {kind: markers[kind] for kind in forms}
         if "text" in forms.values():
             log.warning("the chat template reads texts alone: images and sounds stand before the text of a message")
             self._contents = ContentRenderer("text", markers, processor.placeholders)

@@ -29,6 +29,8 @@ from engine.model.rope import RopeSwitch
 from engine.quantize.plan import LayerSurvey, QuantizationPlan
 
 _EXPERTS = "shapes"
+# The configuration of the tower for each modality.
+_TOWERS = {"image": "vision_config", "audio": "audio_config"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +95,13 @@ def unread_modalities(config: Any) -> tuple[str, ...]:
     if whole is None:
         return ()
     inputs = whole._model_mapping[type(config)].input_modalities
-    return tuple(name for name in ((inputs,) if isinstance(inputs, str) else inputs) if name != "text")
+    names = (inputs,) if isinstance(inputs, str) else inputs
+    return tuple(name for name in names if name != "text" and has_tower(config, name))
+
+
+def has_tower(config: Any, modality: str) -> bool:
+    """Whether a model may have a tower for inputs of a modality: its configuration is not null."""
+    return getattr(config, _TOWERS.get(modality, ""), "") is not None
 
 
 def tower_modules(model: Any) -> frozenset[nn.Module]:

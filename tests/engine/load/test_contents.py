@@ -31,7 +31,7 @@ ALWAYS = ("qwen2_vl",)
 
 
 def _config(folder: Path, **settings: Any) -> EngineConfig:
-    return EngineConfig(model=str(folder), dtype="float32", context=128, **settings)
+    return EngineConfig(model=str(folder), dtype="float32", context=512, **settings)
 
 
 def _load(folder: Path, **settings: Any) -> LoadedModel:
@@ -49,7 +49,7 @@ def _prompt(loaded: LoadedModel) -> tuple[list[int], Content]:
 def _answer(loaded: LoadedModel) -> tuple[int, ...]:
     tokens, content = _prompt(loaded)
     request = Request(id="0", prompt=tuple(tokens), contents=(content,), sampling=GREEDY, max_tokens=8, ignore_eos=True)
-    return tuple(play(core(loaded, context=128, chunk=16), [Job(request)])["0"].tokens)
+    return tuple(play(core(loaded, context=512, chunk=16), [Job(request)])["0"].tokens)
 
 
 def _generate(whole: Any, loaded: LoadedModel) -> tuple[int, ...]:

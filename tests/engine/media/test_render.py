@@ -58,7 +58,8 @@ def chat(folders: Path, name: str, template: str = TEMPLATE, context: int = 20_0
     folder = _folder(folders, name, template)
     backend = AutoTokenizer.from_pretrained(folder)
     tokenizer = Tokenizer(backend, vocabulary_size=len(backend), context=context)
-    tokenizer.use_content_processor(media_processor(folder))
+    processor = media_processor(folder)
+    tokenizer.use_content_processor(processor, processor.markers)
     return tokenizer
 
 
