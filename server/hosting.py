@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("cellar")
 
 CLOSE_SECONDS = 5.0
+_NOT_PREPARED = "the first grammar will be slow, its tables are not built"
 IDLE_CHECK_SECONDS = 0.5
 # Consecutive checks without a request before the server counts as idle.
 IDLE_CHECKS = 4
@@ -67,19 +68,28 @@ class Hosting:
             is_idle = not (numbers.running or numbers.waiting) and numbers.steps_total == steps
             quiet, steps = quiet + 1 if is_idle else 0, numbers.steps_total
             if quiet >= IDLE_CHECKS:
-                missing = await asyncio.to_thread(self._prepare_grammars)
+                try:
+                    missing = await asyncio.to_thread(self._prepare_grammars)
+                except RuntimeError as error:
+                    # No thread can be started.
+                    logger.warning("%s: %s", _NOT_PREPARED, error)
+                    return
 
     def _prepare_grammars(self) -> bool:
         """Build a part of the tables; whether another part is missing."""
         try:
             return self.engine.grammars.prepare()
         except (EngineError, OSError) as error:
-            logger.warning("the first grammar will be slow, its tables are not built: %s", error)
+            logger.warning("%s: %s", _NOT_PREPARED, error)
             return False
 
     async def close(self) -> bool:
         """Stop the engine; whether its thread ended."""
-        return await asyncio.to_thread(self._join)
+        try:
+            return await asyncio.to_thread(self._join)
+        except RuntimeError as error:
+            logger.warning("the engine is not closed: %s", error)
+            return False
 
     def _join(self) -> bool:
         """Join the engine thread, with a timeout since it may be loading weights; whether it ended."""

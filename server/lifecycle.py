@@ -161,9 +161,17 @@ class Lifecycle:
 
     def _end_within(self, seconds: float) -> None:
         """End the process after `seconds` if it still runs. The thread of the timer needs no event loop."""
-        deadline = threading.Timer(seconds, lambda: self._end_process(self._exit_code))
+
+        def end() -> None:
+            self._end_process(self._exit_code)
+
+        deadline = threading.Timer(seconds, end)
         deadline.daemon = True
-        deadline.start()
+        try:
+            deadline.start()
+        except RuntimeError:
+            # No thread can be started.
+            asyncio.get_running_loop().call_later(seconds, end)
 
     async def _drain_engine(self, seconds: float) -> None:
         await self.hosting.drain(seconds)

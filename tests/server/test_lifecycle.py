@@ -279,6 +279,26 @@ def test_a_failed_preparation_is_logged(
     assert str(error) in caplog.text
 
 
+@pytest.mark.parametrize("name", ["_prepare_grammars", "_join"])
+def test_a_thread_that_cannot_be_started_ends_no_server(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither when it is idle nor at its end, which is in order."""
+    to_thread = asyncio.to_thread
+
+    async def fail_or_run(work: Callable[..., Any], *values: Any) -> Any:
+        if getattr(work, "__name__", "") == name:
+            raise RuntimeError("can't start new thread")
+        return await to_thread(work, *values)
+
+    monkeypatch.setattr("server.hosting.IDLE_CHECK_SECONDS", 0)
+    monkeypatch.setattr(asyncio, "to_thread", fail_or_run)
+    engine = FakeEngine()
+
+    assert 0 == run_until(engine, [], lambda: bool(caplog.records) or engine.grammars.missing_parts == 0)
+    assert "can't start new thread" in caplog.text
+
+
 def run_until(engine: FakeEngine, output: list[str], done: Callable[[], bool]) -> int:
     """The exit code of a run in this process, which is stopped when something has happened."""
     lifecycle = Lifecycle(Hosting(engine, settings()), settings(), output.append, lambda code: None)  # type: ignore[arg-type]
