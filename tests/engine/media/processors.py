@@ -90,6 +90,7 @@ FAMILIES = {
             "eoa_token": "<audio|>",
         },
         {"feature_extractor": {"feature_extractor_type": "Gemma4AudioFeatureExtractor"}},
+        audio_marker="<|audio|>",
     ),
     "idefics3": Family(
         "Idefics3Processor",
