@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,12 +37,14 @@ class Disk:
 
     def fill(self) -> None:
         """Allow no further page."""
-        ((pages,),) = self._opened[-1].run("PRAGMA page_count")
-        self._opened[-1].run(f"PRAGMA max_page_count = {pages}")
+        for database in self._opened:
+            ((pages,),) = database.run("PRAGMA page_count")
+            database.run(f"PRAGMA max_page_count = {pages}")
 
     def drain(self) -> None:
         """Remove the limit of pages."""
-        self._opened[-1].run("PRAGMA max_page_count = 1000000")
+        for database in self._opened:
+            database.run("PRAGMA max_page_count = 1000000")
 
     def lock(self) -> None:
         """Make the database read-only."""
@@ -163,6 +166,44 @@ def test_a_full_disk_has_its_own_status(disk: Disk) -> None:
     assert (507, "disk_full") == (full.status, full.json["error"]["code"])
     assert "false" == full.headers["x-should-retry"]
     assert [200, 200] == [deleted.status, again.status]
+
+
+def test_a_full_disk_refuses_files_and_batches(disk: Disk) -> None:
+    """With 507; what is stored can be read, and with free space again both are accepted."""
+    line = json.dumps({"custom_id": "a", "method": "POST", "url": "/v1/responses", "body": {"input": "hi"}})
+
+    async def story() -> tuple[list[Answer], Answer, list[Answer]]:
+        app = app_on(disk, generating("hi"))
+        first = await upload(app, line)
+        request = {"input_file_id": first.json["id"], "endpoint": "/v1/responses", "completion_window": "24h"}
+        metadata = {f"{start}": LONG[start : start + 500] for start in range(0, 8000, 500)}
+
+        async def both() -> list[Answer]:
+            batch = await call(app, "POST", "/v1/batches", json_body={**request, "metadata": metadata})
+            return [await upload(app, LONG), batch]
+
+        assert 200 == (await call(app, "GET", "/v1/batches")).status
+        disk.fill()
+        full = await both()
+        kept = await call(app, "GET", f"/v1/files/{first.json['id']}/content")
+        disk.drain()
+        return full, kept, await both()
+
+    full, kept, again = asyncio.run(story())
+
+    assert [(507, "disk_full")] * 2 == [(answer.status, answer.json["error"]["code"]) for answer in full]
+    assert (200, line.encode()) == (kept.status, kept.body)
+    assert [200, 200] == [answer.status for answer in again], again
+
+
+async def upload(app: Any, content: str) -> Answer:
+    """The answer to the upload of a file for a batch."""
+    disposition = "--B\r\nContent-Disposition: form-data; name="
+    form = (
+        f'{disposition}"purpose"\r\n\r\nbatch\r\n{disposition}"file"; filename="a.jsonl"\r\n\r\n{content}\r\n--B--\r\n'
+    )
+    headers = {"content-type": "multipart/form-data; boundary=B", "content-length": f"{len(form)}"}
+    return await call(app, "POST", "/v1/files", body=form.encode(), headers=headers)
 
 
 def test_a_background_response_not_stored_has_failed(disk: Disk) -> None:
