@@ -11,8 +11,9 @@ from gguf import GGMLQuantizationType as Type
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from engine.gguf import matrices
+from engine.gguf import deferred, matrices
 from engine.gguf.container import read_model
+from engine.gguf.deferred import DeferredWeights
 from engine.gguf.matrices import FileMatrices
 from engine.load.check import checking, outcomes
 from engine.load.load import LoadedModel
@@ -84,7 +85,7 @@ def test_a_later_start_dequantises_types_without_a_format(tmp_path: Path, monkey
 def test_the_first_start_dequantises_in_calls(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The checks, the replaced layers and the logits are those of a start that dequantises all matrices first."""
     file = write(name, Type.Q4_K, tmp_path)
-    deferred = load_file(file)
+    loaded = load_file(file)
     [outcome] = (tmp_path / "checks").glob("*.json")
     expected = outcome.read_text()
     outcome.unlink()
@@ -93,7 +94,32 @@ def test_the_first_start_dequantises_in_calls(name: str, tmp_path: Path, monkeyp
     eager = load_file(file)
 
     assert expected == outcome.read_text()
-    assert torch.equal(logits(eager), logits(deferred))
+    assert torch.equal(logits(eager), logits(loaded))
+
+
+def test_the_first_start_computes_the_experts_of_the_first_layers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others add zeros in the checks, whose outcome is the same; all are in the model that is served."""
+    file = write("mixtral", Type.Q4_K, tmp_path)
+    expected = logits(load_file(file))
+    [outcome] = (tmp_path / "checks").glob("*.json")
+    content = outcome.read_text()
+    outcome.unlink()
+    read, in_calls = DeferredWeights._read, list[str]()
+
+    def spy(self: DeferredWeights, names: list[str]) -> None:
+        in_calls.extend(names if self._restore else [])
+        read(self, names)
+
+    monkeypatch.setattr(DeferredWeights, "_read", spy)
+    monkeypatch.setattr(deferred, "_COMPUTED_EXPERTS", 1)
+
+    loaded = load_file(file)
+
+    assert {name.split(".")[2] for name in in_calls} == {"0"}
+    assert outcome.read_text() == content
+    assert torch.equal(logits(loaded), expected)
 
 
 def test_weights_that_a_model_reads_outside_of_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
