@@ -106,7 +106,8 @@ def _fitting(content: GgufModel, text: Any) -> Tower:
     if content.metadata.text("general.architecture") != "clip":
         raise GgufError("it is no encoder of images (mmproj)")
     file = TowerFile(content)
-    width = file.size("projection_dim")
+    projector = projector_of(file, text)
+    width = projector.width(file)
     if width != text.hidden_size:
         raise GgufError(f"it is for a language model of width {width}, not {text.hidden_size}")
-    return Tower(content, file, projector_of(file, text))
+    return Tower(content, file, projector)

@@ -74,6 +74,14 @@ class TowerFile:
             raise GgufError(f"it lacks the tensor {tensor}")
         return tuple(self.tensors[tensor].shape)
 
+    def integers(self, name: str) -> list[int]:
+        """A list of integers; empty without it. Raises GgufError."""
+        values = self._metadata.get(_PREFIX + name) if self.knows(name) else []
+        integers = [value for value in values if isinstance(value, int)] if isinstance(values, list) else None
+        if integers is None or integers != values:
+            raise GgufError(f"its metadata {_PREFIX}{name} is no list of integers")
+        return integers
+
     def flag(self, key: str) -> bool:
         """A boolean that is the same for images and audio; false without it. Raises GgufError."""
         return self._metadata.boolean(f"clip.{key}", False)
@@ -136,6 +144,10 @@ def _same(text: Fields) -> Fields:
     return text
 
 
+def _projection_width(file: TowerFile) -> int:
+    return file.size("projection_dim")
+
+
 def _always(_: TowerFile) -> bool:
     return True
 
@@ -155,6 +167,7 @@ class Projector:
     text         the settings of the text for those of the language model alone
     applies      whether a file is of this model; the first one of the table counts
     ignored      patterns of tensors that files may have without an effect
+    width        of the language model that a file is for
     """
 
     name: str
@@ -168,3 +181,4 @@ class Projector:
     text: Callable[[Fields], Fields] = _same
     applies: Callable[[TowerFile], bool] = _always
     ignored: tuple[str, ...] = ()
+    width: Callable[[TowerFile], int] = _projection_width

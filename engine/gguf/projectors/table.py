@@ -8,6 +8,7 @@ from engine.gguf.architectures.settings import Fields
 from engine.gguf.container import GgufError
 from engine.gguf.projectors.gemma4 import GEMMA4
 from engine.gguf.projectors.internvl import INTERNVL
+from engine.gguf.projectors.llava import LLAVA
 from engine.gguf.projectors.pixtral import PIXTRAL
 from engine.gguf.projectors.projector import ProcessorFiles, Projector, TowerFile
 from engine.gguf.projectors.qwen import QWEN
@@ -76,6 +77,7 @@ def _idefics3_processor(file: TowerFile) -> ProcessorFiles:
 PROJECTORS = (
     GEMMA4,
     INTERNVL,
+    LLAVA,
     *QWEN,
     *PIXTRAL,
     Projector(

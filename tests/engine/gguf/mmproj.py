@@ -48,7 +48,7 @@ def write_mmproj(name: str, source: Path, file: Path, *, matrix_type: str = "F32
     writer.add_type("mmproj")
     writer.add_clip_has_vision_encoder(True)
     writer.add_clip_projector_type(family.projector)
-    writer.add_vision_projection_dim(width or config["text_config"]["hidden_size"])
+    writer.add_vision_projection_dim(width or vision.get("projection_dim") or config["text_config"]["hidden_size"])
     writer.add_vision_patch_size(_side(vision["patch_size"]))
     writer.add_vision_image_mean(pixels["image_mean"])
     writer.add_vision_image_std(pixels["image_std"])
@@ -209,6 +209,40 @@ def _internvl_tensors(key: str, values: Any, vision: dict[str, Any]) -> Named:
         yield f"model.{key}" + (".weight" if is_named_weight else ""), values
 
 
+def _add_llava(writer: GGUFWriter, config: dict[str, Any], pixels: dict[str, Any]) -> None:
+    vision = config["vision_config"]
+    _add_tower(writer, vision | {"num_hidden_layers": vision["num_hidden_layers"] - 1})
+    writer.add_vision_attention_layernorm_eps(vision["layer_norm_eps"])
+    writer.add_bool("clip.use_gelu", vision["hidden_act"] == "gelu")
+
+
+_LLAVA_NAMES = {
+    "vision_tower.": "v.",
+    "encoder.layers.": "blk.",
+    "embeddings.": "",
+    "embedding": "embd",
+    "self_attn.": "attn_",
+    "layer_norm": "ln",
+    "pre_layrnorm": "pre_ln",
+    "mlp.fc1": "ffn_down",
+    "mlp.fc2": "ffn_up",
+    "multi_modal_projector.linear_1": "mm.0",
+    "multi_modal_projector.linear_2": "mm.2",
+    "_proj.": ".",
+}
+
+
+def _llava_tensors(key: str, values: Any, vision: dict[str, Any]) -> Named:
+    """By the first converter, which exchanged the matrices of an MLP and left out the last layer."""
+    key = key.removeprefix("model.").replace("vision_model.", "")
+    last = f".layers.{vision['num_hidden_layers'] - 1}."
+    if not key.startswith(("vision_tower.", "multi_modal_projector.")) or last in key or "post_layernorm" in key:
+        return
+    for name, short in _LLAVA_NAMES.items():
+        key = key.replace(name, short)
+    yield key, values
+
+
 FAMILIES = {
     "qwen2_vl": Converted(VisionProjectorType.QWEN2VL, _add_qwen, _qwen_tensors),
     "qwen2_5_vl": Converted(VisionProjectorType.QWEN25VL, _add_qwen, _qwen_tensors),
@@ -217,5 +251,6 @@ FAMILIES = {
     **dict.fromkeys(("gemma3", "gemma3_wide"), Converted(VisionProjectorType.GEMMA3, _add_gemma3, _gemma3_tensors)),
     **dict.fromkeys(("gemma4", "gemma4_large"), Converted("gemma4v", _add_gemma4, _gemma4_tensors)),
     "internvl": Converted(VisionProjectorType.INTERNVL, _add_internvl, _internvl_tensors),
+    "llava": Converted("mlp", _add_llava, _llava_tensors),
     "smolvlm": Converted(VisionProjectorType.IDEFICS3, _add_idefics3, _idefics3_tensors),
 }

@@ -82,7 +82,9 @@ def test_answer_to_an_image_is_that_of_the_checkpoint(name: str, source: Path, t
 
     info = loaded.info
     assert (info.input_modalities, info.text_only_reason) == (("text", "image"), "")
-    assert info.parameters == sum(parameter.numel() for parameter in whole.parameters())
+    unread = ".encoder.layers.1." if name == "llava" else None
+    parameters = [values for key, values in whole.named_parameters() if unread is None or unread not in key]
+    assert info.parameters == sum(values.numel() for values in parameters)
     upload = Upload("image", png(50, 40), "")
     processed = media_processor(source).process(upload)
     folder = processor_folder("model", read_headers("model", file, _config(file))[0])
