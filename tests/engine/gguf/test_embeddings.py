@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 from gguf import GGMLQuantizationType as Type
 from torch import Tensor
 
-from engine.gguf.container import read_model
+from engine.gguf.container import GgufModel, read_model
 from engine.gguf.matrices import FileMatrices
 from engine.gguf.sources import PLAIN_TYPES
 from engine.load.load import LoadedModel
@@ -21,7 +23,14 @@ from tests.engine.gguf.files import TYPES, empty_cache, feed, load_file, prompt,
 from tests.libraries import built
 from tests.selection import quick
 
+Wide = Callable[[str], GgufModel]
 KINDS = [kind for kind in TYPES if kind not in PLAIN_TYPES]
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Wide:
+    """A checkpoint's file with matrices that have blocks of every type, in floats."""
+    return cache(lambda name: read_model(write_wide(name, tmp_path_factory.mktemp(name))))
 
 
 def logits(loaded: LoadedModel) -> Tensor:
@@ -51,7 +60,7 @@ CASES = [
     ("kind", "name", "rounds"), quick(QUICK, CASES), ids=lambda value: getattr(value, "name", str(value))
 )
 def test_native_rows_equal_the_dequantised_table(
-    kind: Type, name: str, rounds: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: Type, name: str, rounds: bool, wide: Wide, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tied and untied, also where weights are rounded to bfloat16."""
     built("step")
@@ -59,7 +68,7 @@ def test_native_rows_equal_the_dequantised_table(
     dtype = torch.bfloat16 if rounds else torch.float32
     monkeypatch.setattr("engine.load.load.choose_dtype", lambda *_, **__: dtype)
     file = tmp_path / "other.gguf"
-    write_types(read_model(write_wide(name, tmp_path)), file, kind)
+    write_types(wide(name), file, kind)
 
     expected, actual = float_embeddings(monkeypatch, file), load_file(file)
 
@@ -70,10 +79,12 @@ def test_native_rows_equal_the_dequantised_table(
 
 
 @pytest.mark.parametrize("name", quick(("granite",), ("llama", "gemma3", "granite")))
-def test_torch_rows_equal_the_dequantised_table(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_rows_equal_the_dequantised_table(
+    name: str, wide: Wide, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The output of the module with its scale, whatever the kind of the table."""
     file = tmp_path / "other.gguf"
-    write_types(read_model(write_wide(name, tmp_path)), file, Type.Q5_K)
+    write_types(wide(name), file, Type.Q5_K)
     tokens = torch.tensor([[3, 0, 17], [3, 200, 1]])
 
     expected, actual = (
@@ -84,11 +95,11 @@ def test_torch_rows_equal_the_dequantised_table(name: str, tmp_path: Path, monke
     assert torch.equal(expected, actual)
 
 
-def test_per_layer_tables_keep_their_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_per_layer_tables_keep_their_format(wide: Wide, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are most of the weights of small Gemma 4 models."""
     built("step")
     file = tmp_path / "other.gguf"
-    write_types(read_model(write_wide("gemma4", tmp_path)), file, Type.Q8_0)
+    write_types(wide("gemma4"), file, Type.Q8_0)
 
     expected, actual = float_embeddings(monkeypatch, file), load_file(file)
 
