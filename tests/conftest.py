@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from bench.launch import cellar
@@ -18,6 +19,10 @@ limit_spinning()
 if not any(Path(device).exists() for device in ("/dev/nvidia0", "/dev/kfd")):
     # Without a GPU Triton's kernels are interpreted; Triton, which transformers imports, reads it when imported.
     os.environ["TRITON_INTERPRET"] = "1"
+
+# On a busy machine an example takes any time.
+hypothesis.settings.register_profile("cellar", deadline=None)
+hypothesis.settings.load_profile("cellar")
 
 
 def pytest_collection_finish() -> None:
