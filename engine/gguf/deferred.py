@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
@@ -16,15 +15,14 @@ from engine.kernels.blocks import BlockReader
 
 # Weights of a linear layer that are dequantised at once.
 _WEIGHTS_AT_ONCE = 2**20
-# Experts of a kind that are computed, of the first layers: those of one layer of a large model take seconds a call.
-_COMPUTED_EXPERTS = 2
 
 
 class DeferredWeights:
     """Parameters of a model with values inside calls of their modules only; outside they are NaN.
 
-    Linear layers are dequantised in parts, embeddings by the rows of a call, experts as a whole. Experts compute each
-    token alone, and are the same code in all layers: those of later layers add zeros, in every runner alike.
+    Linear layers are dequantised in parts, embeddings by the rows of a call. Experts compute each token alone, and are
+    the same code in all layers, but those of one layer take seconds: the first ones of a kind are dequantised once, the
+    others add zeros, in every runner alike.
     """
 
     def __init__(
@@ -34,9 +32,9 @@ class DeferredWeights:
         self._dtype, self._reader = dtype, reader
         self._sources = {name: (model.get_parameter(name), source) for name, source in sources.items()}
         self._restore = list[Callable[[], object]]()
-        self._computed = Counter[type[nn.Module]]()
-        # Kinds of experts whose output has the shape of their first input.
-        self._additive = set[type[nn.Module]]()
+        # By kind, the first experts; whether their output has the shape of their first input.
+        self._first_experts: dict[type[nn.Module], list[str]] = {}
+        self._additive: dict[type[nn.Module], bool] = {}
         deferred = {id(parameter): name for name, (parameter, _) in self._sources.items()}
         for module in model.modules():
             names = [
@@ -51,6 +49,7 @@ class DeferredWeights:
         for restore in self._restore:
             restore()
         self._restore.clear()
+        self._drop([name for names in self._first_experts.values() for name in names])
         self._read([name for name in self._sources if name not in unused])
         self._sources.clear()
 
@@ -61,12 +60,18 @@ class DeferredWeights:
             setattr(module, "forward", partial(self._linear, module, matrix))  # noqa: B010
             self._restore.append(partial(module.__dict__.pop, "forward"))
             return
+        if others and type(module) in self._first_experts:
+            setattr(module, "forward", partial(self._later_experts, module, names))  # noqa: B010
+            self._restore.append(partial(module.__dict__.pop, "forward"))
+            return
         if others:
-            self._computed[type(module)] += 1
-            if self._computed[type(module)] > _COMPUTED_EXPERTS:
-                setattr(module, "forward", partial(self._later_experts, module, names))  # noqa: B010
-                self._restore.append(partial(module.__dict__.pop, "forward"))
-                return
+            self._first_experts[type(module)] = names
+            handles = (
+                module.register_forward_pre_hook(self._before_first_experts),
+                module.register_forward_hook(self._after_first_experts),
+            )
+            self._restore += [handle.remove for handle in handles]
+            return
         before: Callable[..., object] = partial(self._before_call, names)
         if isinstance(module, nn.Embedding):
             before = partial(self._before_embedding, names[0], matrix)
@@ -101,14 +106,20 @@ class DeferredWeights:
     def _before_call(self, names: list[str], *_: Any) -> None:
         self._read(names)
 
-    def _after_call(self, names: list[str], module: nn.Module, inputs: tuple[object, ...], output: object) -> None:
+    def _after_call(self, names: list[str], *_: Any) -> None:
         self._drop(names)
-        if inputs and isinstance(inputs[0], Tensor) and isinstance(output, Tensor) and inputs[0].shape == output.shape:
-            self._additive.add(type(module))
+
+    def _before_first_experts(self, module: nn.Module, _: object) -> None:
+        if type(module) not in self._additive:
+            self._read(self._first_experts[type(module)])
+
+    def _after_first_experts(self, module: nn.Module, inputs: tuple[object, ...], output: object) -> None:
+        shapes = [value.shape for value in (*inputs[:1], output) if isinstance(value, Tensor)]
+        self._additive[type(module)] = len(shapes) == 2 and shapes[0] == shapes[1]
 
     def _later_experts(self, module: nn.Module, names: list[str], rows: Tensor, *args: Any, **named: Any) -> Any:
         """Zeros, where experts of this kind add rows; else their output."""
-        if type(module) in self._additive:
+        if self._additive.get(type(module)):
             return torch.zeros_like(rows)
         self._read(names)
         try:
