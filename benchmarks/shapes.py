@@ -42,6 +42,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     | {"model_type": "qwen3", "vocab_size": 151_936, "hidden_size": 1024, "intermediate_size": 3072, "head_dim": 128}
     | {"num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8}
     | {"max_position_embeddings": 40_960, "rope_theta": 1_000_000.0},
+    "qwen3-4b": COMMON
+    | {"model_type": "qwen3", "vocab_size": 151_936, "hidden_size": 2560, "intermediate_size": 9728, "head_dim": 128}
+    | {"num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8}
+    | {"max_position_embeddings": 40_960, "rope_theta": 1_000_000.0},
     "qwen3-8b": COMMON
     | {"model_type": "qwen3", "vocab_size": 151_936, "hidden_size": 4096, "intermediate_size": 12_288, "head_dim": 128}
     | {"num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "tie_word_embeddings": False}
