@@ -30,8 +30,9 @@ from server.http.encoding import dumps
 from server.http.errors import HEADERS_TOO_LARGE, INVALID_HTTP, REQUEST_TIMEOUT, ApiError
 from server.http.lingering import LingeringTransport
 from server.http.middleware import RESERVED
-from server.http.paths import WEBSOCKET_PATHS
+from server.http.paths import PROBE_PATHS, WEBSOCKET_PATHS
 from server.http.refusal import Refusal, Refuse
+from server.http.request_starts import RequestStarts
 
 logger = logging.getLogger("cellar.http")
 
@@ -42,6 +43,8 @@ BODY_SHARE = 1 / 4
 HEAD_END = b"\r\n\r\n"
 CHUNKED = b"\r\ntransfer-encoding: chunked\r\n"
 VERSIONS = (b" HTTP/1.1", b" HTTP/1.0")
+# Probes do not wait for the starts of other requests.
+_PROBES = tuple(f"{method} {path} ".encode() for method in ("GET", "HEAD") for path in PROBE_PATHS)
 INVALID_MESSAGE = "This is not a valid HTTP/1.1 request."
 TOO_LARGE_MESSAGE = "The request line and headers are too large."
 
@@ -83,6 +86,7 @@ class StrictProtocol(H11Protocol):
 
     idle    connections without a request, shared by all connections, the longest idle first
     bodies  connections with an unfinished body, shared by all connections, the longest first
+    starts  the starts of requests, shared by all connections
     refuse  answers a request without the app while the queue is full; None: the app answers all requests
     """
 
@@ -91,6 +95,7 @@ class StrictProtocol(H11Protocol):
         limits: ClientLimits,
         idle: dict[StrictProtocol, None],
         bodies: dict[StrictProtocol, None],
+        starts: RequestStarts,
         direct_writes: bool,
         refuse: Refuse | None,
         config: Config,
@@ -101,7 +106,7 @@ class StrictProtocol(H11Protocol):
         state = {**app_state, CONNECTION: self} if direct_writes else app_state
         super().__init__(config, server_state, state, _loop)
         self.conn = self._connection = StrictConnection(limits)
-        self._limits, self._idle, self._bodies, self._refuse = limits, idle, bodies, refuse
+        self._limits, self._idle, self._bodies, self._starts, self._refuse = limits, idle, bodies, starts, refuse
         self.writable, self._upgraded = True, False
         # Bytes of the body of a refused request that are still to come; they are discarded.
         self._unread_bytes = 0
@@ -177,12 +182,38 @@ class StrictProtocol(H11Protocol):
             return
         if self._unread_bytes and not (data := self._discard_body(data)):
             return
-        if self._refuse is not None and self in self._idle and not self.conn.trailing_data[0]:
+        if self not in self._idle or self.conn.trailing_data[0]:
+            self._receive(data)
+        elif self._starts.is_full and not data.startswith(_PROBES):
+            self._wait_for_start(data)
+        else:
+            self._starts.count()
+            self._start(data)
+
+    def _wait_for_start(self, data: bytes) -> None:
+        """Start a request in a later iteration; until then the connection is not idle and nothing is read from it."""
+        del self._idle[self]
+        self._unset_keepalive_if_required()
+        self.flow.pause_reading()
+        self._starts.wait(functools.partial(self._start_late, data))
+
+    def _start_late(self, data: bytes) -> None:
+        if not self._lingering.is_closing():
+            self._idle[self] = None
+            self.flow.resume_reading()
+            self._start(data)
+
+    def _start(self, data: bytes) -> None:
+        """Refuse a request, or pass its first bytes on."""
+        if self._refuse is not None:
             client = self.client[0] if self.client else ""
             refusal = self._refuse(data, client, self.server_state.default_headers)
             if refusal is not None:
                 self._send_refusal(refusal)
                 return
+        self._receive(data)
+
+    def _receive(self, data: bytes) -> None:
         self._use_free_connection()
         super().data_received(data)
 
@@ -378,7 +409,7 @@ def strict_protocol(
     limits: ClientLimits, refuse: Refuse | None, *, direct_writes: bool = True
 ) -> type[asyncio.Protocol]:
     """The value of uvicorn's setting `http`; uvicorn only calls it, for each connection."""
-    return functools.partial(StrictProtocol, limits, {}, {}, direct_writes, refuse)  # type: ignore[return-value]
+    return functools.partial(StrictProtocol, limits, {}, {}, RequestStarts(), direct_writes, refuse)  # type: ignore[return-value]
 
 
 def strict_websocket(limits: ClientLimits) -> type[asyncio.Protocol]:
