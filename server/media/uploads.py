@@ -34,6 +34,8 @@ from server.store.files import CHUNK_BYTES, FileStore, StorageFullError, StoredF
 MAX_UPLOADS = 16
 MAX_REQUEST_BYTES = 64 * 2**20
 PURPOSES = ("vision", "user_data")
+# Browsers declare it for files of a type that they do not know.
+_UNKNOWN_TYPE = "application/octet-stream"
 # Files of inline images that stored responses refer to live as long as these do.
 KEPT_SECONDS = 30 * 86400
 
@@ -150,7 +152,7 @@ def _checked_kind(placed: PlacedPart, data: bytes) -> ContentKind:
     if media_type is None or (part.kind is not None and not media_type.startswith(part.kind)):
         raise invalid_value(placed.field, f"it is no {expected[part.kind]}", error)
     declared = part.source.media_type if isinstance(part.source, InlineMedia) else ""
-    if declared and plain_media_type(declared) != media_type:
+    if declared not in ("", _UNKNOWN_TYPE) and plain_media_type(declared) != media_type:
         raise invalid_value(placed.field, f"its bytes are {media_type}, and another type is declared", error)
     return "image" if media_type.startswith("image") else "audio"
 

@@ -239,6 +239,15 @@ def test_errors_name_the_part(path: str, body: dict[str, Any], code: str, param:
     assert f"'{param}'" in error["message"] or code == "file_not_found"
 
 
+@pytest.mark.parametrize("media_type", ["", "application/octet-stream", "IMAGE/X-PNG"])
+def test_an_image_without_a_known_type_has_that_of_its_bytes(media_type: str) -> None:
+    engine = media_engine()
+
+    answer = post(engine, CHAT, chat({"type": "image_url", "image_url": {"url": data_url(PNG, media_type)}}))
+    assert answer.status == 200
+    assert [upload.kind for upload in engine.tokenizer.rendered[-1]["uploads"]] == ["image"]
+
+
 def test_whitespace_in_base64_is_ignored() -> None:
     """As browsers do: lines of 76 characters, and a newline at the end."""
     lines = base64.encodebytes(PNG).decode()
