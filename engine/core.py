@@ -239,8 +239,9 @@ class Core:
             self.content_inputs.prepare(sequences, scheduler.cached_length, lambda: self._encoding_seconds(began))
         except Exception as error:
             log.exception("an encoder failed")
+            reason = f"an image or a sound could not be encoded ({type(error.__cause__ or error).__name__})"
             for sequence in error.sequences if isinstance(error, EncodingFailed) else sequences:
-                self._fail(sequence, f"a content could not be encoded ({type(error.__cause__ or error).__name__})")
+                self._fail(sequence, reason)
 
     def _encoding_seconds(self, began: float) -> float:
         return self._budget.encoding_seconds(self._scheduler.decode_work, self._clock() - began)
