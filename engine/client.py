@@ -190,7 +190,8 @@ class EngineClient(Protocol):
     def open(self, request: Request) -> AbstractAsyncContextManager[EventStream]:
         """Run a request inside the block; leaving the block cancels it.
 
-        Raises before the request is queued: Loading, Draining, EngineDead, Overloaded, ContextTooLong, InvalidRequest.
+        Raises before the request is queued: Loading, Draining, EngineDead, Overloaded, TimeoutTooShort, ContextTooLong,
+        InvalidRequest.
         """
 
     def embed(self, job: EmbeddingJob) -> AbstractAsyncContextManager[EventStream]:

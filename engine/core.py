@@ -20,6 +20,7 @@ from engine.adapters.adapter import Adapter
 from engine.config import EngineConfig
 from engine.draft.depth import FixedDepth
 from engine.draft.speculation import Speculation
+from engine.errors import TimeoutTooShort
 from engine.grammar.matcher import GrammarMatcher
 from engine.load.cache import model_cache, offload_config
 from engine.load.contents import with_ranges
@@ -35,6 +36,7 @@ from engine.schedule.sequence import Sequence
 from engine.schedule.step import Stepper, StepResult
 from engine.schedule.step_cost import StepCost, Work
 from engine.schedule.totals import Totals
+from engine.schedule.wait_predictor import WaitPredictor
 from engine.step.content import TEXT_LAYOUT, PromptLayout
 from engine.types.events import Delta, Event, Failed, Finished, FinishReason, PrefillProgress, Started, TokenLogprob
 from engine.types.request import Request
@@ -70,6 +72,7 @@ class Core:
         scored = max(_SCORED_LOGITS_BYTES // (4 * loaded.info.vocabulary), _MIN_SCORED_TOKENS)
         self._scheduler = Scheduler(self.cache, self._budget, max_scored=scored, on_start=self._on_slot_assigned)
         self._totals = Totals()
+        self._waits = WaitPredictor(self.cache, self._scheduler, self._budget, self._totals)
         self._inspection = Inspection(self.cache, self._scheduler, self._totals, clock)
         offload, device = offload_config(config, loaded.identity), torch.device(config.device)
         self.encoder_inputs = EncoderInputs(loaded.encoder, offload, device)
@@ -86,20 +89,24 @@ class Core:
         """Whether a step has anything to compute or to deliver."""
         return self._scheduler.busy or bool(self._events)
 
-    def submit(self, request: Request, matcher: GrammarMatcher | None = None) -> None:
-        """Queue a request; without a `matcher` its grammar is compiled here. Its first event is Started.
+    def submit(self, request: Request, matcher: GrammarMatcher | None = None) -> TimeoutTooShort | None:
+        """Queue a request, or return why it is refused; without a `matcher` its grammar is compiled here.
 
-        An exception fails it, and leaves nothing of it here.
+        Its first event is Started. An exception fails it, and leaves nothing of it here.
         """
         if request.grammar is not None and matcher is None:
             matcher = self._loaded.grammars.matcher(request.grammar)
         try:
             if (layout := self._layout(request)) is not None:
-                self._queue(self._sequence(request, matcher, layout))
+                sequence = self._sequence(request, matcher, layout)
+                if (refusal := self._waits.refusal(sequence)) is not None:
+                    return refusal
+                self._queue(sequence)
         except Exception as error:
             log.exception("a request could not be queued")
             self._totals.failed += 1
             self._events.append((request.id, Failed(f"it could not be queued ({type(error).__name__})")))
+        return None
 
     def _sequence(self, request: Request, matcher: GrammarMatcher | None, layout: PromptLayout) -> Sequence:
         return Sequence(
@@ -139,14 +146,12 @@ class Core:
 
     def cancel(self, request_id: str) -> None:
         """Remove a request, running or waiting, without an event; unknown and finished ids are ignored."""
-        sequence = self._sequences.get(request_id)
-        if sequence is not None:
+        if (sequence := self._sequences.get(request_id)) is not None:
             self._leave(sequence)
 
     def set_unread(self, request_id: str, is_unread: bool) -> None:
         """Record whether the client leaves the output of a request unread; unknown and finished ids are ignored."""
-        sequence = self._sequences.get(request_id)
-        if sequence is not None:
+        if (sequence := self._sequences.get(request_id)) is not None:
             self._scheduler.set_unread(sequence, is_unread)
 
     def step(self) -> list[tuple[str, Event]]:
@@ -183,7 +188,7 @@ class Core:
     def stats(self) -> Stats:
         """The current statistics."""
         drafts, encoders = self._speculation.counts(), self.content_inputs.counts
-        return self._inspection.stats(self._loaded.adapters, drafts, encoders)
+        return self._inspection.stats(self._loaded.adapters, drafts, encoders, self._waits.free_place_seconds())
 
     def snapshot(self, owner: str, salt: bytes) -> EngineSnapshot:
         """The state now, with sequences of `owner` and cached prefixes under `salt`."""
@@ -425,8 +430,7 @@ class Core:
             self._deliver(sequence, sequence.text.push(token, entry))
             if sequence.text.error:
                 return self._fail(sequence, sequence.text.error, caused_by_request=True)
-        ending = sequence.ending(token)
-        if ending is not None:
+        if (ending := sequence.ending(token)) is not None:
             self._finish(sequence, *ending, end_logprob)
         return None
 

@@ -14,6 +14,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractContextManager, AsyncExitStack, ExitStack, asynccontextmanager, closing
 from dataclasses import replace
 from functools import partial
+from typing import Any, TypeVar
+from weakref import WeakSet
 
 from engine.adapters.catalog import AdapterCatalog
 from engine.adapters.folder import AdapterFolder
@@ -33,6 +35,7 @@ from engine.errors import (
     InvalidRequest,
     Loading,
     ModelError,
+    TimeoutTooShort,
 )
 from engine.grammar.compiler import GrammarCompiler
 from engine.load.adapters import AdapterReader, adapter_limits
@@ -69,6 +72,8 @@ from engine.watchdog import Watchdog
 
 log = logging.getLogger("cellar.engine")
 
+Result = TypeVar("Result")
+
 # The interval at which the event loop checks for a stuck step.
 _LIVENESS_CHECK_SECONDS = 5.0
 
@@ -103,7 +108,9 @@ class Engine(EngineClient):
         self._queue_limit = QueueLimit(config.max_waiting)
         self._streams = OpenStreams[str](self._queue_limit, lambda stream: self._inbox.put(Cancel(stream.id)))
         # Requested snapshots, by owner and salt.
-        self._snapshots: dict[tuple[str, bytes], asyncio.Future[EngineSnapshot]] = {}
+        self._snapshots: dict[tuple[str, bytes], asyncio.Future[EngineSnapshot | None]] = {}
+        # Snapshots, and admissions of requests with a timeout, that the engine thread has not answered.
+        self._pending = WeakSet[asyncio.Future[Any]]()
 
     def start(self) -> None:
         """Start the thread, which loads the model first. Call it inside the event loop that uses the engine."""
@@ -211,9 +218,12 @@ class Engine(EngineClient):
         pending = self._snapshots.get((owner, salt))
         if pending is None:
             pending = self._snapshots[owner, salt] = self._loop.create_future()
+            self._pending.add(pending)
             pending.add_done_callback(lambda _: self._snapshots.pop((owner, salt)))
             self._inbox.put(Inspect(owner, salt, partial(self._call_on_loop, partial(_set_result, pending))))
-        return await asyncio.shield(pending)
+        if (snapshot := await asyncio.shield(pending)) is None:
+            raise EngineError("the snapshot failed")
+        return snapshot
 
     def has_adapter(self, name: str) -> bool:
         """Whether requests can name an adapter: a loaded one, or one of the folder of adapters."""
@@ -244,7 +254,7 @@ class Engine(EngineClient):
     def check_admission(self, owner: str) -> None:
         """Raise Overloaded if `open` would refuse every request of the owner now because the queue is full."""
         if self._loaded is not None:
-            self._queue_limit.check(owner, self._loaded.info.slots)
+            self._queue_limit.check(owner, self._loaded.info.slots, self._stats.free_place_seconds)
 
     def reserve(self, owner: str) -> AbstractContextManager[None]:
         """Count a request of the owner as waiting inside the block: one that is being prepared for `open`."""
@@ -254,8 +264,8 @@ class Engine(EngineClient):
     async def open(self, request: Request) -> AsyncIterator[RequestStream]:
         """Run a request inside the block; leaving the block cancels it. An adapter of the folder is loaded first.
 
-        Raises before the request is queued: Loading, Draining, EngineDead, Overloaded, ContextTooLong, InvalidRequest,
-        AdapterUnsupported, AdaptersFull.
+        Raises before the request is queued: Loading, Draining, EngineDead, Overloaded, TimeoutTooShort, ContextTooLong,
+        InvalidRequest, AdapterUnsupported, AdaptersFull.
         """
         self._check(request)
         async with self._adapter_of(request), self._open_checked(request) as stream:
@@ -283,7 +293,16 @@ class Engine(EngineClient):
                     matcher = await asyncio.to_thread(self.grammars.matcher, request.grammar)
         # The engine may be draining by now, or a request with this id was opened.
         self._check(request)
-        async with self._open_stream(request.id, request.owner, Submit(request, matcher)) as stream:
+        admission: asyncio.Future[TimeoutTooShort | None] = self._loop.create_future()
+        submit = Submit(request, matcher)
+        if request.timeout_seconds is None:
+            admission.set_result(None)
+        else:
+            submit = replace(submit, report=partial(self._call_on_loop, partial(_set_result, admission)))
+            self._pending.add(admission)
+        async with self._open_stream(request.id, request.owner, submit) as stream:
+            if (refusal := await admission) is not None:
+                raise refusal
             yield stream
 
     @asynccontextmanager
@@ -293,7 +312,7 @@ class Engine(EngineClient):
         slots = self._require_model().info.slots
         if self._embedder is None or not job.inputs:
             raise InvalidRequest("input", "there is no embedding model, or no input")
-        self._queue_limit.check(job.owner, slots)
+        self._queue_limit.check(job.owner, slots, self._stats.free_place_seconds)
         async with self._open_stream(job.id, job.owner, Embed(job)) as stream:
             yield stream
 
@@ -341,7 +360,7 @@ class Engine(EngineClient):
             self._adapters.check(request.adapter)
         elif request.adapter:
             raise InvalidRequest("model", f"there is no adapter {request.adapter[:128]!r}")
-        self._queue_limit.check(request.owner, loaded.info.slots)
+        self._queue_limit.check(request.owner, loaded.info.slots, self._stats.free_place_seconds)
 
     def _check_accepting(self, id: str) -> None:
         if self._draining:
@@ -391,8 +410,7 @@ class Engine(EngineClient):
         if failure is not None and not self._failed.is_set():
             self._failed.set()
             self._streams.fail("the engine stopped")
-            for pending in self._snapshots.values():
-                # A finished one leaves the table in the next iteration of the event loop.
+            for pending in self._pending:
                 if not pending.done():
                     pending.set_exception(failure)
 
@@ -474,10 +492,6 @@ def _reason(failure: EngineError) -> str:
     return failure.reason if isinstance(failure, EngineDead) else str(failure)
 
 
-def _set_result(future: asyncio.Future[EngineSnapshot], snapshot: EngineSnapshot | None) -> None:
-    if future.done():
-        return
-    if snapshot is None:
-        future.set_exception(EngineError("the snapshot failed"))
-    else:
-        future.set_result(snapshot)
+def _set_result(future: asyncio.Future[Result], result: Result) -> None:
+    if not future.done():
+        future.set_result(result)

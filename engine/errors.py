@@ -26,6 +26,7 @@ EngineError
 ├── Unavailable              the engine accepts no request now
 │   ├── Loading              the model is loading
 │   ├── Overloaded           the queue is full
+│   ├── TimeoutTooShort      the request would time out before its first token
 │   ├── Draining             the server is shutting down
 │   └── EngineDead           the engine thread ended
 └── SequenceFailed           a running sequence failed; the others continue
@@ -230,6 +231,17 @@ class Overloaded(Unavailable):
     def __init__(self, waiting: int, retry_after_seconds: float) -> None:
         super().__init__(f"{waiting} requests are waiting already", retry_after_seconds)
         self.waiting = waiting
+
+
+class TimeoutTooShort(Unavailable):
+    """The timeout of a request would surely expire before its first token."""
+
+    def __init__(self, timeout_seconds: float, wait_seconds: float) -> None:
+        message = (
+            f"the first token takes at least {wait_seconds:.1f} s, longer than the timeout of {timeout_seconds:g} s"
+        )
+        super().__init__(message, wait_seconds - timeout_seconds)
+        self.timeout_seconds, self.wait_seconds = timeout_seconds, wait_seconds
 
 
 class Draining(Unavailable):

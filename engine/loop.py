@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from engine.adapters.adapter import Adapter
 from engine.core import Core
 from engine.embedder.scheduler import EmbeddingScheduler
+from engine.errors import TimeoutTooShort
 from engine.grammar.matcher import GrammarMatcher
 from engine.types.events import Event
 from engine.types.request import EmbeddingJob, Request
@@ -29,10 +30,14 @@ _STATS_INTERVAL_SECONDS = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """Queue a request, with the matcher of its grammar."""
+    """Queue a request, with the matcher of its grammar.
+
+    report  called with the refusal, or with None when the request is queued
+    """
 
     request: Request
     matcher: GrammarMatcher | None
+    report: Callable[[TimeoutTooShort | None], None] = lambda refusal: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,9 +158,9 @@ class EngineLoop:
 
     def _execute(self, command: Command) -> None:
         match command:
-            case Submit(request, matcher):
+            case Submit(request, matcher, report):
                 self._submitted += 1
-                self._core.submit(request, matcher)
+                report(self._core.submit(request, matcher))
             case Embed(job):
                 self._submitted += 1
                 assert self._embedding is not None, "the engine accepts jobs for an embedding model only"

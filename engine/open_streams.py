@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Generic, TypeVar
@@ -39,14 +38,11 @@ class OpenStreams(Generic[Key]):
     def hold(self, key: Key, stream: RequestStream, owner: str) -> Iterator[None]:
         """Inside the block, the stream is open, and counts as a request of its owner."""
         self._streams[key] = stream
-        began = time.monotonic()
         try:
             with self._limit.hold(owner):
                 yield
         finally:
-            if stream.finished:
-                self._limit.record_duration(time.monotonic() - began)
-            else:
+            if not stream.finished:
                 self._cancel(stream)
             del self._streams[key]
             self._closed.set()

@@ -19,18 +19,13 @@ class QueueLimit:
     def __init__(self, max_waiting: int) -> None:
         self._max_waiting = max_waiting
         self._open_requests: Counter[str] = Counter()
-        self._mean_seconds = 1.0
 
-    def check(self, owner: str, slots: int) -> None:
-        """Raise Overloaded, with the estimated wait, if no further request of the owner is admitted."""
+    def check(self, owner: str, slots: int, free_place_seconds: float) -> None:
+        """Raise Overloaded, with the predicted wait for a place, if no further request of the owner is admitted."""
         waiting = self._open_requests.total() - slots
         share = (self._max_waiting + slots) // len({*self._open_requests, owner})
         if waiting >= self._max_waiting and self._open_requests[owner] >= share:
-            raise Overloaded(waiting, min(max(self._mean_seconds * (waiting + 1) / slots, 1.0), 60.0))
-
-    def record_duration(self, seconds: float) -> None:
-        """Add the time of a finished request, from admission to end, to the exponential mean."""
-        self._mean_seconds += 0.1 * (seconds - self._mean_seconds)
+            raise Overloaded(waiting, min(max(free_place_seconds, 1.0), 60.0))
 
     @contextmanager
     def hold(self, owner: str) -> Iterator[None]:

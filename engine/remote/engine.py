@@ -208,7 +208,7 @@ class RemoteEngine(EngineClient):
     def check_admission(self, owner: str) -> None:
         """Raise Overloaded if `open` would refuse every request of the owner now because the queue is full."""
         if self._loaded is not None:
-            self._queue_limit.check(owner, self._loaded.info.slots)
+            self._queue_limit.check(owner, self._loaded.info.slots, self._stats.free_place_seconds)
 
     def reserve(self, owner: str) -> AbstractContextManager[None]:
         """Count a request of the owner as waiting inside the block: one that is being prepared for `open`."""
@@ -218,7 +218,8 @@ class RemoteEngine(EngineClient):
     async def open(self, request: Request) -> AsyncIterator[RequestStream]:
         """Run a request inside the block; leaving the block cancels it.
 
-        Raises before the request is queued: Loading, Draining, EngineDead, Overloaded, ContextTooLong, InvalidRequest.
+        Raises before the request is queued: Loading, Draining, EngineDead, Overloaded, TimeoutTooShort, ContextTooLong,
+        InvalidRequest.
         """
         command = OpenStream(self._link.number(), request)
         async with self._open_stream(command, request.id, request.owner) as stream:
@@ -234,7 +235,7 @@ class RemoteEngine(EngineClient):
     @asynccontextmanager
     async def _open_stream(self, command: OpenStream | EmbedTexts, id: str, owner: str) -> AsyncIterator[RequestStream]:
         self._check_accepting(id)
-        self._queue_limit.check(owner, self._require_model().info.slots)
+        self._queue_limit.check(owner, self._require_model().info.slots, self._stats.free_place_seconds)
         number = command.number
         stream = RequestStream(id, number, lambda is_unread: self._link.send(SetStreamUnread(number, is_unread)))
         with self._streams.hold(number, stream, owner):

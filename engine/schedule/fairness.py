@@ -52,6 +52,10 @@ class DeficitRoundRobin(Generic[Flow]):
             del self._members[flow], self._credit[flow]
             self._served.discard(flow)
 
+    def was_served(self, flow: Flow) -> bool:
+        """Whether a flow got a slot before."""
+        return flow in self._served
+
     def charge(self, flow: Flow, tokens: int) -> None:
         """Subtract computed tokens from the credit; no effect on a flow after its last sequence failed in the step."""
         if flow in self._credit:
@@ -134,6 +138,16 @@ class Fairness:
             return False
         self._steps[sequence] += 1
         return self._steps[sequence] >= TIME_SLICE_STEPS
+
+    def is_new(self, sequence: Sequence) -> bool:
+        """Whether its request never got a slot: such requests of an owner get their first slots in order."""
+        return not self._requests.was_served(sequence.group)
+
+    def least_steps(self, sequence: Sequence, waiting: Sequence, running: Iterable[Sequence]) -> int:
+        """Steps before a running sequence may be preempted for a waiting one."""
+        if sequence.is_unread or _Shares(running).excess(sequence, waiting) > 1:
+            return 0
+        return max(TIME_SLICE_STEPS - self._steps[sequence], 0)
 
     def slot_assigned(self, sequence: Sequence) -> None:
         """Record that a sequence got a slot."""

@@ -45,7 +45,11 @@ class Inspection:
         self._finished.appendleft((sequence.owner, finished))
 
     def stats(
-        self, adapters: AdapterStore, drafts: tuple[DraftCounts, ...], encoders: tuple[EncoderCounts, ...]
+        self,
+        adapters: AdapterStore,
+        drafts: tuple[DraftCounts, ...],
+        encoders: tuple[EncoderCounts, ...],
+        free_place_seconds: float,
     ) -> Stats:
         """The statistics now."""
         cache, scheduler, totals, cached = self._cache, self._scheduler, self._totals, self._cache.evictable_cells()
@@ -54,6 +58,7 @@ class Inspection:
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
             slots=cache.slots,
+            free_place_seconds=free_place_seconds,
             cells_used=cache.cells - cache.free_cells - cached,
             cells_cached=cached,
             cells_total=cache.cells,

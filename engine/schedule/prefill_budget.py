@@ -87,6 +87,19 @@ class Budget:
         share = max(_ENCODING_SECONDS, _ENCODING_SHARE * step_seconds)
         return max(min(share, limit - step_seconds), 0.0)
 
+    def token_seconds(self) -> float:
+        """Least seconds of a prefill token: without attention, in the most efficient step."""
+        return self._cost.token_seconds(self._max_tokens)
+
+    def decode_seconds(self, decode: Work) -> float:
+        """Estimated seconds of a step without prefill."""
+        return self._cost.estimate(decode)
+
+    def exhausted_seconds(self) -> float:
+        """Least seconds of a step that uses up its allowance."""
+        seconds = min(self._max_tokens, max(self._cost.frontier, MIN_TOKENS)) * self.token_seconds()
+        return min(seconds, self._target or math.inf) if self._target is not None else min(seconds, _TARGET_SECONDS)
+
     def _limit(self, decode: Work) -> float:
         if self._target == 0:
             return math.inf

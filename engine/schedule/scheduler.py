@@ -135,7 +135,7 @@ class Scheduler:
         self._budget, self._max_scored = budget, max_scored
         self._on_start = on_start
         self._slots = Slots(cache)
-        self._fairness = Fairness()
+        self.fairness = Fairness()
         # Preemption would make no share fairer, until a sequence is queued or leaves its slot.
         self._shares_are_fair = False
         self._leaders: dict[Sequence, _Leader] = {}
@@ -167,7 +167,7 @@ class Scheduler:
     def submit(self, sequence: Sequence) -> None:
         """Queue a sequence after all of its rank or a better one."""
         ranks = [other.rank for other in self.waiting]
-        self._fairness.add(sequence)
+        self.fairness.add(sequence)
         self.waiting.insert(bisect_right(ranks, sequence.rank), sequence)
         self._shares_are_fair = False
 
@@ -184,7 +184,7 @@ class Scheduler:
             self.waiting.remove(sequence)
         else:
             self._release_slot(sequence)
-        self._fairness.remove(sequence)
+        self.fairness.remove(sequence)
         if not sequence.request.cacheable:
             self._remove_prefixes(sequence)
 
@@ -215,7 +215,7 @@ class Scheduler:
             self._was_contents = scheduled.has_content_rows
             sequence, span = scheduled.sequence, scheduled.span
             self._prefilled_tokens += span.length if span.length > 1 else 0
-            if self._fairness.charge(sequence, scheduled.charged_tokens):
+            if self.fairness.charge(sequence, scheduled.charged_tokens):
                 self._shares_are_fair = False
             if sequence.slot is not None and span.start < len(sequence.request.prompt):
                 self._insert_span(sequence, span)
@@ -231,10 +231,10 @@ class Scheduler:
     def _admit(self) -> None:
         """Give slots to waiting sequences: free ones while cells suffice, then by preemption."""
         while self.waiting and (self._slots.free_count or not self._shares_are_fair):
-            sequence = self._fairness.next_admission(self.waiting, self.running) if self._slots.free_count else None
+            sequence = self.fairness.next_admission(self.waiting, self.running) if self._slots.free_count else None
             if sequence is not None and self._assign(sequence):
                 continue
-            preemption = self._fairness.find_preemption(self.waiting, self.running, self._cache.cells)
+            preemption = self.fairness.find_preemption(self.waiting, self.running, self._cache.cells)
             if preemption is None:
                 # A sequence that becomes ready may change that.
                 self._shares_are_fair = all(waiting.is_ready for waiting in self.waiting)
@@ -255,7 +255,7 @@ class Scheduler:
             self._release_slot(sequence)
             return False
         self.waiting.remove(sequence)
-        self._fairness.slot_assigned(sequence)
+        self.fairness.slot_assigned(sequence)
         self._choose_leader(sequence)
         self._on_start(sequence, cached_length)
         return True
@@ -279,7 +279,7 @@ class Scheduler:
         sequence.slot = None
         self._leaders.pop(sequence, None)
         self._shares_are_fair = False
-        self._fairness.slot_released(sequence)
+        self.fairness.slot_released(sequence)
         del self._admitted_at[sequence]
 
     def _all_fit(self) -> bool:
@@ -452,10 +452,10 @@ class Scheduler:
     def _preempt(self) -> None:
         """Preempt a sequence because cells ran out."""
         assert len(self.running) > 1, "one sequence alone always fits: its capacity is at most the pool"
-        victim = self._fairness.preemption_victim(self.running)
+        victim = self.fairness.preemption_victim(self.running)
         self._requeue(victim)
         self.preemptions += 1
-        self._fairness.slot_lost(victim)
+        self.fairness.slot_lost(victim)
 
     def _requeue(self, sequence: Sequence) -> None:
         """Move a running sequence to the queue, before all of its rank, and cache its tokens."""

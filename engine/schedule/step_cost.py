@@ -253,6 +253,12 @@ class StepCost:
         self._learn()
         return self._between(self._lines(work), work)
 
+    def token_seconds(self, max_tokens: int) -> float:
+        """Estimated seconds of a prefill token without attention, in the most efficient step of up to `max_tokens`."""
+        self._learn()
+        sizes = np.arange(1, max_tokens + 1)
+        return self._slowdown * float(np.min(np.interp(sizes, *self._lines(Work(1))) / sizes))
+
     def grown(self, work: Work, start: int, max_tokens: int) -> Floats:
         """Estimates for work with 1 to `max_tokens` prefill tokens more, from position `start` of a sequence on."""
         self._learn()

@@ -198,6 +198,7 @@ BATCH_BUCKETS = tuple(2**power for power in range(13))
 class Stats:
     """State of the engine after its latest step. Totals count since the start.
 
+    free_place_seconds    predicted time until a request ends and a place in the queue is free
     cells_used            cells of running sequences
     cells_cached          cells of cached prefixes alone: evicted for running sequences
     host_cache_bytes      of evicted prefixes in host memory
@@ -212,6 +213,7 @@ class Stats:
     running: int = 0
     waiting: int = 0
     slots: int = 0
+    free_place_seconds: float = 0.0
     cells_used: int = 0
     cells_cached: int = 0
     cells_total: int = 0

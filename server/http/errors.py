@@ -303,7 +303,7 @@ def _unavailable(error: engine_errors.Unavailable) -> ApiError:
     retry = {"Retry-After": str(_retry_seconds(error.retry_after_seconds))}
     message = _sentence(error)
     match error:
-        case engine_errors.Overloaded():
+        case engine_errors.Overloaded() | engine_errors.TimeoutTooShort():
             return ApiError(QUEUE_FULL, message, headers=retry)
         case engine_errors.Loading():
             return ApiError(MODEL_LOADING, message, headers=retry, details={"phase": error.phase})

@@ -22,7 +22,10 @@ from engine.errors import (
     Loading,
     ModelMissing,
     Overloaded,
+    TimeoutTooShort,
 )
+from engine.schedule.sequence import Sequence
+from engine.schedule.wait_predictor import WaitPredictor
 from engine.types.events import Delta, Event, Failed, Finished, Started
 from engine.types.request import Request, SamplingParams
 from engine.types.snapshot import EngineSnapshot
@@ -223,6 +226,27 @@ def test_a_full_queue_is_refused_with_retry_after(folder: Folder) -> None:
         assert 2 == len(tokens(await answer(engine, ask("late", (1, 2), 2, ignore_eos=True))))
 
     run_with_engine(folder("llama"), story, slots=1, max_waiting=2)
+
+
+def test_a_timeout_that_is_too_short_is_refused(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the stream begins; the id is free again, and other requests are not affected."""
+    refuse = WaitPredictor.refusal
+
+    def refusal(self: WaitPredictor, sequence: Sequence) -> TimeoutTooShort | None:
+        timeout = sequence.request.timeout_seconds
+        return TimeoutTooShort(timeout, 7.0) if timeout == 3.0 else refuse(self, sequence)
+
+    monkeypatch.setattr(WaitPredictor, "refusal", refusal)
+
+    async def story(engine: Engine) -> None:
+        with pytest.raises(TimeoutTooShort) as refused:
+            await answer(engine, ask("a", (1, 2), timeout_seconds=3.0))
+        served = await answer(engine, ask("a", (1, 2), 2, ignore_eos=True, timeout_seconds=300.0))
+
+        assert refused.value.retry_after_seconds == 4.0
+        assert len(tokens(served)) == 2
+
+    run_with_engine(folder("llama"), story)
 
 
 def test_a_request_in_preparation_takes_a_place_of_the_queue(folder: Folder) -> None:

@@ -74,10 +74,10 @@ def _check_sequences(core: Core) -> None:
     assert sorted([*assigned, *scheduler._slots._free]) == list(range(core.cache.slots)), "slots free and assigned"
     assert all(core.cache.cached_length(slot) == 0 for slot in scheduler._slots._free), "a free slot with tokens"
     assert set(scheduler._leaders) <= set(running)
-    assert set(scheduler._admitted_at) == set(running) == set(scheduler._fairness._steps)
+    assert set(scheduler._admitted_at) == set(running) == set(scheduler.fairness._steps)
     assert [sequence.rank for sequence in waiting] == sorted(sequence.rank for sequence in waiting), "order of tiers"
-    _check_shares(scheduler._fairness._owners, Counter(sequence.owner for sequence in everybody))
-    _check_shares(scheduler._fairness._requests, Counter(sequence.group for sequence in everybody))
+    _check_shares(scheduler.fairness._owners, Counter(sequence.owner for sequence in everybody))
+    _check_shares(scheduler.fairness._requests, Counter(sequence.group for sequence in everybody))
 
 
 def _check_shares(shares: DeficitRoundRobin, members: Mapping[object, int]) -> None:

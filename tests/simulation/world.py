@@ -404,7 +404,7 @@ class World:
 
     def _fail_commands(self, core: Core) -> None:
         """Let requests fail when they are queued, parts that forget a sequence, snapshots and statistics."""
-        self._fail_method(core._scheduler._fairness._requests, "add", "queue")
+        self._fail_method(core._scheduler.fairness._requests, "add", "queue")
         leaving = (
             (core._inspection, "record_finished"),
             (core._totals, "record_end"),

@@ -86,7 +86,7 @@ def sample_errors() -> list[EngineError]:
         "problem": "too_large",
         "plan": PlanTooLarge(2**40, 2**30, "use less"),
         "exact": False,
-        "retry_after_seconds": 2.5,
+        **dict.fromkeys(("retry_after_seconds", "timeout_seconds", "wait_seconds"), 2.5),
         **dict.fromkeys(("needed_bytes", "available_bytes", "tokens", "capacity", "max_context", "waiting"), 77),
         **dict.fromkeys(("size", "used", "limit", "count", "max_count"), 78),
     }

@@ -44,6 +44,7 @@ def test_codes_are_unique() -> None:
         engine_errors.ContextTooLong(10, 5),
         engine_errors.Loading("x"),
         engine_errors.Overloaded(1, 1.0),
+        engine_errors.TimeoutTooShort(1.0, 2.0),
         engine_errors.Draining(),
         engine_errors.EngineDead("x"),
         engine_errors.SequenceFailed("x"),
