@@ -2,41 +2,34 @@
 
 from __future__ import annotations
 
-import asyncio
-import gc
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from cyclopts import App, Group, Parameter
-from rich.console import Console
 
 from bench.options import BenchOptions
 from server.commands.option_sources import EXIT_USAGE, SECTIONS, Environment, File, check_environment
 from server.commands.usage_errors import format_usage_error
-from server.configuration.config_file import exposes_keys, find, model_sections
+from server.configuration.config_file import find, model_sections
 from server.configuration.logs import configure_logging
 from server.configuration.options import serve_arguments, serve_environment
-from server.configuration.settings import ENVIRONMENT_PREFIX, Settings, is_world_readable, make_disk_cache
+from server.configuration.settings import ENVIRONMENT_PREFIX, Settings, make_disk_cache
 from server.http.version import version
 from server.models.configured import configured_entries, serves_several
 from server.models.entry import ModelEntry
 from server.models.keep_alive import parse_keep_alive
 from server.replicas.options import RayOptions
+from server.serving import EXIT_ADDRESS, key_warnings, run, run_several
 from server.store.database import StoreError
 from server.store.store import check_store
-from server.terminal.load_screen import LoadScreen, load_screen, print_line
+from server.terminal.load_screen import print_line
 from server.terminal.options import ChatOptions, RunOptions
 
-if TYPE_CHECKING:
-    from engine.client import EngineClient
-
 SERVER_GROUP = Group("Options of a server that is started", sort_key=1)
-EXIT_ADDRESS = 1
 
 
 def make_app() -> App:
@@ -97,7 +90,8 @@ def serve(
             settings.check()
         check_store(settings.store)
         make_disk_cache(settings.disk_cache_folder)
-    _warn_of_exposed_keys(settings)
+    for warning in key_warnings(settings):
+        print_line(warning)
     sys.exit(run_several(settings, entries) if entries else run(settings))
 
 
@@ -247,9 +241,9 @@ def _checked_client_settings(options: Settings | None) -> Settings:
     with _usage_errors(_print_error):
         check_environment()
         settings.check()
-        exposed = _exposed_files(settings)
-    for path in exposed:
-        _print_error(_exposure(path))
+        warnings = key_warnings(settings)
+    for warning in warnings:
+        _print_error(warning)
     return settings
 
 
@@ -289,7 +283,8 @@ def bench(
     with _usage_errors(print_line):
         check_environment()
         keys = settings.all_keys
-    _warn_of_exposed_keys(settings)
+    for warning in key_warnings(settings):
+        print_line(warning)
     served = ServeArguments(
         arguments=(*([model] if model else []), *serve_arguments(settings)),
         environment=serve_environment(keys),
@@ -327,7 +322,8 @@ def ray(
         cluster_options.check()
         check_store(settings.store)
         make_disk_cache(settings.disk_cache_folder)
-    _warn_of_exposed_keys(settings)
+    for warning in key_warnings(settings):
+        print_line(warning)
     sys.exit(run_ray(cluster_options, settings))
 
 
@@ -452,107 +448,3 @@ def convert(
     with _usage_errors(print_line):
         check_environment()
     sys.exit(run_conversion(source, target, weights=weights, pre_tokenizer=pre_tokenizer, force=force))
-
-
-def _warn_of_exposed_keys(settings: Settings) -> None:
-    for path in _exposed_files(settings):
-        print_line(_exposure(path))
-
-
-def _exposed_files(settings: Settings) -> list[str]:
-    """The files with API keys that every user of this machine can read."""
-    file = find(settings.config)
-    key_file = settings.key_file
-    return [
-        *([str(file)] if file is not None and exposes_keys(file) else []),
-        *([key_file] if key_file and is_world_readable(Path(key_file)) else []),
-    ]
-
-
-def _exposure(path: str) -> str:
-    return f"cellar: warning: every user of this machine can read {path}; chmod o-r keeps the key"
-
-
-def run(settings: Settings) -> int:
-    """Serve until a signal; the exit code."""
-    from engine.load.machine.resources import limit_spinning
-
-    limit_spinning()
-    # Garbage collections free nothing during imports and take a sixth of their time (4.6 s without, 5.4 s with them).
-    gc.disable()
-    screen = load_screen(Console(highlight=False), _print_status, "import torch and transformers")
-    try:
-        return _run(settings, screen)
-    finally:
-        screen.stop()
-
-
-def _run(settings: Settings, screen: LoadScreen) -> int:
-    # These imports take seconds: only with valid settings.
-    from engine.text.template_process import template_processes
-
-    # It imports transformers' templates meanwhile.
-    template_processes().start()
-    from server.hosting import Hosting
-    from server.lifecycle import Lifecycle, listen
-
-    configure_logging(settings.log_level, settings.log_format)
-    try:
-        listening = listen(settings.host, settings.port)
-    except OSError as error:
-        screen.print(f"cellar: cannot listen on {settings.host}:{settings.port}: {error}")
-        return EXIT_ADDRESS
-    with listening:
-        hosting = Hosting(_engine(settings, screen), settings)
-        return asyncio.run(Lifecycle(hosting, settings, screen.print).run(listening))
-
-
-def run_several(settings: Settings, entries: tuple[ModelEntry, ...]) -> int:
-    """Serve models that are loaded on demand, until a signal; the exit code."""
-    from engine.errors import EngineError
-    from engine.load.machine.resources import limit_spinning
-    from engine.remote.planning import measure_budget
-    from engine.remote.zygote import Zygote
-    from server.hosting import ModelsHosting
-    from server.lifecycle import EXIT_MODEL, Lifecycle, listen
-
-    limit_spinning()
-    zygote = Zygote()
-    zygote.start()
-    configure_logging(settings.log_level, settings.log_format)
-    try:
-        listening = listen(settings.host, settings.port)
-    except OSError as error:
-        zygote.close()
-        _print_status(f"cellar: cannot listen on {settings.host}:{settings.port}: {error}")
-        return EXIT_ADDRESS
-
-    async def serve_models() -> int:
-        try:
-            budget_bytes = await measure_budget(replace(settings, model=None).engine_config(), zygote.launch)
-        except EngineError as error:
-            zygote.close()
-            _print_status(f"cellar: {error}")
-            return EXIT_MODEL
-        hosting = ModelsHosting(entries, settings, budget_bytes, zygote)
-        return await Lifecycle(hosting, settings, _print_status).run(listening)
-
-    with listening:
-        return asyncio.run(serve_models())
-
-
-def _engine(settings: Settings, screen: LoadScreen) -> EngineClient:
-    from engine.engine import Engine
-
-    gc.freeze()
-    gc.enable()
-    return Engine(settings.engine_config(), on_phase=screen.set_phase, on_progress=screen.set_progress)
-
-
-def _print_status(text: str) -> None:
-    """Print a line of a server, which a full disk or a closed pipe does not end."""
-    try:
-        print_line(text)
-    except OSError:
-        # Python would fail to write the line at its end, too.
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115

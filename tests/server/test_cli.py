@@ -19,7 +19,7 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.types.status import DraftingInfo, ModelInfo, QuantizationEstimate
-from server import cli
+from server import cli, serving
 from server.commands.option_sources import SECTIONS
 from server.configuration import peer_names
 from server.configuration.options import options
@@ -256,7 +256,7 @@ def test_a_full_disk_does_not_end_a_server(monkeypatch: pytest.MonkeyPatch) -> N
     """Where the standard output is a file on it: the lines of the start are lost, and so are later ones."""
     full = open("/dev/full", "w")  # noqa: SIM115
     monkeypatch.setattr(sys, "stdout", full)
-    screen = LineScreen(cli._print_status)
+    screen = LineScreen(serving._print_status)
     for phase in ("load weights", "warm up"):
         screen.set_phase(phase)
 
@@ -270,7 +270,7 @@ def test_garbage_collection_resumes_after_the_import() -> None:
     """Collections pause for the imports alone: what a load leaves must not stay for good."""
     before = gc.get_freeze_count()
     created = [[] for _ in range(1000)]  # type: ignore[var-annotated]
-    cli._engine(Settings(), LineScreen(print))
+    serving._engine(Settings(), LineScreen(print))
 
     assert gc.isenabled()
     assert gc.get_freeze_count() >= before + len(created)
@@ -506,10 +506,10 @@ def test_spinning_of_threads_is_limited(
         monkeypatch.delenv(name)
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(cli, "_engine", load)
-    monkeypatch.setattr(cli, "configure_logging", lambda level, form: None)
+    monkeypatch.setattr(serving, "_engine", load)
+    monkeypatch.setattr(serving, "configure_logging", lambda level, form: None)
     with pytest.raises(KeyboardInterrupt):
-        cli.run(Settings(port=0))
+        serving.run(Settings(port=0))
 
     assert [rounds] == seen
 

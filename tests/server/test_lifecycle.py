@@ -225,9 +225,10 @@ def test_ipv6_can_be_listened_on() -> None:
 
 def test_the_exit_codes_differ() -> None:
     """A supervisor can tell them apart."""
-    from server import cli, lifecycle
+    from server import lifecycle, serving
+    from server.commands import option_sources
 
-    codes: list[Any] = [cli.EXIT_USAGE, cli.EXIT_ADDRESS, lifecycle.EXIT_MODEL, lifecycle.EXIT_ENGINE, 0]
+    codes: list[Any] = [option_sources.EXIT_USAGE, serving.EXIT_ADDRESS, lifecycle.EXIT_MODEL, lifecycle.EXIT_ENGINE, 0]
     assert len(codes) == len(set(codes))
 
 
