@@ -9,7 +9,7 @@ from typing import TypeVar
 import anyio.to_thread
 
 from engine.types.events import Delta, Finished, PromptScored, Started, TokenLogprob
-from server.http.events import ChoiceEvents
+from server.http.events import ChoiceEvents, in_batches
 
 Answer = TypeVar("Answer")
 MAX_INLINE_TOKENS = 256
@@ -56,7 +56,7 @@ class _PartialChoice:
 async def collect_choices(events: ChoiceEvents, choices: int) -> list[CompletedChoice]:
     """Consume all events of `choices` choices; errors of the stream are raised."""
     partial = [_PartialChoice() for _ in range(choices)]
-    async for index, event in events:
+    async for index, event in in_batches(events):
         match event:
             case Started():
                 for delta in event.earlier:

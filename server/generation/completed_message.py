@@ -8,7 +8,7 @@ from engine.chat_format.message import AnswerDelta, ReasoningDelta, TextDelta, T
 from engine.types.events import PromptScored, TokenLogprob
 from server.generation.chat_turn import ChatTurn, ChoiceDelta, ChoiceEnd, EarlierDelta, parse_choices
 from server.http.errors import check_deadline
-from server.http.events import ChoiceEvents
+from server.http.events import ChoiceEvents, in_batches
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class MessageBuilder:
 async def collect_messages(turn: ChatTurn, events: ChoiceEvents) -> list[CompletedMessage]:
     """All choices in order. ApiError if the request timed out before its first token."""
     builders = [MessageBuilder() for _ in turn.requests]
-    async for index, event in parse_choices(turn, events):
+    async for index, event in parse_choices(turn, in_batches(events)):
         match event:
             case ChoiceDelta():
                 builders[index].add(event)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable
 
 from engine.types.events import Delta, Event, Started
@@ -11,6 +12,8 @@ DeltaSink = Callable[[int, Delta], bool]
 SetSink = Callable[[DeltaSink], None]
 # Of an answer that is continued, parsed on the event loop: each takes 10 microseconds.
 MAX_INLINE_DELTAS = 256
+# Deltas of an answer that is not streamed, for which its task is woken up once.
+BATCHED_DELTAS = 32
 
 
 class ChoiceEvents:
@@ -25,6 +28,29 @@ class ChoiceEvents:
 
     def __aiter__(self) -> AsyncGenerator[tuple[int, Event], None]:
         return self.iterator
+
+
+def in_batches(events: ChoiceEvents) -> ChoiceEvents:
+    """The same events, for an answer as a whole: its task is woken up once for BATCHED_DELTAS deltas of a choice.
+
+    A wake-up for every token costs a tenth of the event loop's time.
+    """
+    waiting: defaultdict[int, list[Delta]] = defaultdict(list)
+
+    def keep(choice: int, delta: Delta) -> bool:
+        is_kept = len(waiting[choice]) < BATCHED_DELTAS - 1
+        if is_kept:
+            waiting[choice].append(delta)
+        return is_kept
+
+    async def batches() -> AsyncGenerator[tuple[int, Event], None]:
+        async for choice, event in events:
+            for delta in waiting.pop(choice, ()):
+                yield choice, delta
+            yield choice, event
+
+    events.set_sink(keep)
+    return ChoiceEvents(batches(), events.set_sink)
 
 
 def is_long(event: Event) -> bool:
