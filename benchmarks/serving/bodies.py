@@ -321,3 +321,11 @@ def large_value(chance: random.Random, size: int) -> tuple[str, Any]:
         case _:
             some = chance.choices(ITEMS, k=16)
             return "mixed list", some * (size // len(json.dumps(some)) + 1)
+
+
+WORDS = ["water", "cheese", "server", "token", "memory", "table", "window", "garden", "river", "letter"]
+
+
+def words(chance: random.Random, count: int) -> str:
+    """A text that is hardly in the prefix cache."""
+    return " ".join(chance.choices(WORDS, k=count))

@@ -12,7 +12,8 @@ a third process. With --json FILE the row goes to a file. The exit code is 1 if 
 streams   all at once, one slot each: none lost, none with an error, and /health meanwhile
 overload  ten times the requests per second that were answered before; goodput are the answers per second, against that
 frozen    clients that never read, beside eight that do: the time between two reads of those, against the time without
-soak      requests of every kind: the memory (PSS) of all processes of the server after them, against a fifth of them
+soak      requests of every kind: the memory (PSS) of the server's processes after them, against that after each kind
+          and a fifth of them; processes that start later are counted apart
 aborts    connections closed or reset at random moments: sequences, cells, tasks and descriptors that are left
 """
 
@@ -39,7 +40,7 @@ import psutil
 
 from bench.launch import cellar
 from benchmarks.result import add_json_option, command_parser, measured, model_name
-from benchmarks.serving.bodies import SEEDS
+from benchmarks.serving.bodies import words
 from benchmarks.serving.raw_client import (
     HOST,
     READ_BYTES,
@@ -53,10 +54,10 @@ from benchmarks.serving.raw_client import (
     read_stream,
     request_bytes,
 )
+from benchmarks.serving.soak import soak
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-OK, REFUSED, FIRST_SERVER_ERROR = 200, 429, 500
-WORDS = ["water", "cheese", "server", "token", "memory", "table", "window", "garden", "river", "letter"]
+OK, REFUSED = 200, 429
 # Field of a row: the largest value, or the least for GOODPUT.
 GOODPUT = "goodput_ratio"
 GOALS: dict[str, dict[str, float]] = {
@@ -69,17 +70,9 @@ GOALS: dict[str, dict[str, float]] = {
 OVERLOAD, SLOTS, PEAK_SECONDS, WARM_SECONDS = 10, 8, 20.0, 5.0
 LIVE_STREAMS, RECEIVE_BYTES, SEGMENT_BYTES = 8, 4096, 536
 FREEZE_SECONDS = 300.0
-SOAK_CLIENTS, SOAK_WARM_SHARE = 16, 0.2
 ABORT_CLIENTS, ABORT_WARM, QUIET_SECONDS = 32, 100, 30.0
 ENDLESS = {"ignore_eos": True, "overflow": "shift", "stream": True, "temperature": 0}
-# Paths that change what the server has, or need another model.
-NOT_SOAKED = {"/v1/batches", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/api/show", "/infill"}
 _tasks = re.compile(r"^cellar_event_loop_tasks ([0-9.]+)$", re.MULTILINE)
-
-
-def words(chance: random.Random, count: int) -> str:
-    """A text that is hardly in the prefix cache."""
-    return " ".join(chance.choices(WORDS, k=count))
 
 
 async def streams(server: Loaded, given: argparse.Namespace) -> dict[str, Any]:
@@ -148,7 +141,9 @@ class Answers:
 async def overload(server: Loaded, given: argparse.Namespace) -> dict[str, Any]:
     """The rate of a few clients, then ten times as many requests."""
     chance = random.Random(0)
-    peak, peak_processor = await _answer_rates(server, _busy_clients(server, chance), PEAK_SECONDS)
+    # Beside a probe, as under load: it costs some percent of the server's processor time.
+    with health_probe(server.port):
+        peak, peak_processor = await _answer_rates(server, _busy_clients(server, chance), PEAK_SECONDS)
     sent, pending = 0, set[asyncio.Task[None]]()
     answers = Answers()
 
@@ -282,59 +277,6 @@ async def _gaps(server: Loaded, seconds: float) -> list[float]:
     await asyncio.gather(*tasks, return_exceptions=True)
     gaps = [1000 * (later - earlier) for one in found for earlier, later in zip(one.times, one.times[1:], strict=False)]
     return [*gaps, *[-1.0] * ended]
-
-
-async def soak(server: Loaded, given: argparse.Namespace) -> dict[str, Any]:
-    """Requests of every kind, one after another by each of a few clients."""
-    chance, statuses = random.Random(0), Counter[int]()
-    names = (await get_json(server.port, "/v1/models"))["data"]
-    paths = sorted(set(SEEDS) - NOT_SOAKED)
-    points: list[float] = []
-
-    async def send(count: int) -> None:
-        left = iter(range(count))
-
-        async def client() -> None:
-            reader, writer = await asyncio.open_connection(HOST, server.port)
-            for _ in left:
-                writer.write(soaking_request(chance, chance.choice(paths), names[0]["id"]))
-                status, headers = await read_head(reader)
-                await read_body(reader, headers)
-                statuses[status] += 1
-                if headers.get("connection", "").lower() == "close":
-                    writer.close()
-                    reader, writer = await asyncio.open_connection(HOST, server.port)
-            writer.close()
-
-        await asyncio.gather(*(client() for _ in range(SOAK_CLIENTS)))
-        points.append(server.pss_mb())
-
-    warm = int(given.count * SOAK_WARM_SHARE)
-    began = time.perf_counter()
-    await send(warm)
-    for _ in range(4):
-        await send((given.count - warm) // 4)
-    return {
-        "requests": sum(statuses.values()),
-        "statuses": {str(status): count for status, count in sorted(statuses.items())},
-        "errors": sum(count for status, count in statuses.items() if status >= FIRST_SERVER_ERROR),
-        "seconds": round(time.perf_counter() - began, 1),
-        "pss_mb": [round(point, 1) for point in points],
-        "growth_mb": round(points[-1] - points[0], 1),
-    }
-
-
-def soaking_request(chance: random.Random, path: str, model: str) -> bytes:
-    """A request of a path with random words, streamed where it can be; a few are invalid."""
-    text = words(chance, int(100 ** chance.random()))
-    fields = json.loads(json.dumps(SEEDS[path]).replace('"a"', json.dumps(text)).replace('"cellar"', json.dumps(model)))
-    if chance.random() < 0.05:
-        fields["temperature"] = "hot"
-    for name in ("max_tokens", "max_output_tokens", "n_predict"):
-        if name in fields:
-            fields[name] = chance.randint(1, 24)
-            fields["stream"] = chance.random() < 0.5
-    return request_bytes(path, fields)
 
 
 PHASES = ("in the head", "in the body", "sent", "first bytes", "later")

@@ -62,9 +62,9 @@ class Loaded:
         """All its processes."""
         return [self.process, *self.process.children(recursive=True)]
 
-    def pss_mb(self) -> float:
-        """Their memory: pages that several share count once."""
-        return sum(process.memory_full_info().pss for process in self.tree()) / 1e6
+    def process_pss_mb(self) -> dict[int, float]:
+        """The memory of each, by its id: pages that several share count once in their sum."""
+        return {process.pid: process.memory_full_info().pss / 1e6 for process in self.tree()}
 
     def descriptors(self) -> int:
         """Their open files and connections."""

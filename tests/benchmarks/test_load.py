@@ -12,10 +12,11 @@ from typing import Any
 import psutil
 import pytest
 
-from benchmarks.serving import load
+from benchmarks.serving import soak
 from benchmarks.serving.bodies import SEEDS
-from benchmarks.serving.load import ABORTED, GOALS, NOT_SOAKED, PHASES, abort, missed_goals, soaking_request
+from benchmarks.serving.load import ABORTED, GOALS, PHASES, abort, missed_goals
 from benchmarks.serving.raw_client import Loaded, Streamed, health_probe, percentile, read_stream
+from benchmarks.serving.soak import NOT_SOAKED, soaking_request
 from server.app import create_app
 from tests.server.fakes import FakeEngine, ask, serve_in_thread, settings
 
@@ -46,12 +47,31 @@ def test_every_health_request_counts() -> None:
     assert probe.summary()["health_failures"] == 0
 
 
-def test_a_soak_counts_statuses_and_memory() -> None:
-    row = run(load.soak, count=50)
+def test_a_soak_counts_statuses_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each kind is sent by all clients before the first point."""
+    monkeypatch.setattr(soak, "SOAK_CLIENTS", 2)
+    monkeypatch.setattr(soak, "IDLE_SECONDS", 0)
+    row = run(soak.soak, count=50)
 
-    assert row["requests"] == 50
-    assert len(row["pss_mb"]) == 5
-    assert row["growth_mb"] == round(row["pss_mb"][-1] - row["pss_mb"][0], 1)
+    assert row["requests"] == sum(row["statuses"].values()) == 50 + 2 * len(set(SEEDS) - NOT_SOAKED)
+    assert len(row["pss_mb"]) == len(row["main_mb"]) == len(row["processes"]) == 5
+    growth = row["growth_mb"] + row["of_further_processes_mb"]
+    assert growth == pytest.approx(row["pss_mb"][-1] - row["pss_mb"][0], abs=0.2)
+
+
+@pytest.mark.parametrize(
+    ("last", "expected"),
+    [
+        ({1: 400.0, 2: 40.0}, 0.0),
+        ({1: 400.0, 3: 40.0}, 0.0),
+        ({1: 400.0, 2: 40.0, 3: 43.0}, 43.0),
+        ({1: 400.0, 3: 40.0, 4: 43.0}, 43.0),
+        ({1: 400.0}, 0.0),
+    ],
+)
+def test_a_replaced_process_is_no_further_one(last: dict[int, float], expected: float) -> None:
+    """Only a larger number of processes is."""
+    assert soak.of_further_processes({1: 390.0, 2: 41.0}, last) == expected
 
 
 @pytest.mark.parametrize("path", sorted(set(SEEDS) - NOT_SOAKED))
