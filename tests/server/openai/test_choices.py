@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from engine.errors import TimeoutTooShort
 from engine.types.events import Delta, Event, PrefillProgress, PromptScored, Started, Usage
 from engine.types.request import Request
 from server.app import create_app
@@ -280,6 +281,19 @@ def test_prefill_progress_precedes_the_answer(path: str) -> None:
     reply = [event["prompt_progress"] for event in events[:2]]
     assert [(9, 4, 6), (9, 4, 9)] == [(one["total"], one["cache"], one["processed"]) for one in reply]
     assert all("prompt_progress" not in event for event in events[2:])
+
+
+@both
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_timeout_that_is_too_short_is_a_full_queue(path: str, stream: bool) -> None:
+    """Before the status line, with the time by which it is too short."""
+    app = create_app(FakeEngine(refusal=TimeoutTooShort(2.0, 9.5)), settings())  # type: ignore[arg-type]
+    answer = ask(app, "POST", path, json_body={**BODIES[path], "timeout": 2, "stream": stream})
+
+    error = answer.json["error"]
+    assert (answer.status, error["code"], error["type"]) == (429, "queue_full", "rate_limit_error")
+    assert error["message"] == "The first token takes at least 9.5 s, longer than the timeout of 2 s."
+    assert 8 <= int(answer.headers["retry-after"]) <= 12
 
 
 @both
