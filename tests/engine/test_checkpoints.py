@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from engine.core import Core
 from tests.engine.kit.models import Models, core
 from tests.engine.kit.play import Job, ask, play
+from tests.selection import quick
 
 RECURRENT = ["lfm2", "mamba2"]
 PROMPT = tuple((11 * at + 3) % 250 for at in range(60))
@@ -41,8 +43,10 @@ def test_the_third_prompt_resumes_at_a_divergence(loaded: Models, family: str) -
     assert [0, 0, 27] == found
 
 
-@pytest.mark.parametrize("family", [*RECURRENT, "qwen3_next"])
-@pytest.mark.parametrize("longer", [1, 2])
+@pytest.mark.parametrize(
+    ("family", "longer"),
+    quick([("lfm2", 1), ("mamba2", 2), ("qwen3_next", 2)], product((*RECURRENT, "qwen3_next"), (1, 2))),
+)
 def test_a_prompt_resumes_where_an_answer_ended(loaded: Models, family: str, longer: int) -> None:
     """The cached length stays a checkpoint when the prompt's own tokens are inserted behind it."""
     engine = core(loaded(family), slots=2, chunk=256)
@@ -66,7 +70,7 @@ def test_long_prompts_have_regular_checkpoints(loaded: Models, family: str) -> N
         assert leaves // 16 * 16 == cached(engine, (*PROMPT[:leaves], 251), f"at {leaves}")
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", *RECURRENT])
+@pytest.mark.parametrize("family", quick(("gemma3", "lfm2"), ("llama", "gemma3", *RECURRENT)))
 def test_a_shared_prefix_is_computed_once(loaded: Models, family: str) -> None:
     """By concurrent requests, for every kind of memory."""
     engine = core(loaded(family), slots=6, chunk=256)
@@ -76,7 +80,7 @@ def test_a_shared_prefix_is_computed_once(loaded: Models, family: str) -> None:
     assert 37 + 6 * 2 == engine.stats().batch_tokens_total
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "mistral", *RECURRENT])
+@pytest.mark.parametrize("family", quick(("gemma3", "mamba2"), ("llama", "gemma3", "mistral", *RECURRENT)))
 def test_a_repeated_prompt_costs_one_token_after_eviction(loaded: Models, family: str) -> None:
     """The end of a prompt is evicted last."""
     engine = core(loaded(family), slots=2, cells=140, chunk=16)
@@ -116,7 +120,7 @@ def test_stats_count_evicted_and_trimmed_tokens(loaded: Models, tmp_path: Path) 
     assert (counts.loaded, counts.written) == (stats.loaded_tokens_total, stats.written_tokens_total)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", *RECURRENT])
+@pytest.mark.parametrize("family", quick(("gemma3", "lfm2"), ("llama", "gemma3", *RECURRENT)))
 def test_checkpoints_do_not_change_the_text(loaded: Models, family: str) -> None:
     """Random checkpoints, intervals and chunks over prompts with shared prefixes."""
     chance = random.Random(5)

@@ -21,10 +21,12 @@ from engine.types.request import SpeculationParams
 from tests.engine.draft.drafters import ScriptedDrafter, always_right, always_wrong
 from tests.engine.kit.models import VOCABULARY, Models, core
 from tests.engine.kit.play import Answer, Job, ask, play
+from tests.selection import quick
 
 PROMPT = (5, 4, 3, 2, 1)
 KINDS = ("llama", "gemma3", "llama4", "mamba2", "qwen3_next", "deepseek_v3")
-by_kind = pytest.mark.parametrize("kind", KINDS)
+# Other kinds of cache are in the pairs of test_speculation.py.
+by_kind = pytest.mark.parametrize("kind", quick(("gemma3", "qwen3_next"), KINDS))
 
 
 def drafted(loaded: LoadedModel, drafter: Drafter, depth: Depth | None = None) -> Core:

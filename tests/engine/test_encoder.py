@@ -30,6 +30,8 @@ Models = Callable[[str], LoadedModel]
 References = Callable[[str], Alone]
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
+# Sounds as the keys of a decoder, and images in some layers with masks.
+by_kind = pytest.mark.parametrize("kind", quick(("whisper", "mllama"), KINDS))
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +144,7 @@ def run_mix(kind: str, seed: int, loaded: LoadedModel, reference: Alone) -> None
     assert 0 == engine.encoder_inputs.store.pinned_bytes
 
 
-@every_kind
+@by_kind
 def test_any_traffic_equals_separate_runs(kind: str, models: Models, references: References) -> None:
     """Arrivals, cancels, chunks, prefix hits, preemption and a small encoder cache."""
     for seed in range(2):
@@ -156,7 +158,7 @@ def test_a_hundred_mixes_of_every_kind(kind: str, models: Models, references: Re
         run_mix(kind, seed, models(kind), references(kind))
 
 
-@every_kind
+@by_kind
 def test_preemption_does_not_change_the_text(kind: str, models: Models, references: References) -> None:
     """Preempted sequences resume with their media."""
     requests = [mixed(kind, number) for number in range(8)]
@@ -169,7 +171,7 @@ def test_preemption_does_not_change_the_text(kind: str, models: Models, referenc
     assert 0 == engine.encoder_inputs.store.pinned_bytes
 
 
-@every_kind
+@by_kind
 def test_a_prefix_is_reused_with_the_same_media_only(kind: str, models: Models, references: References) -> None:
     """With the same media only the last token is computed; with others all of it."""
     tokens = prompt(kind, 1, 20, images=1)
@@ -190,7 +192,7 @@ def test_a_prefix_is_reused_with_the_same_media_only(kind: str, models: Models, 
     assert 2 == encoder.encoded
 
 
-@every_kind
+@by_kind
 def test_the_same_prompt_with_other_media_has_no_leader(kind: str, models: Models) -> None:
     tokens = prompt(kind, 1, 20, images=1)
     size = 1 if kind == "mllama" else 6
@@ -204,7 +206,7 @@ def test_the_same_prompt_with_other_media_has_no_leader(kind: str, models: Model
     assert answers["0"].tokens == answers["2"].tokens != answers["1"].tokens
 
 
-@every_kind
+@by_kind
 def test_a_copied_prefix_equals_a_computed_one(kind: str, models: Models, references: References) -> None:
     """copy_prefix of a running slot at every length, against the logits of transformers."""
     loaded = models(kind)
@@ -230,7 +232,7 @@ def test_a_copied_prefix_equals_a_computed_one(kind: str, models: Models, refere
         assert torch.allclose(expected, feed(1, len(tokens)), atol=1e-9), length
 
 
-@every_kind
+@by_kind
 def test_the_encoder_cache_keeps_its_budget(kind: str, models: Models, references: References) -> None:
     """Three media in a cache for two entries are encoded in turn, each pinned while it is in use."""
     size = 1 if kind == "mllama" else 6
@@ -252,7 +254,7 @@ def test_the_encoder_cache_keeps_its_budget(kind: str, models: Models, reference
     assert 3 < encoder.encoded
 
 
-@every_kind
+@by_kind
 def test_a_cancelled_request_unpins_its_entry(kind: str, models: Models) -> None:
     """A running one, and a waiting one with an entry."""
     size = 1 if kind == "mllama" else 6
@@ -346,7 +348,7 @@ def test_penalties_skip_image_tokens(models: Models) -> None:
     assert 6 == len(play(core(models("mllama"), slots=1), [Job(request)])["1"].tokens)
 
 
-@every_kind
+@by_kind
 def test_encoder_entries_survive_a_restart(kind: str, models: Models, references: References, tmp_path: Path) -> None:
     """In files of the disk cache."""
     requests = [mixed(kind, number) for number in range(3)]

@@ -22,12 +22,23 @@ from kvcache.kv_buffer import FloatKVBuffer, LayerKV
 from kvcache.spec import AttentionRange
 from tests.engine.kit.models import END, Reference, core, load_model
 from tests.engine.kit.play import GREEDY, Job, play
+from tests.selection import quick
 
 FAMILIES = ["deepseek_v2", "deepseek_v3", "minicpm3"]
+CASES = [
+    (family, chunk, mla)
+    for family in FAMILIES
+    for chunk, mla in ((3, "auto"), (64, "auto"), (5, "absorb"), (5, "expand"))
+]
+QUICK = [
+    ("deepseek_v2", 3, "auto"),
+    ("deepseek_v3", 64, "auto"),
+    ("minicpm3", 5, "absorb"),
+    ("deepseek_v3", 5, "expand"),
+]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(("chunk", "mla"), [(3, "auto"), (64, "auto"), (5, "absorb"), (5, "expand")])
+@pytest.mark.parametrize(("family", "chunk", "mla"), quick(QUICK, CASES))
 def test_any_batch_equals_separate_runs(
     family: str, chunk: int, mla: MlaMode, loaded: Callable[..., LoadedModel], reference: Callable[..., Reference]
 ) -> None:

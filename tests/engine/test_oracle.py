@@ -76,26 +76,26 @@ def run(models: Models, references: References, family: str, seeds: range, dtype
     return judged
 
 
-@pytest.mark.parametrize("family", quick(("llama", "gemma", "gpt_neox", "gemma3", "cohere"), JUDGED + ALSO))
+@pytest.mark.parametrize("family", quick(("llama", "gpt_neox", "gemma3", "cohere"), JUDGED + ALSO))
 def test_any_mix_equals_generate(loaded: Models, reference: References, family: str) -> None:
     """In float64, to the last token."""
-    judged = run(loaded, reference, family, range(5), "float64")
+    judged = run(loaded, reference, family, range(3), "float64")
 
     assert 100 < judged
 
 
-@pytest.mark.parametrize("family", quick(("qwen3", "phi3", "olmo2"), JUDGED))
+@pytest.mark.parametrize("family", quick(("qwen3", "phi3"), JUDGED))
 def test_any_mix_is_equal_in_float32(loaded: Models, reference: References, family: str) -> None:
     """Except for ties."""
-    judged = run(loaded, reference, family, range(1000, 1004), "float32")
+    judged = run(loaded, reference, family, range(1000, 1003), "float32")
 
     assert 100 < judged
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
+@pytest.mark.parametrize("family", quick(("gemma3", "gpt2"), ("llama", "gemma3", "gpt2")))
 def test_preemption_does_not_change_the_text(loaded: Models, reference: References, family: str) -> None:
     """With too few cells for the slots."""
-    judged = run(loaded, reference, family, range(2000, 2005), "float64", scarce=True)
+    judged = run(loaded, reference, family, range(2000, 2003), "float64", scarce=True)
 
     assert 100 < judged
 

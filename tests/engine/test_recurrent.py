@@ -28,7 +28,7 @@ def text(answer: tuple[int, ...]) -> tuple[int, ...]:
 
 
 # Other chunks with a delta rule and with a state space.
-QUICK = {*itertools.product(FAMILIES[::2], (5,)), ("qwen3_next", 1), ("mamba2", 64)}
+QUICK = {("qwen3_next", 1), ("mamba2", 64), ("jamba", 5), ("lfm2", 5)}
 
 
 @pytest.mark.parametrize(("family", "chunk"), quick(QUICK, itertools.product(FAMILIES, (1, 5, 64))))
@@ -48,7 +48,7 @@ def test_any_batch_equals_separate_runs(
 
 
 @pytest.mark.parametrize("step", quick((3,), (1, 3)))
-@pytest.mark.parametrize("family", quick(("qwen3_next", "jamba", "lfm2"), FAMILIES))
+@pytest.mark.parametrize("family", quick(("qwen3_next", "lfm2"), FAMILIES))
 def test_a_conversation_resumes_at_any_length(
     family: str, step: int, loaded: Callable[..., LoadedModel], reference: Callable[..., Reference]
 ) -> None:
@@ -65,7 +65,7 @@ def test_a_conversation_resumes_at_any_length(
         assert text(reference(family).greedy(prompt, 3)) == tuple(answers[f"{at}"].tokens), at
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", quick(FAMILIES[::2], FAMILIES))
 def test_the_next_turn_resumes_at_the_last_token(family: str, loaded: Callable[..., LoadedModel]) -> None:
     """The same prompt again computes its last token only."""
     engine = core(loaded(family), slots=2, chunk=16)
@@ -79,7 +79,7 @@ def test_the_next_turn_resumes_at_the_last_token(family: str, loaded: Callable[.
     assert len(prompt) + len(first.tokens) - 1 == later.started[0].cached_tokens
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "mamba2", "jamba"])
+@pytest.mark.parametrize("family", quick(("qwen3_next", "jamba"), ("qwen3_next", "mamba2", "jamba")))
 def test_preemption_does_not_change_the_text(
     family: str, loaded: Callable[..., LoadedModel], reference: Callable[..., Reference]
 ) -> None:

@@ -28,6 +28,8 @@ Conversations = Callable[[str], Conversation]
 # One kind of each mechanism; the others differ in its number.
 COMMON = ("full", "window and full", "chunk and full", "latent", "hybrid", "shared cells of two widths", "encoder")
 every_kind = pytest.mark.parametrize("kind", quick(COMMON, KINDS))
+# What has a cache of its own in memory, with and without windows and states.
+by_kind = pytest.mark.parametrize("kind", quick(("window and full", "latent", "hybrid"), KINDS))
 positions = pytest.mark.parametrize(
     "positions",
     [pytest.param(SOME, id="some"), pytest.param(ALL, id="all", marks=[pytest.mark.slow, pytest.mark.timeout(1800)])],
@@ -56,7 +58,7 @@ def test_resume_at_any_length(conversations: Conversations, kind: str, positions
 
 
 @positions
-@every_kind
+@by_kind
 def test_rewind_and_continue(conversations: Conversations, kind: str, positions: list[int]) -> None:
     """From the end to every position, with a few tokens computed in between, as far as windows permit."""
     conversation = conversations(kind)
@@ -72,7 +74,7 @@ def test_rewind_and_continue(conversations: Conversations, kind: str, positions:
 
 
 @positions
-@every_kind
+@by_kind
 def test_copy_a_running_slot_at_any_length(conversations: Conversations, kind: str, positions: list[int]) -> None:
     """After each forward of the source, which continues unchanged."""
     conversation = conversations(kind)
@@ -87,7 +89,7 @@ def test_copy_a_running_slot_at_any_length(conversations: Conversations, kind: s
 
 
 @positions
-@every_kind
+@by_kind
 def test_resume_after_eviction(conversations: Conversations, kind: str, positions: list[int]) -> None:
     """Other conversations take most cells; the ends of messages stay resumable longest."""
     conversation = conversations(kind)
@@ -111,7 +113,7 @@ def test_resume_after_eviction(conversations: Conversations, kind: str, position
 
 
 @positions
-@every_kind
+@by_kind
 def test_resume_from_host_memory(conversations: Conversations, kind: str, positions: list[int]) -> None:
     """Trimmed entries are offloaded and loaded on demand."""
     conversation = conversations(kind)
@@ -128,7 +130,7 @@ def test_resume_from_host_memory(conversations: Conversations, kind: str, positi
 
 
 # A reset is the same for all kinds.
-QUICK = {*((kind, False) for kind in COMMON), *((kind, True) for kind in COMMON[::3])}
+QUICK = {*((kind, False) for kind in COMMON), ("window and full", True)}
 
 
 @pytest.mark.parametrize(("kind", "reset"), quick(QUICK, [(kind, reset) for kind in KINDS for reset in (False, True)]))

@@ -10,6 +10,7 @@ import pytest
 from engine.core import Core
 from tests.engine.kit.models import Models, core
 from tests.engine.kit.play import Job, ask, play, texts
+from tests.selection import quick
 
 PROMPT = tuple((11 * at + 3) % 250 for at in range(60))
 
@@ -35,7 +36,7 @@ def is_empty(engine: Core, folder: Path) -> bool:
     return (engine.cache._tree.node_count, used, held) == (0, 0, 0)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "lfm2"])
+@pytest.mark.parametrize("family", quick(("gemma3", "lfm2"), ("llama", "gemma3", "lfm2")))
 def test_nothing_outlives_an_uncacheable_request(loaded: Models, family: str, tmp_path: Path) -> None:
     """Through preemption, context shifts and a cancelled choice; the prompt is computed once."""
     model = loaded(family)

@@ -42,7 +42,7 @@ def logits(loaded: LoadedModel) -> Tensor:
     return feed(loaded, empty_cache(loaded), prompt())
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "mixtral", "phi3"])
+@pytest.mark.parametrize("name", quick(("gemma3", "mixtral"), ("llama", "gemma3", "mixtral", "phi3")))
 def test_a_later_start_reads_fewer_weights(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers and experts have the weights of the file."""
     file = write(name, Type.Q4_K, tmp_path)
@@ -82,7 +82,7 @@ def test_a_later_start_dequantises_types_without_a_format(tmp_path: Path, monkey
     assert torch.equal(logits(load_file(file)), logits(load_file(file)))
 
 
-@pytest.mark.parametrize("name", quick(("gemma3", "mixtral"), ("llama", "gemma3", "mixtral", "phi3", "qwen2")))
+@pytest.mark.parametrize("name", quick(("mixtral",), ("llama", "gemma3", "mixtral", "phi3", "qwen2")))
 def test_the_first_start_dequantises_in_calls(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The checks, the replaced layers and the logits are those of a start that dequantises all matrices first."""
     file = write(name, Type.Q4_K, tmp_path)

@@ -20,6 +20,7 @@ from engine.types.request import Request
 from tests.engine.kit.models import core, save_tokenizer
 from tests.engine.kit.multimodal import NOT_NATIVE, REFUSED, TYPES, UNPLANNED, tiny_config, whole_model
 from tests.engine.kit.play import GREEDY, Job, play
+from tests.selection import quick
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("one_thread")]
 
@@ -84,7 +85,8 @@ def test_text_is_that_of_the_whole_model(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[] if kind in ALWAYS else [pytest.mark.slow]) for kind in sorted(TYPES)]
+    "kind",
+    quick(("gemma3", "kimi_k25"), sorted(TYPES)),
 )
 def test_native_step_of_the_text(tmp_path: Path, kind: str) -> None:
     model = whole_model(tiny_config(kind))

@@ -60,7 +60,7 @@ class QuantizedReference(Reference):
 FAMILIES = ("llama", "gemma", "gpt2", "deepseek_v3", "qwen3_next", "mamba")
 
 
-@pytest.mark.parametrize("family", quick(("gpt2", "deepseek_v3", "qwen3_next"), FAMILIES))
+@pytest.mark.parametrize("family", quick(("deepseek_v3", "qwen3_next"), FAMILIES))
 def test_int8_text_equals_quantised_transformers_in_any_batch(folder: Folder, family: str) -> None:
     """In float64 no token differs from the same quantised model in transformers."""
     models = cache(lambda _, dtype: load_model(folder(family), dtype, quantize="int8"))

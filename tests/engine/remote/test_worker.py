@@ -401,6 +401,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.slow  # a worker that hangs is the harder case
 def test_workers_and_zygote_end_with_a_front_end_that_is_killed(config: EngineConfig) -> None:
     front_end = subprocess.Popen([sys.executable, "-c", FRONT_END, str(config.model)], stdout=subprocess.PIPE)
     with front_end:

@@ -147,7 +147,7 @@ def test_gumbel_sampling_follows_the_softmax() -> None:
     assert chi_square_is_chance(sampled(row, SamplingParams(), 50_000), row.double().softmax(-1) * 50_000)
 
 
-@pytest.mark.parametrize("params", CASES, ids=str)
+@pytest.mark.parametrize("params", quick(CASES[1::2], CASES), ids=str)
 def test_the_filters_agree_with_transformers(params: SamplingParams) -> None:
     prompt, output = (1, 2, 3, 1), (4, 5, 4, 4, 2)
     for at in range(100):

@@ -16,6 +16,7 @@ from engine.types.request import Request, Tier
 from tests.engine.kit.mixes import prompts
 from tests.engine.kit.models import Models, References, core
 from tests.engine.kit.play import Job, ask, play
+from tests.selection import quick
 
 
 def choices(name: str, number: int, tokens: int = 40, **fields: Any) -> list[Request]:
@@ -262,7 +263,7 @@ def test_evicted_sequences_have_longer_time_slices(loaded: Models) -> None:
     assert 0 == engine.stats().time_slices_total
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_next", "deepseek_v3"])
+@pytest.mark.parametrize("family", quick(("gemma3", "qwen3_next"), ("llama", "gemma3", "qwen3_next", "deepseek_v3")))
 def test_time_slices_do_not_change_the_text(
     loaded: Models, reference: References, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:

@@ -10,6 +10,7 @@ from engine.types.request import Tier
 from tests.engine.kit.mixes import prompts
 from tests.engine.kit.models import Models, References, core
 from tests.engine.kit.play import Answer, Job, ask, play
+from tests.selection import quick
 
 PROMPT = tuple(range(40))
 
@@ -71,7 +72,7 @@ def test_leaders_form_no_cycle(loaded: Models, reference: References) -> None:
     assert 62 + 2 * 7 == engine.stats().batch_tokens_total
 
 
-@pytest.mark.parametrize("chunk", [3, 16])
+@pytest.mark.parametrize("chunk", quick((3,), (3, 16)))
 def test_tiers_do_not_change_the_text(loaded: Models, reference: References, chunk: int) -> None:
     """With too few cells, and preempted leaders that follow their followers."""
     tiers: list[Tier] = ["flex", "default", "priority"]
