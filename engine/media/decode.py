@@ -18,13 +18,12 @@ from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
 from engine.errors import ContentProblem
-from engine.types.content import ContentKind
+from engine.types.content import MAX_IMAGE_PIXELS, MAX_REQUEST_PIXELS, ContentKind
 
 # Of an encoded file.
 MAX_BYTES: dict[ContentKind, int] = {"image": 20 * 2**20, "audio": 25 * 2**20}
 # Pillow reads some forty formats, some of them by other programs.
 _IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
-_MAX_PIXELS = 2**26
 _MAX_SIDE = 2**15
 # Of the longer side to the shorter one.
 _MAX_RATIO = 200
@@ -72,21 +71,24 @@ def _check_bytes(data: bytes, kind: ContentKind) -> None:
         raise DecodeError(f"has {len(data):,} bytes, and the limit is {MAX_BYTES[kind]:,}", "too_large")
 
 
-def image_from(data: bytes) -> Image.Image:
-    """The first frame as RGB, upright, on white where it is transparent. Raises DecodeError, and MemoryError."""
+def image_from(data: bytes, max_pixels: int = MAX_IMAGE_PIXELS) -> Image.Image:
+    """The first frame as RGB, upright, on white where it is transparent. Raises DecodeError, and MemoryError.
+
+    max_pixels  what earlier images leave of those of the request, if less than MAX_IMAGE_PIXELS
+    """
     _check_bytes(data, "image")
     try:
         with warnings.catch_warnings():
             # The limits are checked here: those of Pillow only warn, up to twice their size.
             warnings.simplefilter("ignore")
             image = Image.open(io.BytesIO(data), formats=_IMAGE_FORMATS)
-            _check_dimensions(*image.size)
+            _check_dimensions(*image.size, max_pixels)
             orientation = image.getexif().get(_ORIENTATION_TAG)
             image.load()
             upright = image.transpose(_TRANSPOSITIONS[orientation]) if orientation in _TRANSPOSITIONS else image
             return _rgb(upright)
     except Image.DecompressionBombError as error:
-        raise DecodeError(f"has more pixels than the limit of {_MAX_PIXELS:,}", "too_large") from error
+        raise DecodeError(f"has more pixels than the limit of {MAX_IMAGE_PIXELS:,}", "too_large") from error
     except UnidentifiedImageError as error:
         if _has_image_signature(data):
             raise DecodeError("is damaged at its start", "damaged") from error
@@ -99,10 +101,13 @@ def _has_image_signature(data: bytes) -> bool:
     return data.startswith((b"\x89PNG", b"\xff\xd8\xff", b"GIF8")) or (data[:4], data[8:12]) == (b"RIFF", b"WEBP")
 
 
-def _check_dimensions(width: int, height: int) -> None:
-    if width * height > _MAX_PIXELS or max(width, height) > _MAX_SIDE:
-        limit = f"{_MAX_PIXELS:,} pixels, and {_MAX_SIDE:,} on a side"
+def _check_dimensions(width: int, height: int, max_pixels: int) -> None:
+    if width * height > MAX_IMAGE_PIXELS or max(width, height) > _MAX_SIDE:
+        limit = f"{MAX_IMAGE_PIXELS:,} pixels, and {_MAX_SIDE:,} on a side"
         raise DecodeError(f"has {width:,} x {height:,} pixels, and the limit is {limit}", "too_large")
+    if width * height > max_pixels:
+        limit = f"with it the images of the request have more than {MAX_REQUEST_PIXELS:,}"
+        raise DecodeError(f"has {width:,} x {height:,} pixels, and {limit}", "too_large")
     if max(width, height) > _MAX_RATIO * min(width, height):
         raise DecodeError(
             f"has {width:,} x {height:,} pixels, and may be at most {_MAX_RATIO} times as long as wide", "too_large"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import av
@@ -61,8 +62,9 @@ class MediaProcessor:
         """Decode and process a content. Raises InvalidContent, and MemoryError."""
         try:
             if upload.kind == "image":
-                image = image_from(upload.data)
-                return self._process_image(image, low_detail=upload.detail == "low")
+                image = image_from(upload.data, upload.max_pixels)
+                pixels = image.width * image.height
+                return replace(self._process_image(image, low_detail=upload.detail == "low"), pixels=pixels)
             return self._process_sound(sound_from(upload.data, self._rate, self._max_seconds))
         except DecodeError as error:
             reason = f"the {_NOUNS[upload.kind]} {error.reason}"

@@ -164,7 +164,7 @@ class MediaSandbox:
 
     def _process_once(self, upload: Upload) -> ProcessedContent:
         pipe = self._ready_pipe()
-        pipe.send_bytes(json.dumps([upload.kind, upload.detail]).encode())
+        pipe.send_bytes(json.dumps([upload.kind, upload.detail, upload.max_pixels]).encode())
         pipe.send_bytes(upload.data)
         answer = json.loads(self._process.receive())
         if "reason" in answer:
@@ -172,7 +172,8 @@ class MediaSandbox:
         arrays = tuple(
             (name, Array(dtype, tuple(shape), self._process.receive())) for name, dtype, shape in answer["arrays"]
         )
-        return ProcessedContent(upload.kind, answer["replacement"], arrays, bytes.fromhex(answer["digest"]))
+        digest = bytes.fromhex(answer["digest"])
+        return ProcessedContent(upload.kind, answer["replacement"], arrays, digest, answer["pixels"])
 
     def _connect(self) -> Connection:
         pipe, is_new = self._process.connect(*self._arguments)
@@ -202,12 +203,12 @@ def serve(pipe: Connection, folder: str, max_seconds: str, memory_bytes: str, pu
     limit_memory(int(memory_bytes))
     while True:
         try:
-            kind, detail = json.loads(pipe.recv_bytes())
+            kind, detail, max_pixels = json.loads(pipe.recv_bytes())
             data = pipe.recv_bytes()
         except EOFError:
             return
         with limited_time(float(max_seconds)):
-            answer, arrays = _answer(processor, Upload(kind, data, "", detail))
+            answer, arrays = _answer(processor, Upload(kind, data, "", detail, max_pixels))
         pipe.send_bytes(json.dumps(answer).encode())
         for array in arrays:
             pipe.send_bytes(array)
@@ -242,5 +243,6 @@ def _answer(processor: Any, upload: Upload) -> tuple[dict[str, object], list[byt
         # Decoders raise errors of many types; the end of the subprocess would delay other requests by its start.
         return {"reason": f"it cannot be decoded ({type(error).__name__})", "problem": "damaged"}, []
     header = [(name, array.dtype, array.shape) for name, array in content.arrays]
-    described = {"replacement": content.replacement, "digest": content.digest.hex(), "arrays": header}
+    numbers = {"digest": content.digest.hex(), "pixels": content.pixels}
+    described = {"replacement": content.replacement, "arrays": header, **numbers}
     return described, [array.data for _, array in content.arrays]

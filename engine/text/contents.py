@@ -9,14 +9,14 @@ from __future__ import annotations
 import re
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 from engine.errors import InvalidRequest
 from engine.text.outline import TEMPLATE_ERRORS, Messages
 from engine.text.parts import as_parts, flatten
 from engine.types.array import Array
-from engine.types.content import Content, ContentKind, Upload
+from engine.types.content import MAX_IMAGE_PIXELS, MAX_REQUEST_PIXELS, Content, ContentKind, Upload
 
 # What a chat template reads as content of a message: texts and lists of parts, lists alone, or texts alone, where
 # markers of images and sounds precede the text.
@@ -33,12 +33,14 @@ class ProcessedContent:
     replacement  text in place of the marker: the placeholders, and what stands around them
     arrays       inputs of the model, by name
     digest       SHA-256 of all that decides the arrays and the placeholders
+    pixels       of an image, as decoded
     """
 
     kind: ContentKind
     replacement: str
     arrays: tuple[tuple[str, Array], ...]
     digest: bytes
+    pixels: int = 0
 
 
 class ContentProcessor(Protocol):
@@ -56,6 +58,16 @@ class ContentProcessor(Protocol):
 
     def process(self, upload: Upload) -> ProcessedContent:
         """Decode and process a content alone. Raises InvalidContent, and Overloaded."""
+
+
+def process_uploads(processor: ContentProcessor, uploads: Sequence[Upload]) -> list[ProcessedContent]:
+    """The contents of a request. Raises InvalidContent, also for more than MAX_REQUEST_PIXELS, and Overloaded."""
+    contents: list[ProcessedContent] = []
+    free_pixels = MAX_REQUEST_PIXELS
+    for upload in uploads:
+        contents.append(processor.process(replace(upload, max_pixels=min(free_pixels, MAX_IMAGE_PIXELS))))
+        free_pixels -= contents[-1].pixels
+    return contents
 
 
 class ContentRenderer:

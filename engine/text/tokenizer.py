@@ -29,6 +29,7 @@ from engine.text.contents import (
     ProcessedContent,
     detect_form,
     needs_parts,
+    process_uploads,
 )
 from engine.text.detokenizer import Detokenizer, IncrementalDetokenizer, TokenBytes, detokenize
 from engine.text.fill_in_middle import detect_fill_in_middle
@@ -383,7 +384,7 @@ class Tokenizer:
                 raise InvalidRequest(upload.field, reason)
 
     def _process(self, uploads: Sequence[Upload]) -> list[ProcessedContent]:
-        return [self._content_processor.process(upload) for upload in uploads if self._content_processor]
+        return process_uploads(self._content_processor, uploads) if self._content_processor else []
 
     def _render(
         self,

@@ -189,6 +189,20 @@ def test_a_damaged_image_is_refused(folders: Path) -> None:
     assert error.value.field == "messages[0].content[0]"
 
 
+@pytest.mark.parametrize(("free", "count"), [(60 * 60 - 1, 1), (60 * 60, 2)])
+def test_pixels_of_a_request_are_limited(folders: Path, monkeypatch: pytest.MonkeyPatch, free: int, count: int) -> None:
+    """The first image has 40 x 60 pixels, the second one 60 x 60."""
+    monkeypatch.setattr("engine.text.contents.MAX_REQUEST_PIXELS", 40 * 60 + free)
+    tokenizer = chat(folders, "llava")
+    assert tokenizer.render_chat([user(IMAGE)], uploads=images(1)).contents
+    if count == 2:
+        assert len(tokenizer.render_chat([user(IMAGE, IMAGE)], uploads=images(2)).contents) == 2
+    with pytest.raises(InvalidRequest, match="with it the images of the request have more than") as error:
+        tokenizer.render_chat([user(*[IMAGE] * (count + 1))], uploads=images(count + 1))
+
+    assert error.value.field == f"images[{count}]"
+
+
 @pytest.mark.parametrize("written", ["what?", "what <image> is </s>?"])
 def test_a_template_of_texts_gets_markers_before_the_text(folders: Path, written: str) -> None:
     tokenizer, uploads = chat(folders, "llava", TEXT_TEMPLATE), images(2)
