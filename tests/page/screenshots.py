@@ -6,6 +6,7 @@ import io
 import json
 import os
 import sys
+import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 from PIL import Image
 
 from tests.e2e.serving import ROOT, serving
+from tests.engine.kit.shapes import QUESTION, draw, save_shape_model
 from tests.page.conftest import program
 from tests.page.tab import Tab
 from tests.page.test_chat import TOOLS
@@ -20,6 +22,8 @@ from tests.page.test_layout import conversation
 from tests.page.test_live import LONG, generating
 
 WIDE = {"width": 1440, "height": 1080}
+LAPTOP, PHONE = {"width": 1180, "height": 860}, {"width": 390, "height": 800}
+IMAGE_SIDE = 400
 ANSWER = r"""Two settings share the memory of the cache:
 
 | setting | default | meaning |
@@ -76,8 +80,8 @@ def take_all(browser: Any, address: str, folder: Path) -> None:
         tab.open_panel("Settings")
         save(tab, folder, f"text-{scheme}")
         file.unlink()
-    tools(Tab(browser.new_context(viewport={"width": 1180, "height": 860}), address).ready(), folder)
-    small = browser.new_context(viewport={"width": 390, "height": 800}, color_scheme="dark")
+    tools(Tab(browser.new_context(viewport=LAPTOP), address).ready(), folder)
+    small = browser.new_context(viewport=PHONE, color_scheme="dark")
     phone(Tab(small, address).ready(), folder)
 
 
@@ -100,8 +104,33 @@ def phone(tab: Tab, folder: Path) -> None:
     save(tab, folder, "phone")
 
 
+def images(tab: Tab, folder: Path, name: str) -> None:
+    """Questions about two images, and a third one in the message field."""
+    tab.set("Temperature", "0")
+    tab.button("Close the panel").click()
+    for number, (colour, shape) in enumerate((("red", "circle"), ("blue", "triangle"), ("green", "cross"))):
+        file = io.BytesIO()
+        draw(colour, shape, IMAGE_SIDE).save(file, "PNG")
+        chosen = {"name": f"{number}.png", "mimeType": "image/png", "buffer": file.getvalue()}
+        tab.page.get_by_label("Image files").set_input_files([chosen])
+        tab.page.get_by_role("list", name="Images of this message").get_by_role("img").wait_for()
+        if shape != "cross":
+            tab.ask(QUESTION)
+    save(tab, folder, name)
+
+
+def take_images(browser: Any, folder: Path) -> None:
+    """Take those with images, on a server of a small model that is trained to name shapes."""
+    with tempfile.TemporaryDirectory() as place:
+        model = save_shape_model(Path(place) / "shapes")
+        flags = ["--store", "memory", "--context", "512", "--slots", "2", str(model)]
+        with Path(os.devnull).open("w") as errors, serving(flags, errors) as address:
+            for name, size, scheme in (("images", LAPTOP, "light"), ("images-phone", PHONE, "dark")):
+                images(Tab(browser.new_context(viewport=size, color_scheme=scheme), address).ready(), folder, name)
+
+
 def main(folder: Path) -> None:
-    """Take all screenshots on a server of the bundled model."""
+    """Take all screenshots on a server of the bundled model, but for those with images."""
     from playwright.sync_api import sync_playwright
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -109,6 +138,7 @@ def main(folder: Path) -> None:
     with Path(os.devnull).open("w") as errors, serving(flags, errors) as address, sync_playwright() as started:
         browser = started.chromium.launch(executable_path=program(), args=["--no-sandbox"])
         take_all(browser, address, folder)
+        take_images(browser, folder)
         browser.close()
 
 
