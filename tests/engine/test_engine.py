@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import queue
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -287,6 +288,21 @@ def test_a_failure_right_after_a_snapshot_keeps_the_snapshot(folder: Folder) -> 
         assert await snapshot == EMPTY_SNAPSHOT
         with pytest.raises(EngineDead):
             await engine.snapshot("", b"")
+
+    run_with_engine(folder("llama"), story)
+
+
+def test_a_failure_before_the_admission_of_a_request_is_raised(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request with a timeout does not wait for a thread that has ended."""
+
+    async def story(engine: Engine) -> None:
+        with monkeypatch.context() as lost:
+            lost.setattr(engine, "_inbox", queue.SimpleQueue())
+            opening = asyncio.create_task(answer(engine, ask("a", (1, 2), timeout_seconds=60.0)))
+            await asyncio.sleep(0)
+            engine._finish_loading(None, DraftingInfo(), EngineDead("a rank ended"))
+            with pytest.raises(EngineDead):
+                await opening
 
     run_with_engine(folder("llama"), story)
 

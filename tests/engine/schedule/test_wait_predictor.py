@@ -14,7 +14,7 @@ from engine.load.load import LoadedModel
 from engine.schedule.scheduler import ScheduledSequence
 from engine.schedule.step import StepResult
 from engine.schedule.step_cost import Work
-from engine.schedule.wait_predictor import CERTAINTY
+from engine.schedule.wait_predictor import CERTAINTY, WaitPredictor
 from engine.types.events import Finished
 from engine.types.request import Request, Tier
 from tests.engine.kit.models import END, Models, core
@@ -160,6 +160,26 @@ def test_a_timeout_that_is_too_short_is_refused(loaded: Models) -> None:
     assert engine.submit(ask("without a limit", (1, 2))) is None
     assert engine.submit(ask("a long prompt", prompts[5], owner="another", timeout_seconds=0.1)) is not None
     assert engine.submit(ask("the same, cached", prompts[0], owner="another", timeout_seconds=0.1)) is None
+
+
+def test_prefixes_of_too_many_tokens_are_not_compared(loaded: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then only the prompt of the request itself counts; a comparison is reused until the next step or request."""
+    machine = Machine(Random(0), 1e-3, 0.0)
+    engine = machine.engine(loaded("llama"), slots=1, drafter="none")
+    for number in range(4):
+        assert engine.submit(ask(f"{number}", [number, *range(200)] * 5)) is None
+        engine.step()
+    compared: list[int] = []
+    compare = WaitPredictor._compare
+    monkeypatch.setattr(
+        WaitPredictor, "_compare", lambda self, others: (compared.append(len(others)), compare(self, others))
+    )
+
+    for name in "abc":
+        assert engine.submit(ask(name, (1, 2), timeout_seconds=0.5)) is not None
+    monkeypatch.setattr("engine.schedule.wait_predictor.MAX_COMPARED_TOKENS", 3000)
+    assert engine.submit(ask("d", (1, 2), timeout_seconds=0.5)) is None
+    assert compared == [4]
 
 
 def test_the_place_in_the_queue_is_free_when_predicted(loaded: Models) -> None:
