@@ -10,13 +10,11 @@ import pytest
 from tests.engine.kit.families import CHECKS, FAMILIES, Family, build, rotated, shifted
 
 PAGE = Path(__file__).parents[2] / "docs" / "models-checked.md"
-# One of each mechanism in every run; the others are slow only by their number.
+# One of each mechanism in every run; latents and Mamba are in test_latent.py, test_recurrent.py and test_resume.py.
 ALWAYS = {
     "gpt_oss",
     "llama4_text",
-    "deepseek_v2",
     "qwen3_next",
-    "nemotron_h",
     "gemma4_text",
     "mpt",
 }

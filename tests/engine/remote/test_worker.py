@@ -423,9 +423,7 @@ def test_a_worker_that_hangs_ends_with_the_front_end(config: EngineConfig) -> No
         asyncio.run(wait_until(lambda: not any(map(is_running, pids))))
 
 
-def test_a_dead_zygote_is_replaced_and_its_workers_continue(config: EngineConfig) -> None:
-    zygote = Zygote()
-
+def test_a_dead_zygote_is_replaced_and_its_workers_continue(config: EngineConfig, zygote: Zygote) -> None:
     async def story(engine: RemoteEngine) -> None:
         expected = tokens(await answer(engine, request("a")))
         assert zygote.pid is not None
@@ -444,7 +442,6 @@ def test_a_dead_zygote_is_replaced_and_its_workers_continue(config: EngineConfig
         await asyncio.to_thread(second.close)
 
     run(config, zygote.launch, story)
-    zygote.close()
 
 
 def test_workers_of_a_zygote_have_their_own_random_numbers(config: EngineConfig, zygote: Zygote) -> None:

@@ -171,9 +171,12 @@ def test_a_misspelt_option_is_refused_in_all_places(
         assert f"--{key}" in " ".join(capsys.readouterr().err.replace("│", "").split())
 
 
+TYPED = [*zip(IN_FILE, itertools.cycle(("{ x = 1 }", "1979-05-27", "[[1]]")), strict=False)]
+
+
 @pytest.mark.parametrize(
     ("option", "wrong"),
-    [*zip(IN_FILE, itertools.cycle(("{ x = 1 }", "1979-05-27", "[[1]]")), strict=False)],
+    quick(TYPED[::4], TYPED),
     ids=lambda value: getattr(value, "flag", value),
 )
 def test_a_value_of_another_type_is_refused(
@@ -305,7 +308,7 @@ def test_a_misspelt_option_of_a_section_is_refused(
     assert f"{variable} is no setting; the nearest one is {option.variables[0]}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", SECTIONS)
+@pytest.mark.parametrize("command", quick(("bench", "chat"), SECTIONS))
 def test_help_shows_the_options_of_each_command(command: str) -> None:
     """With their environment variables; docs/cli.md has those of the chat."""
     line = [sys.executable, "-c", "from server.cli import main; main()", command, "--help"]
