@@ -48,7 +48,9 @@ def write_mmproj(name: str, source: Path, file: Path, *, matrix_type: str = "F32
     writer.add_type("mmproj")
     writer.add_clip_has_vision_encoder(True)
     writer.add_clip_projector_type(family.projector)
-    writer.add_vision_projection_dim(width or vision.get("projection_dim") or config["text_config"]["hidden_size"])
+    # The converter of LLaVA wrote that of CLIP, which the model does not use.
+    projected = vision["projection_dim"] if family.projector == "mlp" else config["text_config"]["hidden_size"]
+    writer.add_vision_projection_dim(width or projected)
     writer.add_vision_patch_size(_side(vision["patch_size"]))
     writer.add_vision_image_mean(pixels["image_mean"])
     writer.add_vision_image_std(pixels["image_std"])
