@@ -12,8 +12,8 @@ from tests.faults.scenarios import SCENARIOS
 pytestmark = pytest.mark.skipif(not shutil.which("cc"), reason="needs a C compiler")
 
 
-def test_a_download_survives_a_crash_at_every_call() -> None:
-    counts = crash_points.run(["download"], ["kill"])
+def test_a_store_of_kernels_survives_a_crash_at_every_call() -> None:
+    counts = crash_points.run(["kernels"], ["kill"])
 
     assert [] == [count for count in counts if count.failures]
     assert all(count.points > 10 for count in counts)
