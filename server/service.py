@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 
 MAX_GRAMMAR_THREADS = 4
+# Of a tokenizer, which encodes one text at a time. More of them would only contend for the interpreter lock.
+MAX_ENCODING_THREADS = 2
 # Adapters of --lora-dir and of calls, in metrics.
 DYNAMIC_ADAPTERS = "dynamic"
 
@@ -50,6 +52,7 @@ class Service:
     adapter          name of the LoRA adapter that requests run with; "": none
     grammar_threads  limits the worker threads that wait for grammars, so that others stay free
     media_threads    worker threads that render prompts with images or sounds
+    encoding_threads limits the worker threads that encode prompts of completions
     """
 
     engine: EngineClient
@@ -63,6 +66,7 @@ class Service:
     media: MediaReader = field(default_factory=MediaReader)
     grammar_threads: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(MAX_GRAMMAR_THREADS))
     media_threads: MediaThreads = field(default_factory=MediaThreads)
+    encoding_threads: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(MAX_ENCODING_THREADS))
 
     def check_alive(self) -> None:
         """Raise EngineDead if a restart would help: the engine thread ended or makes no progress."""

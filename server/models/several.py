@@ -36,7 +36,7 @@ from server.models.loader import Loader
 from server.models.loader_metrics import LoaderMetrics
 from server.models.presets import LATEST_TAG, Presets
 from server.models.registry import MAX_NAME_LENGTH, ModelRegistry
-from server.service import MAX_GRAMMAR_THREADS, Service
+from server.service import MAX_ENCODING_THREADS, MAX_GRAMMAR_THREADS, Service
 
 logger = logging.getLogger("cellar")
 
@@ -91,6 +91,7 @@ class SeveralModels(ModelRegistry):
         self._metrics = {name: self._new_metrics(name) for name in loader.names}
         # By the model's name: each request has a new Service.
         self._media_threads = defaultdict[str, MediaThreads](MediaThreads)
+        self._encoding_threads = defaultdict[str, CapacityLimiter](lambda: CapacityLimiter(MAX_ENCODING_THREADS))
         self._grammar_threads = defaultdict[str, CapacityLimiter](lambda: CapacityLimiter(MAX_GRAMMAR_THREADS))
         self._scan, self._descriptions = FolderScan(settings), Descriptions()
         self._scanned: Sequence[ModelEntry] = ()
@@ -307,6 +308,7 @@ class SeveralModels(ModelRegistry):
             media=self._media,
             grammar_threads=self._grammar_threads[entry.name],
             media_threads=self._media_threads[entry.name],
+            encoding_threads=self._encoding_threads[entry.name],
         )
 
     def _names_in_errors(self) -> tuple[str, ...]:
