@@ -18,7 +18,7 @@ Rows by benchmark:
     overload     model, clients, retry, answers, refusals, errors, seconds, tokens_per_processor_second, ratio
     load         model, scenario, and its figures (benchmarks/serving/load.py)
     sharing      model, requests, cell, newcomers, median and worst seconds; or tokens/s with and without time slices
-    encodings    model, streams, cell (with or without images), images, tokens, p50 and p99 between tokens
+    encodings    model, streams, itl_target_ms, cell (with images or not), images, tokens, p50 and p99 between tokens
     gpu          device, shape, mode, cell, tokens_per_second, step_ms, host_ms, share_of_bandwidth, teraflops
     adapters     model, streams, rank, dtype, mode, step_ms, speed (relative to steps without adapters)
     gpu_kernels  target, shape, kernel, registers, spilled_bytes, shared_bytes
@@ -62,7 +62,7 @@ OTHER_KEYS = {
     "sharing": ("model", "requests", "cell"),
     "adapters": ("model", "streams", "rank", "dtype", "mode"),
     "adapter_loads": ("model", "streams", "rank", "loads", "mode"),
-    "encodings": ("model", "streams", "cell"),
+    "encodings": ("model", "streams", "itl_target_ms", "cell"),
     "fleet_validation": ("replicas", "policy"),
 }
 # Names of models on the page, by size.

@@ -1,6 +1,6 @@
 """Measures the time between tokens of streams beside the encoding of images.
 
-    python -m benchmarks.serving.encodings [MODEL] [--streams 8] [--seconds 10] [--json FILE]
+    python -m benchmarks.serving.encodings [MODEL] [--streams 8] [--seconds 10] [--itl-target-ms N] [--json FILE]
 
 A text model decodes the streams in this process, undisturbed and beside requests with a new image each, one after
 another. The tower is SigLIP-base with random weights (86 million, 196 tokens an image), whose rows are the inputs of
@@ -117,9 +117,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("model", nargs="?", default=None)
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=10.0, help="of each cell")
+    parser.add_argument("--itl-target-ms", type=float, default=None, help="as of cellar serve")
     add_json_option(parser)
     options = parser.parse_args(arguments)
-    config = EngineConfig(model=options.model, context=CONTEXT, slots=options.streams + 1)
+    target = options.itl_target_ms or "auto"
+    config = EngineConfig(
+        model=options.model, context=CONTEXT, slots=options.streams + 1, drafter="none", itl_target_ms=target
+    )
     loaded = load(config, lambda _: None)
     width, dtype = loaded.model.config.get_text_config().hidden_size, next(loaded.model.parameters()).dtype
     tower = RandomTower(width, dtype)
@@ -144,7 +148,7 @@ def main(arguments: list[str] | None = None) -> int:
     core.close()
     model = model_name(options.model or "cellar-tiny")
     for line in rows:
-        line |= {"model": model, "streams": options.streams}
+        line |= {"model": model, "streams": options.streams, "itl_target_ms": target}
         print(line, flush=True)
     print(f"p99 {rows[1]['p99_ms'] / rows[0]['p99_ms']:.2f} times that without images")
     if options.json:

@@ -228,9 +228,10 @@ async def frozen(server: Loaded, given: argparse.Namespace) -> dict[str, Any]:
     before = await _gaps(server, given.seconds / 2)
     sockets = [await _frozen_reader(server.port, number) for number in range(given.count)]
     seconds_until_frozen = await _no_progress(server)
+    at_start = await _open_requests(server)
     beside = await _gaps(server, given.seconds)
     # The live streams have ended.
-    running = (await get_json(server.port, "/v1/engine"))["counts"]
+    at_end = await _open_requests(server)
     for connection in sockets:
         connection.close()
     await asyncio.sleep(WARM_SECONDS)
@@ -239,7 +240,7 @@ async def frozen(server: Loaded, given: argparse.Namespace) -> dict[str, Any]:
     return {
         "frozen": given.count,
         "seconds_until_frozen": round(seconds_until_frozen, 1),
-        "frozen_requests_at_end": running["running"] + running["waiting"],
+        "frozen_requests": [at_start, at_end],
         "streams": LIVE_STREAMS,
         "undisturbed_p99_ms": round(undisturbed, 2),
         "p99_ms": round(percentile(beside, 0.99), 2),
@@ -257,9 +258,15 @@ async def _frozen_reader(port: int, number: int) -> socket.socket:
     connection.setblocking(False)
     loop = asyncio.get_running_loop()
     await loop.sock_connect(connection, (HOST, port))
-    fields = {"prompt": f"frozen {number}", "max_tokens": 4000, "logprobs": 20, **ENDLESS}
+    fields = {"prompt": f"frozen {number}", "max_tokens": 100_000, "logprobs": 20, **ENDLESS}
     await loop.sock_sendall(connection, request_bytes(TEXT, fields))
     return connection
+
+
+async def _open_requests(server: Loaded) -> int:
+    """Requests that are running or waiting."""
+    counts = (await get_json(server.port, "/v1/engine"))["counts"]
+    return int(counts["running"]) + int(counts["waiting"])
 
 
 async def _no_progress(server: Loaded) -> float:

@@ -39,6 +39,14 @@ export function Messages({ conversation, busy, actions, server, onKey, onStarter
     pinned.current = true;
     area.current!.scrollTop = area.current!.scrollHeight;
   }, [conversation.id, messages.length]);
+  useEffect(() => {
+    // The composer takes height for lines and images.
+    const resized = new ResizeObserver(() => {
+      if (pinned.current) area.current!.scrollTop = area.current!.scrollHeight;
+    });
+    resized.observe(area.current!);
+    return () => resized.disconnect();
+  }, []);
   const last = messages.at(-1);
   const firstSent = messages.find((message) => !message.dropped);
   return (
