@@ -24,6 +24,7 @@ from engine.kernels.products import RowInvariantProduct
 from engine.model import hooks
 from engine.native.adapters import NativeAdapters
 from engine.native.attention import rotary_angles, switched_rotary_angles
+from engine.native.content_rows import ContentRows
 from engine.native.decoder import CachedSpec, DecoderSpec, RecurrenceSpec, RotarySpec
 from engine.native.description import (
     describe_embedding,
@@ -119,6 +120,7 @@ class NativeRunner(LocalRunner):
         self.long_factor_layers = packed.long_factor_layers
         self.sampler: NativeSampler = NativeSampler(library)
         self._decoder, self._library = decoder, library
+        self._contents = ContentRows(packed.model, decoder)
         count = len(decoder.layers)
         self._named_layers = range(count if len(hooks.decoder_layers(packed.model)) == count else 0)
         rotaries = _rotaries(decoder)
@@ -158,8 +160,10 @@ class NativeRunner(LocalRunner):
             return "the native step attends to earlier tokens only"
         if features.adapters and self.adapters is None:
             return "the native step has no adapters"
-        if features.contents:
-            return "the native step embeds tokens only"
+        if features.contents and self._contents.reason is not None:
+            return self._contents.reason
+        if features.content_arguments:
+            return "the native step has no further arguments of contents"
         if features.position_axes:
             return "the native step has one position for each token"
         missing = [layer for layer in decoder_layers_of(features.hidden_layers) if layer not in self._named_layers]
@@ -244,7 +248,8 @@ class NativeRunner(LocalRunner):
         """Compute the logits of `logit_rows`, and the hidden states of these rows and after them of `hidden`."""
         # The arrays must live until the step is over, which reads them by address.
         hidden = step.hidden or HiddenRows((), ())
-        tokens, output_rows = array("q", step.tokens), array("q", (*step.logit_rows, *hidden.rows))
+        output_rows = array("q", (*step.logit_rows, *hidden.rows))
+        tokens, inputs = self._token_inputs(step)
         layers = array("q", decoder_layers_of(hidden.layers))
         fields = self._describe(step.forward, step.positions)
         fields.tokens, fields.output_rows = address(tokens), address(output_rows)
@@ -252,12 +257,24 @@ class NativeRunner(LocalRunner):
         fields.hidden_states, fields.logits = output.hidden_states_address, output.logits_address
         fields.state_layers, fields.state_layer_count = address(layers), len(layers)
         fields.layer_states = output.layer_states.data_ptr()
+        if inputs is not None:
+            fields.initial_states = inputs.data_ptr()
         if self.adapters is not None:
             self.adapters.describe(step.forward.spans, step.adapters, fields)
         states = self._bind_states(step.forward, fields) if self._recurrent else None
-        self._library.run_step(fields)
+        try:
+            self._library.run_step(fields)
+        finally:
+            if inputs is not None:
+                fields.initial_states = None
         if states is not None:
             states.commit()
+
+    def _token_inputs(self, step: StepInput) -> tuple[array[int], Tensor | None]:
+        """The tokens; in a step with contents, also the inputs of the first layer."""
+        if step.embeddings:
+            return self._contents.inputs(step.tokens, step.embeddings)
+        return array("q", step.tokens), None
 
     def _bind_states(self, forward: Forward, step: StepFields) -> RecurrentStates:
         """Set the addresses of the recurrent states of a forward."""

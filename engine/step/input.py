@@ -59,12 +59,13 @@ def decoder_layers_of(layers: Sequence[int]) -> tuple[int, ...]:
 class StepFeatures:
     """What a step requires of its runner besides causal spans and logits.
 
-    hidden_layers  layers after which hidden states are returned (HiddenRows)
-    bidirectional  tokens of a range attend to each other
-    encoder        tokens attend to the output of an encoder
-    adapters       tokens have a LoRA adapter
-    contents       the inputs of tokens are rows of contents in place of embeddings
-    position_axes  positions that differ by axis, or exceed the capacity of a slot
+    hidden_layers      layers after which hidden states are returned (HiddenRows)
+    bidirectional      tokens of a range attend to each other
+    encoder            tokens attend to the output of an encoder
+    adapters           tokens have a LoRA adapter
+    contents           the inputs of tokens are rows of contents in place of embeddings
+    content_arguments  contents have further arguments of the decoder (deepstack)
+    position_axes      positions that differ by axis, or exceed the capacity of a slot
     """
 
     hidden_layers: Sequence[int] = ()
@@ -72,6 +73,7 @@ class StepFeatures:
     encoder: bool = False
     adapters: bool = False
     contents: bool = False
+    content_arguments: bool = False
     position_axes: bool = False
 
 
@@ -110,6 +112,9 @@ class StepInput:
             encoder=any(self.encoder_masks),
             adapters=any(self.adapters),
             contents=bool(self.embeddings),
+            content_arguments=any(
+                [rows.entry.token_arguments or rows.entry.feature_arguments for rows in self.embeddings]
+            ),
             position_axes=self.positions is not None and not self._has_table_positions(self.positions),
         )
 

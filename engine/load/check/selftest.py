@@ -150,15 +150,21 @@ def logit_difference(
     expected_runner: ModelRunner, actual_runner: ModelRunner, model: Any, traits: ModelTraits, kv_dtype: torch.dtype
 ) -> float:
     """The largest difference between the logits of two runners in the batches of the check, relative to the largest
-    logit.
+    logit; with contents where the second runner supports them.
 
     kv_dtype  of cached keys and values during the check
     """
-    batches = _CheckBatches(model, traits, [_test_sequence(model, traits, number) for number in range(2)])
-    expected, actual = (
-        torch.cat(batches.batched_logits(runner, kv_dtype)) for runner in (expected_runner, actual_runner)
-    )
-    return float((expected - actual).abs().max() / expected.abs().max().clamp_min(1.0))
+    texts = _CheckBatches(model, traits, [_test_sequence(model, traits, number) for number in range(2)])
+    contents = [
+        batches for batches in _content_batches(model, traits) if batches.are_supported(actual_runner, kv_dtype)
+    ]
+    errors = []
+    for batches in (texts, *contents):
+        expected, actual = (
+            torch.cat(batches.batched_logits(runner, kv_dtype)) for runner in (expected_runner, actual_runner)
+        )
+        errors.append(float((expected - actual).abs().max() / expected.abs().max().clamp_min(1.0)))
+    return max(errors)
 
 
 def batch_dependence(runner: ModelRunner, model: Any, traits: ModelTraits) -> str | None:
@@ -404,6 +410,15 @@ class _CheckBatches:
             for span, row in zip(spans, logits, strict=True):
                 logits_by_slot[span.slot].append(row)
         return [torch.stack(rows) for rows in logits_by_slot]
+
+    def are_supported(self, runner: ModelRunner, kv_dtype: torch.dtype) -> bool:
+        """Whether a runner supports all steps."""
+        cache, reasons = self._cache(runner, kv_dtype), []
+        for step in self._steps:
+            spans, tokens, further = self._batch(cache, step)
+            with cache.forward(spans) as forward:
+                reasons.append(runner.supports(StepInput(forward, tokens, (), **further).features))
+        return all(reason is None for reason in reasons)
 
     def all_logits(self, runner: ModelRunner, steps: _StepPlan) -> list[Tensor]:
         """The logits [prompt, vocabulary] of each sequence."""
