@@ -2,7 +2,7 @@
 
     python -m benchmarks.serving.load streams [MODEL] [--count 512] [--tokens 64]
     python -m benchmarks.serving.load overload [MODEL] [--minutes 10]
-    python -m benchmarks.serving.load frozen [MODEL] [--count 64] [--seconds 20]
+    python -m benchmarks.serving.load frozen [MODEL] [--count 64] [--seconds 10]
     python -m benchmarks.serving.load soak [MODEL] [--count 10000]
     python -m benchmarks.serving.load aborts [MODEL] [--count 2000]
 
@@ -40,7 +40,7 @@ from urllib.parse import urlsplit
 import psutil
 
 from bench.launch import cellar
-from benchmarks.result import add_json_option, command_parser, measured, model_name
+from benchmarks.result import add_json_option, add_rows, command_parser, measured, model_name
 from benchmarks.serving.bodies import words
 from benchmarks.serving.raw_client import (
     HOST,
@@ -70,7 +70,8 @@ GOALS: dict[str, dict[str, float]] = {
 }
 OVERLOAD, SLOTS, PEAK_SECONDS, WARM_SECONDS = 10, 8, 20.0, 5.0
 LIVE_STREAMS, RECEIVE_BYTES, SEGMENT_BYTES = 8, 4096, 536
-FREEZE_SECONDS = 300.0
+# The buffers of frozen clients are full after some 10 s, and 30 s later the server closes their connections.
+FREEZE_SECONDS = 18.0
 ABORT_CLIENTS, ABORT_WARM, QUIET_SECONDS = 32, 100, 30.0
 ENDLESS = {"ignore_eos": True, "overflow": "shift", "stream": True, "temperature": 0}
 _tasks = re.compile(r"^cellar_event_loop_tasks ([0-9.]+)$", re.MULTILINE)
@@ -227,7 +228,7 @@ async def frozen(server: Loaded, given: argparse.Namespace) -> dict[str, Any]:
     """Eight streams before, beside and after clients that never read."""
     before = await _gaps(server, given.seconds / 2)
     sockets = [await _frozen_reader(server.port, number) for number in range(given.count)]
-    seconds_until_frozen = await _no_progress(server)
+    await asyncio.sleep(FREEZE_SECONDS)
     at_start = await _open_requests(server)
     beside = await _gaps(server, given.seconds)
     # The live streams have ended.
@@ -239,7 +240,6 @@ async def frozen(server: Loaded, given: argparse.Namespace) -> dict[str, Any]:
     undisturbed = percentile([*before, *after], 0.99)
     return {
         "frozen": given.count,
-        "seconds_until_frozen": round(seconds_until_frozen, 1),
         "frozen_requests": [at_start, at_end],
         "streams": LIVE_STREAMS,
         "undisturbed_p99_ms": round(undisturbed, 2),
@@ -267,18 +267,6 @@ async def _open_requests(server: Loaded) -> int:
     """Requests that are running or waiting."""
     counts = (await get_json(server.port, "/v1/engine"))["counts"]
     return int(counts["running"]) + int(counts["waiting"])
-
-
-async def _no_progress(server: Loaded) -> float:
-    """Seconds until no token is generated any more, at most FREEZE_SECONDS."""
-    began, before = time.perf_counter(), -1
-    while time.perf_counter() - began < FREEZE_SECONDS:
-        now = (await get_json(server.port, "/v1/engine"))["counts"]["generated_tokens"]
-        if now == before:
-            break
-        before = now
-        await asyncio.sleep(1.0)
-    return time.perf_counter() - began
 
 
 async def _gaps(server: Loaded, seconds: float) -> list[float]:
@@ -410,7 +398,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--count", type=int, default=None, help="of streams, frozen readers or requests")
     parser.add_argument("--tokens", type=int, default=64, help="of each of the streams (default 64)")
     parser.add_argument("--minutes", type=float, default=10.0, help="of overload (default 10)")
-    parser.add_argument("--seconds", type=float, default=20.0, help="beside frozen readers (default 20)")
+    parser.add_argument("--seconds", type=float, default=10.0, help="beside frozen readers (default 10)")
     add_json_option(parser)
     return parser
 
@@ -436,7 +424,7 @@ def main(arguments: list[str] | None = None) -> int:
     print(json.dumps(row))
     print(f"missed: {', '.join(missed)}" if missed else "all goals are reached")
     if given.json:
-        measured("load", [row]).write(given.json)
+        add_rows(given.json, measured("load", [row]))
     return 1 if missed else 0
 
 
