@@ -63,7 +63,9 @@ def _find_block(
 ) -> tuple[MlpBlock, Residual]:
     """A second half; its output is added to `attended`."""
     gated, experts, output = _find_parts(reader, normed)
-    if experts is None and reader.next_are(TracedNorm, TracedRouter):
+    # A norm of other rows belongs to the next layer, of experts alone (Nemotron-H).
+    is_normed = reader.next_are(TracedNorm, TracedRouter) and is_close(output, reader.next_input())
+    if experts is None and is_normed:
         experts, output = _find_normed_experts(reader, attended, output)
     if experts is not None and gated is not None and gated.down.bias is not None:
         raise UnsupportedArchitecture("the dense MLP beside its experts has a bias")
