@@ -57,12 +57,10 @@ class DeferredWeights:
         [matrix, *others] = self._sources[names[0]][1].matrices
         if type(module) is nn.Linear and not others:
             # Parts of the weight in place of the whole, in the same module.
-            setattr(module, "forward", partial(self._linear, module, matrix))  # noqa: B010
-            self._restore.append(partial(module.__dict__.pop, "forward"))
+            self._replace_forward(module, partial(self._linear, module, matrix))
             return
         if others and type(module) in self._first_experts:
-            setattr(module, "forward", partial(self._later_experts, module, names))  # noqa: B010
-            self._restore.append(partial(module.__dict__.pop, "forward"))
+            self._replace_forward(module, partial(self._later_experts, module, names))
             return
         if others:
             self._first_experts[type(module)] = names
@@ -83,6 +81,10 @@ class DeferredWeights:
             module.register_forward_hook(partial(self._after_call, names), always_call=True),
         )
         self._restore += [handle.remove for handle in handles]
+
+    def _replace_forward(self, module: nn.Module, forward: Callable[..., object]) -> None:
+        setattr(module, "forward", forward)  # noqa: B010
+        self._restore.append(partial(module.__dict__.pop, "forward"))
 
     def _linear(self, module: nn.Linear, matrix: FileMatrix, rows: Tensor) -> Tensor:
         """The product of a linear layer."""

@@ -262,7 +262,7 @@ class _ModuleRecorder:
         self._events.append(TracedExperts(experts, inner, down, rows, weights, chosen, output.flatten(0, -2).clone()))
 
     def _record_scaled_experts(self, experts: stacks.Experts, rows: Tensor, output: Tensor) -> None:
-        """Experts whose rows are those of the router before, for each expert, times its weights."""
+        """Record experts that get the rows of the router once for each expert, times the weights of that expert."""
         router = self._events[-1] if self._events else None
         count = experts.up.stored.shape[0]
         if not isinstance(router, TracedRouter) or len(rows) != count * len(router.input):
