@@ -23,7 +23,7 @@ from server.models.configured import configured_entries, serves_several
 from server.models.entry import ModelEntry
 from server.models.keep_alive import parse_keep_alive
 from server.replicas.options import RayOptions
-from server.serving import EXIT_ADDRESS, key_warnings, run, run_several
+from server.serving import EXIT_ADDRESS, run, run_several, warn_of_exposed_keys
 from server.store.database import StoreError
 from server.store.store import check_store
 from server.terminal.load_screen import print_line
@@ -90,8 +90,7 @@ def serve(
             settings.check()
         check_store(settings.store)
         make_disk_cache(settings.disk_cache_folder)
-    for warning in key_warnings(settings):
-        print_line(warning)
+    warn_of_exposed_keys(settings)
     sys.exit(run_several(settings, entries) if entries else run(settings))
 
 
@@ -241,9 +240,7 @@ def _checked_client_settings(options: Settings | None) -> Settings:
     with _usage_errors(_print_error):
         check_environment()
         settings.check()
-        warnings = key_warnings(settings)
-    for warning in warnings:
-        _print_error(warning)
+        warn_of_exposed_keys(settings, _print_error)
     return settings
 
 
@@ -283,8 +280,7 @@ def bench(
     with _usage_errors(print_line):
         check_environment()
         keys = settings.all_keys
-    for warning in key_warnings(settings):
-        print_line(warning)
+    warn_of_exposed_keys(settings)
     served = ServeArguments(
         arguments=(*([model] if model else []), *serve_arguments(settings)),
         environment=serve_environment(keys),
@@ -322,8 +318,7 @@ def ray(
         cluster_options.check()
         check_store(settings.store)
         make_disk_cache(settings.disk_cache_folder)
-    for warning in key_warnings(settings):
-        print_line(warning)
+    warn_of_exposed_keys(settings)
     sys.exit(run_ray(cluster_options, settings))
 
 

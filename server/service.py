@@ -43,6 +43,20 @@ DYNAMIC_ADAPTERS = "dynamic"
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerThreads:
+    """Limits of the worker threads of a model, so that the threads of other requests stay free.
+
+    grammar   wait for grammars
+    encoding  encode prompts of completions
+    media     render prompts with images or sounds
+    """
+
+    grammar: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(MAX_GRAMMAR_THREADS))
+    encoding: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(MAX_ENCODING_THREADS))
+    media: MediaThreads = field(default_factory=MediaThreads)
+
+
+@dataclass(frozen=True, slots=True)
 class Service:
     """One engine with its settings, metrics and traces, under one name of the model.
 
@@ -50,9 +64,7 @@ class Service:
     listed_name      of the model or adapter in /v1/models, which keys are limited to; "": `name`
     media            reads images and sounds of requests
     adapter          name of the LoRA adapter that requests run with; "": none
-    grammar_threads  limits the worker threads that wait for grammars, so that others stay free
-    media_threads    worker threads that render prompts with images or sounds
-    encoding_threads limits the worker threads that encode prompts of completions
+    threads          worker threads of the model, whatever its name
     """
 
     engine: EngineClient
@@ -64,9 +76,7 @@ class Service:
     adapter: str = ""
     listed_name: str = ""
     media: MediaReader = field(default_factory=MediaReader)
-    grammar_threads: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(MAX_GRAMMAR_THREADS))
-    media_threads: MediaThreads = field(default_factory=MediaThreads)
-    encoding_threads: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(MAX_ENCODING_THREADS))
+    threads: WorkerThreads = field(default_factory=WorkerThreads)
 
     def check_alive(self) -> None:
         """Raise EngineDead if a restart would help: the engine thread ended or makes no progress."""

@@ -9,6 +9,7 @@ import asyncio
 import gc
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,15 +28,16 @@ if TYPE_CHECKING:
 EXIT_ADDRESS = 1
 
 
-def key_warnings(settings: Settings) -> list[str]:
-    """A warning for each file with API keys that every user of this machine can read."""
+def warn_of_exposed_keys(settings: Settings, show: Callable[[str], None] = print_line) -> None:
+    """Show a warning for each file with API keys that every user of this machine can read."""
     file = find(settings.config)
     key_file = settings.key_file
     paths = [
         *([str(file)] if file is not None and exposes_keys(file) else []),
         *([key_file] if key_file and is_world_readable(Path(key_file)) else []),
     ]
-    return [f"cellar: warning: every user of this machine can read {path}; chmod o-r keeps the key" for path in paths]
+    for path in paths:
+        show(f"cellar: warning: every user of this machine can read {path}; chmod o-r keeps the key")
 
 
 def run(settings: Settings) -> int:

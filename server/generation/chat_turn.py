@@ -149,7 +149,7 @@ async def prepare_chat(service: Service, body: ChatRequest, id: str) -> ChatTurn
     service.check_ready()
     _check(body)
     uploads = await service.media.read(placed_parts(body.messages), service.name, service.engine.info)
-    threads = service.media_threads if uploads else None
+    threads = service.threads.media if uploads else None
     supported, prepared, render, rendered = await run_in_thread(threads, lambda: _rendered(service, body, uploads))
     chat_format = service.engine.tokenizer.chat_format
     prompt = truncated_prompt(service, body, rendered, _max_tokens(body))

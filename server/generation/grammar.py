@@ -45,7 +45,7 @@ async def answer_grammar(
         chat_format,
         tool_set,
         generation_prompt,
-        limiter=service.grammar_threads,
+        limiter=service.threads.grammar,
     )
 
 

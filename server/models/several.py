@@ -12,7 +12,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from anyio import CapacityLimiter
 from prometheus_client import CollectorRegistry
 
 from engine.client import EngineClient
@@ -22,7 +21,6 @@ from engine.types.model_name import plain_name
 from server.configuration.settings import Settings
 from server.http.auth import caller
 from server.http.errors import missing_parameter
-from server.media.threads import MediaThreads
 from server.media.uploads import MediaReader
 from server.metrics.metrics import Metrics, render
 from server.metrics.traces import GenerationTraces
@@ -36,7 +34,7 @@ from server.models.loader import Loader
 from server.models.loader_metrics import LoaderMetrics
 from server.models.presets import LATEST_TAG, Presets
 from server.models.registry import MAX_NAME_LENGTH, ModelRegistry
-from server.service import MAX_ENCODING_THREADS, MAX_GRAMMAR_THREADS, Service
+from server.service import Service, WorkerThreads
 
 logger = logging.getLogger("cellar")
 
@@ -90,9 +88,7 @@ class SeveralModels(ModelRegistry):
         self.entries = names_of(entries)
         self._metrics = {name: self._new_metrics(name) for name in loader.names}
         # By the model's name: each request has a new Service.
-        self._media_threads = defaultdict[str, MediaThreads](MediaThreads)
-        self._encoding_threads = defaultdict[str, CapacityLimiter](lambda: CapacityLimiter(MAX_ENCODING_THREADS))
-        self._grammar_threads = defaultdict[str, CapacityLimiter](lambda: CapacityLimiter(MAX_GRAMMAR_THREADS))
+        self._threads = defaultdict[str, WorkerThreads](WorkerThreads)
         self._scan, self._descriptions = FolderScan(settings), Descriptions()
         self._scanned: Sequence[ModelEntry] = ()
         self.created = int(time.time())
@@ -306,9 +302,7 @@ class SeveralModels(ModelRegistry):
             adapter=short if short in entry.settings.adapters else "",
             listed_name=self._listed_name(name) or entry.name,
             media=self._media,
-            grammar_threads=self._grammar_threads[entry.name],
-            media_threads=self._media_threads[entry.name],
-            encoding_threads=self._encoding_threads[entry.name],
+            threads=self._threads[entry.name],
         )
 
     def _names_in_errors(self) -> tuple[str, ...]:

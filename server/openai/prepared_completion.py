@@ -150,7 +150,7 @@ async def _tokens(service: Service, prompt: str | list[int], suffix: str | None)
         gap = await anyio.to_thread.run_sync(service.engine.tokenizer.encode_gap, prompt, suffix)
         return RenderedPrompt(tuple(gap))
     encode = service.engine.tokenizer.encode
-    tokens = await anyio.to_thread.run_sync(encode, prompt, limiter=service.encoding_threads)
+    tokens = await anyio.to_thread.run_sync(encode, prompt, limiter=service.threads.encoding)
     if not tokens:
         raise invalid_value("prompt", "it has no tokens")
     return RenderedPrompt(tuple(tokens))

@@ -112,8 +112,8 @@ def test_requests_of_a_model_share_its_limits_of_threads() -> None:
             models.service(models.entry_of(name), name, launcher.engines[name]) for name in ("a", "a", "b")
         )
 
-        assert first.media_threads is again.media_threads is not other.media_threads
-        assert first.grammar_threads is again.grammar_threads is not other.grammar_threads
+        assert first.threads.media is again.threads.media is not other.threads.media
+        assert first.threads.grammar is again.threads.grammar is not other.threads.grammar
 
     _run(scenario)
 
