@@ -12,7 +12,6 @@ from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from contextlib import ExitStack
 from dataclasses import replace
-from itertools import takewhile
 
 import torch
 
@@ -26,12 +25,12 @@ from engine.load.cache import model_cache, offload_config
 from engine.load.contents import with_ranges
 from engine.load.load import LoadedModel
 from engine.schedule.content_inputs import ContentInputs, EncodingFailed
-from engine.schedule.draft import Draft
 from engine.schedule.encoder_inputs import EncoderInputs
 from engine.schedule.inspection import Inspection
 from engine.schedule.prefill_budget import Budget
 from engine.schedule.replay import replay
-from engine.schedule.scheduler import ScheduledSequence, Scheduler, ShiftFailed
+from engine.schedule.scheduled import ScheduledSequence
+from engine.schedule.scheduler import Scheduler, ShiftFailed
 from engine.schedule.sequence import Sequence
 from engine.schedule.step import Stepper, StepResult
 from engine.schedule.step_cost import StepCost, Work
@@ -322,20 +321,13 @@ class Core:
             log.exception("a drafter failed; speculative decoding is disabled")
             self._speculation = self._no_speculation()
             return batch
-        drafts = {sequence: embeddable for sequence, draft in drafts.items() if (embeddable := self._embeddable(draft))}
+        vocabulary = self._loaded.info.vocabulary
+        drafts = {sequence: text for sequence, draft in drafts.items() if (text := draft.before_content(vocabulary))}
         if not drafts:
             return batch
         drafted = [replace(scheduled, draft=drafts.get(scheduled.sequence)) for scheduled in batch]
         # Groups of sliding-window layers have few cells: the draft may not fit there.
         return drafted if not self.cache.evict_for([scheduled.batch_span for scheduled in drafted]) else batch
-
-    def _embeddable(self, draft: Draft) -> Draft | None:
-        """The draft up to a placeholder of a content beyond the vocabulary; None if no token is left."""
-        vocabulary = self._loaded.info.vocabulary
-        if max(draft.tokens) < vocabulary:
-            return draft
-        tokens = tuple(takewhile(vocabulary.__gt__, draft.tokens))
-        return replace(draft, tokens=tokens) if tokens else None
 
     def _draft_capacity(self, batch_tokens: int, limit: int) -> int:
         """Cells for up to `limit` draft tokens in a step of `batch_tokens`; cached prefixes are evicted for them."""

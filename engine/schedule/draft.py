@@ -6,7 +6,8 @@ A drafter may propose any tokens at any time: proposals change how fast an outpu
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Protocol
 
 from torch import Tensor
@@ -53,6 +54,13 @@ class Draft:
 
     kind: str
     tokens: tuple[int, ...]
+
+    def before_content(self, vocabulary: int) -> Draft | None:
+        """The draft up to a placeholder of a content, which is no token of the vocabulary; None if nothing is left."""
+        if max(self.tokens) < vocabulary:
+            return self
+        tokens = tuple(takewhile(vocabulary.__gt__, self.tokens))
+        return replace(self, tokens=tokens) if tokens else None
 
 
 class Drafter(Protocol):

@@ -228,8 +228,9 @@ class Fairness:
         return next(sequence for sequence in ready if sequence.group == group)
 
     def preemption_victim(self, running: Rows[Sequence]) -> Sequence:
-        """The running sequence to preempt when cells run out."""
-        return _Shares(running).latest_of_largest(running)
+        """The running sequence to preempt when cells run out: one whose output is not read, if there is one."""
+        unread = [sequence for sequence in running if sequence.is_unread]
+        return _Shares(running).latest_of_largest(unread or running)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,9 +2,9 @@
 
 Owns the queues. When cells run out, cached prefixes are evicted; then the youngest sequence of the last tier,
 of the owner and the request with the most slots, is preempted. It resumes later with the same text, since a sampled
-token depends on its own past only. Slots are shared fairly by owner and by request (fairness.py). Of sequences with a
-shared prefix the youngest wait while the oldest computes it. prefill_budget.py limits the prompt tokens of a step;
-prompts are ordered by deadline.
+token depends on its own past only. Sequences whose output is not read let the others decode first. Slots are shared
+fairly by owner and by request (fairness.py). Of sequences with a shared prefix the youngest wait while the oldest
+computes it. prefill_budget.py limits the prompt tokens of a step; prompts are ordered by deadline.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from engine.schedule.draft import Draft
 from engine.schedule.fairness import Fairness
 from engine.schedule.prefill_budget import Budget
+from engine.schedule.scheduled import ScheduledSequence
 from engine.schedule.sequence import Sequence
 from engine.schedule.slots import Slots
 from engine.schedule.step_cost import Work
@@ -29,79 +29,6 @@ from kvcache.spec import Span
 # simulated mixes of long and short prompts the median time to first token is 0.4 of first come, first served, the mean
 # 0.6 of it; the last long prompt takes up to 2.4 times as long (shortest first: 5 times).
 _DEADLINE_FACTOR = 4
-
-
-@dataclass(frozen=True, slots=True)
-class ScheduledSequence:
-    """What a step computes for one sequence: a span of its tokens, and draft tokens after it."""
-
-    sequence: Sequence
-    span: Span
-    draft: Draft | None = None
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether the span reaches the last token."""
-        return self.span.stop == len(self.sequence.tokens)
-
-    @property
-    def is_sampled(self) -> bool:
-        """Whether the step samples the next token."""
-        return self.is_complete and self.sequence.max_new_tokens > 0
-
-    @property
-    def sample_count(self) -> int:
-        """Positions to sample from: after the span, and after each draft token."""
-        return len(self.draft_tokens) + 1 if self.is_sampled else 0
-
-    @property
-    def has_content_rows(self) -> bool:
-        """Whether the inputs of tokens of the span are rows of a content."""
-        contents, span = self.sequence.contents, self.span
-        return contents is not None and any(contents.embedded_rows(span.start, span.stop, 0))
-
-    @property
-    def samples_only(self) -> bool:
-        """Whether neither logprobs, prompt scores nor hidden states are required."""
-        sequence = self.sequence
-        return sequence.scores is None and sequence.pooler is None and sequence.request.logprobs is None
-
-    @property
-    def scored_positions(self) -> range:
-        """Positions of the span with logits that score a prompt token."""
-        scores = self.sequence.scores
-        return range(0) if scores is None else scores.logit_positions(self.span.start, self.span.stop)
-
-    @property
-    def pooled_positions(self) -> range:
-        """Positions of the span with hidden states that are pooled."""
-        pooler = self.sequence.pooler
-        return range(0) if pooler is None else pooler.state_positions(self.span.start, self.span.stop)
-
-    @property
-    def charged_tokens(self) -> int:
-        """Tokens charged to the owner: the computed ones, and one for each position with logprobs."""
-        logprobs = self.sample_count if self.sequence.request.logprobs is not None else 0
-        return self.batch_span.length + len(self.scored_positions) + logprobs
-
-    @property
-    def draft_tokens(self) -> tuple[int, ...]:
-        """The draft, or no tokens."""
-        return () if self.draft is None else self.draft.tokens
-
-    @property
-    def batch_span(self) -> Span:
-        """The span with the draft tokens."""
-        if self.draft is None:
-            return self.span
-        count = len(self.draft_tokens)
-        return replace(self.span, length=self.span.length + count, draft_tokens=count)
-
-    @property
-    def batch_tokens(self) -> list[int]:
-        """The tokens of `batch_span`."""
-        tokens = self.sequence.tokens[self.span.start : self.span.stop]
-        return tokens if self.draft is None else [*tokens, *self.draft.tokens]
 
 
 @dataclass(frozen=True, slots=True)
@@ -371,14 +298,18 @@ class Scheduler:
         return common_prefix_length(leader.context.prefix_keys(prompt), sequence.context.prefix_keys(prompt))
 
     def _schedule_running(self) -> list[ScheduledSequence]:
-        """The last token of each decoding sequence, and chunks of prompts within the prefill budget."""
-        scheduled = []
-        for sequence in self.running:
-            if self._uncomputed_tokens(sequence) == 1 and self._is_computable(sequence):
-                scheduled.append(self._scheduled(sequence, len(sequence.tokens) - 1, 1))
-        if len(scheduled) < len(self.running):
-            scheduled += self._schedule_prefill(scheduled)
-        return self._of_one_kind(scheduled)
+        """The last token of each sequence in decode, and chunks of prompts within the prefill budget.
+
+        A sequence whose output is not read is in decode only while no other sequence has anything to compute.
+        """
+        decoding = [
+            self._scheduled(sequence, len(sequence.tokens) - 1, 1)
+            for sequence in self.running
+            if self._uncomputed_tokens(sequence) == 1 and self._is_computable(sequence)
+        ]
+        read = [scheduled for scheduled in decoding if not scheduled.sequence.is_unread]
+        scheduled = read if len(decoding) == len(self.running) else [*read, *self._schedule_prefill(read)]
+        return self._of_one_kind(scheduled or decoding)
 
     def _of_one_kind(self, scheduled: list[ScheduledSequence]) -> list[ScheduledSequence]:
         """Those with tokens of contents, or the others, in turns: different runners may compute them."""

@@ -16,7 +16,7 @@ from engine.load.load import LoadedModel
 from engine.sample.logprobs import SAMPLED, LogprobQuery
 from engine.sample.verify import VerifyTokens, contexts_of, verify
 from engine.schedule.contents import content_inputs
-from engine.schedule.scheduler import ScheduledSequence
+from engine.schedule.scheduled import ScheduledSequence
 from engine.step.input import FINAL_NORM, HiddenRows, Sampling, StepInput
 from engine.step.output import StepOutput
 from engine.types.events import Logprob, TokenLogprob

@@ -13,7 +13,7 @@ from engine.draft.depth import Candidate, Depth, FixedDepth, StepOutcome
 from engine.draft.speculation import Speculation
 from engine.load.load import LoadedModel
 from engine.schedule.draft import Drafter, DraftRequest
-from engine.schedule.scheduler import ScheduledSequence
+from engine.schedule.scheduled import ScheduledSequence
 from engine.schedule.step import StepResult
 from engine.schedule.step_cost import Work
 from engine.types.events import Delta, Failed, Finished, TokenLogprob

@@ -11,7 +11,7 @@ from unittest.mock import patch
 from engine.core import Core
 from engine.sample.penalties import PenaltyHistory
 from engine.schedule.fairness import Fairness
-from engine.schedule.scheduler import ScheduledSequence
+from engine.schedule.scheduled import ScheduledSequence
 from engine.schedule.sequence import Sequence
 from engine.schedule.slots import Slots
 from engine.types.events import Delta

@@ -8,7 +8,7 @@ from typing import Any
 
 from engine.core import Core
 from engine.load.load import LoadedModel
-from engine.schedule.scheduler import ScheduledSequence
+from engine.schedule.scheduled import ScheduledSequence
 from engine.schedule.step import StepResult
 from engine.schedule.step_cost import Work
 from engine.types.events import Delta

@@ -252,6 +252,32 @@ def test_slots_of_clients_that_do_not_read_are_for_others(loaded: Models) -> Non
     assert 2 == engine.stats().running
 
 
+def test_output_that_is_not_read_waits_for_output_that_is(loaded: Models, reference: References) -> None:
+    """It gets no token while another sequence decodes, and its cells go first; then it goes on with the same text."""
+    engine = core(loaded("llama"), slots=3, cells=160)
+    frozen, read = ask("frozen", range(40), 60, ignore_eos=True), ask("read", range(9, 69), 60, ignore_eos=True)
+    tokens: dict[str, list[int]] = {"frozen": [], "read": []}
+
+    def step() -> None:
+        for of, what in engine.step():
+            if isinstance(what, Delta):
+                tokens[of] += what.tokens
+
+    submit(engine, [frozen, read])
+    while min(map(len, tokens.values())) < 3:
+        step()
+    engine.set_unread("frozen", True)
+    unread = len(tokens["frozen"])
+    while len(tokens["read"]) < 60:
+        step()
+        assert len(tokens["frozen"]) == unread
+    assert engine.stats().preemptions_total == 1
+    while engine.busy:
+        step()
+
+    assert tokens == {of.id: [*reference("llama").greedy(of.prompt, 60)] for of in (frozen, read)}
+
+
 def test_evicted_sequences_have_longer_time_slices(loaded: Models) -> None:
     """With cells for two of eight sequences, they are computed to the end."""
     engine = core(loaded("llama"), slots=2, cells=250)

@@ -11,7 +11,7 @@ import pytest
 
 from engine.core import Core
 from engine.load.load import LoadedModel
-from engine.schedule.scheduler import ScheduledSequence
+from engine.schedule.scheduled import ScheduledSequence
 from engine.schedule.step import StepResult
 from engine.schedule.step_cost import Work
 from engine.schedule.wait_predictor import CERTAINTY, WaitPredictor
