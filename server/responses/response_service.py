@@ -12,6 +12,7 @@ from functools import partial
 import anyio.to_thread
 
 from engine.errors import EngineError, Overloaded
+from engine.types.status import Stats
 from server.generation.chat_turn import ChatTurn, prepare_chat
 from server.generation.completed_message import collect_messages
 from server.generation.requests import generate
@@ -57,9 +58,6 @@ from server.store.database import StoreError
 from server.store.store import LEASE_SECONDS, ResponseStore
 
 logger = logging.getLogger("cellar.http")
-
-# Retry-After for a full background queue.
-BACKGROUND_RETRY_SECONDS = 10.0
 
 
 class ResponseService:
@@ -108,7 +106,7 @@ class ResponseService:
             writer = ResponseWriter(response, encrypted=body.includes("reasoning.encrypted_content"))
             diagnose = await self._diagnose(body.compared, response, turn)
             task = ResponseTask(turn, writer, partial(self._store_final, body, turn, input_items), items, diagnose)
-            await self._start(task, turn, input_items)
+            await self._start(task, turn, input_items, service.engine.stats())
         return task
 
     async def count(self, body: PromptFields) -> int:
@@ -294,10 +292,10 @@ class ResponseService:
             return lambda cached: {"type": "unavailable"}
         return compare(earlier, old.requests[0].prompt, response, turn.requests[0].prompt).verdict
 
-    async def _start(self, task: ResponseTask, turn: ChatTurn, input_items: Sequence[Item]) -> None:
+    async def _start(self, task: ResponseTask, turn: ChatTurn, input_items: Sequence[Item], stats: Stats) -> None:
         background = task.response["background"]
         if background:
-            self._check_background_capacity()
+            self._check_background_capacity(stats)
         store = partial(self._store_started, task, input_items) if background else None
         try:
             await task.start(self._generate(turn), store)
@@ -321,16 +319,17 @@ class ResponseService:
         """Store a response in the background as queued: without that it could not be read later."""
         await self._required_archive.save(task.response, input_items, (), final=False)
 
-    def _check_background_capacity(self) -> None:
+    def _check_background_capacity(self, stats: Stats) -> None:
         """Limit background responses to half of the queue.
 
-        Above the limit, an owner with less than an even share of that half is still admitted.
+        Above the limit, an owner with less than an even share of that half is still admitted. The predicted wait is
+        that for the end of any request of the model, which may not be one in the background.
         """
         owners = [owner for (owner, _), task in self._running.items() if task.response["background"]]
         limit = max(self._models.settings.max_waiting // 2, 1)
         share = limit // len({*owners, self._owner})
         if len(owners) >= limit and owners.count(self._owner) >= share:
-            raise Overloaded(len(owners), BACKGROUND_RETRY_SECONDS)
+            raise Overloaded(len(owners), stats.free_place_seconds)
 
     async def _store_final(
         self,

@@ -7,6 +7,7 @@ import json
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -604,16 +605,17 @@ def test_a_response_in_the_foreground_cannot_be_cancelled() -> None:
 
 
 def test_background_responses_are_limited() -> None:
-    """To half of the queue; one more is a 429, and foreground requests are served."""
+    """To half of the queue; one more is a 429 with the predicted wait, and foreground requests are served."""
     gate = Gate()
     engine = FakeEngine(lambda request: [gate, finished(request)])
+    engine.numbers = replace(engine.numbers, free_place_seconds=20.0)
     app = make(engine, max_waiting=4)
 
     async def work() -> None:
         ids = [(await call(app, "POST", PATH, json_body=BACKGROUND)).json["id"] for _ in range(2)]
         refused = await call(app, "POST", PATH, json_body=BACKGROUND)
         assert (429, "queue_full") == (refused.status, refused.json["error"]["code"])
-        assert "retry-after" in refused.headers
+        assert 20 <= int(refused.headers["retry-after"]) <= 30
         front = asyncio.create_task(call(app, "POST", PATH, json_body={"input": "hi"}))
         while len(engine.running) < 3:
             await asyncio.sleep(0.01)
