@@ -1,10 +1,12 @@
-"""Streams through `cellar route` while replicas end: by `kill -9` in rounds, then by SIGTERM one after the other.
+"""Streams through `cellar route` while replicas end: by `kill -9` in rounds, then by SIGTERM.
 
     python -m benchmarks.fleet.kills [--rounds 10] [--json FILE]
 
 Three servers of the bundled model with one thread each. Every round opens 24 streams (chats and completions, greedy and
-seeded, with and without log-probabilities, JSON), ends one replica while they run, and starts it again. Texts,
-finish reasons, usage and log-probabilities are compared with those of the same requests to a replica alone.
+seeded, with and without log-probabilities, JSON), ends one replica while they run, and starts it again. Then
+8 clients send one request after the other while SIGTERM ends each replica in turn and it starts again (a rolling
+redeploy), and while it ends one that does not return (a scale-down). Texts, finish reasons, usage and log-probabilities
+are compared with those of the same requests to a replica alone.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import subprocess
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -136,9 +138,13 @@ class Replica:
         """Send a signal to the process."""
         self._process.send_signal(number)
 
+    async def ended(self) -> int:
+        """Wait for the end of the process; its exit code."""
+        return await asyncio.to_thread(self._process.wait)
+
     async def restart(self) -> None:
         """Wait for the end of the process, start another one, and wait until it serves."""
-        await asyncio.to_thread(self._process.wait)
+        await self.ended()
         self.start()
         await self.wait_until_ready()
 
@@ -211,8 +217,31 @@ async def killed(client: httpx.AsyncClient, replica: Replica, name: str, expecte
     return {**row, "seconds after the kill": round(time.perf_counter() - began, 1)}
 
 
-async def rolling(client: httpx.AsyncClient, replicas: list[Replica], expected: list[Streamed]) -> dict[str, Any]:
-    """Streams one after the other, from 8 clients, while each replica is ended by SIGTERM and started again."""
+async def redeploy(replicas: list[Replica]) -> dict[str, Any]:
+    """End each replica by SIGTERM and start it again."""
+    for replica in replicas:
+        replica.signal(signal.SIGTERM)
+        await replica.restart()
+        # The door looks at its replicas once a second.
+        await asyncio.sleep(2)
+    return {"step": "rolling redeploy"}
+
+
+async def scale_down(replicas: list[Replica]) -> dict[str, Any]:
+    """End the last replica by SIGTERM; the others serve for 5 s without it. Its exit code."""
+    replicas[-1].signal(signal.SIGTERM)
+    code = await replicas[-1].ended()
+    await asyncio.sleep(5)
+    return {"step": "scale-down", "exit code": code}
+
+
+async def during(
+    change: Callable[[list[Replica]], Awaitable[dict[str, Any]]],
+    client: httpx.AsyncClient,
+    replicas: list[Replica],
+    expected: list[Streamed],
+) -> dict[str, Any]:
+    """Streams one after the other, from 8 clients, while the replicas change."""
     found: list[Streamed] = []
     matching: list[Streamed] = []
     over, began = asyncio.Event(), time.perf_counter()
@@ -226,20 +255,18 @@ async def rolling(client: httpx.AsyncClient, replicas: list[Replica], expected: 
 
     # Each pair of lists grows in one step of the event loop, so their places correspond.
     clients = [asyncio.create_task(ask(number)) for number in range(8)]
-    for replica in replicas:
-        replica.signal(signal.SIGTERM)
-        await replica.restart()
-        # The door looks at its replicas once a second.
-        await asyncio.sleep(2)
+    # Every replica has streams.
+    await asyncio.sleep(1)
+    row = await change(replicas)
     over.set()
     await asyncio.gather(*clients)
-    return {"step": "rolling restart", **compared(found, matching), "seconds": round(time.perf_counter() - began)}
+    return {**row, **compared(found, matching), "seconds": round(time.perf_counter() - began)}
 
 
 async def run(
     replicas: list[Replica], url: str, rounds: int, show: Callable[[dict[str, Any]], None]
 ) -> list[dict[str, Any]]:
-    """The rows: all rounds of kills as one, and the rolling restart."""
+    """The rows: all rounds of kills as one, the rolling redeploy, and the scale-down."""
     for replica in replicas:
         await replica.wait_until_ready()
     expected = await expected_streams(replicas[0])
@@ -253,13 +280,15 @@ async def run(
             show(rows[-1])
             await replicas[place].restart()
             await asyncio.sleep(2)
-        rows.append(await rolling(client, replicas, expected))
-        show(rows[-1])
+        changes = []
+        for change in (redeploy, scale_down):
+            changes.append(await during(change, client, replicas, expected))
+            show(changes[-1])
     ends: Counter[str] = Counter()
-    for row in rows[:-1]:
+    for row in rows:
         ends.update(row["streams"])
-    totals = {name: sum(row[name] for row in rows[:-1]) for name in ("equal", "resumed", "not begun")}
-    return [{"step": f"kill -9 of one, {rounds} rounds", "streams": dict(ends), **totals}, rows[-1]]
+    totals = {name: sum(row[name] for row in rows) for name in ("equal", "resumed", "not begun")}
+    return [{"step": f"kill -9 of one, {rounds} rounds", "streams": dict(ends), **totals}, *changes]
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Three real replicas behind `cellar route`: one is killed under 24 streams, then all are replaced one by one."""
+"""Three real replicas behind `cellar route`: one is killed under 24 streams, all are replaced, one leaves."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from benchmarks.fleet.kills import STREAMS, fleet, run
 def test_streams_survive_their_replica(tmp_path: Path) -> None:
     """Texts, log-probabilities and usage equal those of a replica alone."""
     with fleet(tmp_path) as (replicas, url):
-        kill, restart = asyncio.run(run(replicas, url, 1, print))
+        kill, restart, scale_down = asyncio.run(run(replicas, url, 1, print))
 
     assert {"ok": STREAMS} == kill["streams"]
     assert STREAMS == kill["equal"]
     assert kill["resumed"] > 0
     assert {"ok": restart["equal"]} == restart["streams"]
+    assert {"ok": scale_down["equal"]} == scale_down["streams"]
+    assert scale_down["exit code"] == 0
