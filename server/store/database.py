@@ -49,8 +49,11 @@ class Database(Protocol):
     def run(self, statement: str, values: Sequence[Value] = ()) -> list[Row]:
         """The result rows of a statement."""
 
-    def transaction(self) -> AbstractContextManager[None]:
-        """Commit all statements of the block, or none if it raises."""
+    def transaction(self, *, durable: bool = True) -> AbstractContextManager[None]:
+        """Commit all statements of the block, or none if it raises.
+
+        durable  it survives a power cut; if not, it does once a later durable one is committed
+        """
 
     def schema_lock(self) -> AbstractContextManager[None]:
         """Exclude other processes while the block creates the schema."""
@@ -75,8 +78,8 @@ class SqliteDatabase:
                 _make_private(Path(location))
             # Any thread may use the connection, one at a time.
             self._connection = sqlite3.connect(location, BUSY_SECONDS, isolation_level=None, check_same_thread=False)
-        # Readers do not wait for writers. A power cut loses the latest transactions only.
-        for pragma in ("journal_mode = WAL", "synchronous = NORMAL", "foreign_keys = ON"):
+        # Readers do not wait for writers. Each commit synchronises the log, so that no power cut loses it.
+        for pragma in ("journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON"):
             self.run(f"PRAGMA {pragma}")
 
     def run(self, statement: str, values: Sequence[Value] = ()) -> list[Row]:
@@ -85,11 +88,17 @@ class SqliteDatabase:
             return cursor.fetchall()
 
     @contextmanager
-    def transaction(self) -> Iterator[None]:
+    def transaction(self, *, durable: bool = True) -> Iterator[None]:
         """Commit all statements of the block, or none if it raises."""
-        self.run("BEGIN IMMEDIATE")
-        with _as_store_error(sqlite3.Error), self._connection:
-            yield
+        if not durable:
+            self.run("PRAGMA synchronous = NORMAL")
+        try:
+            self.run("BEGIN IMMEDIATE")
+            with _as_store_error(sqlite3.Error), self._connection:
+                yield
+        finally:
+            if not durable:
+                self.run("PRAGMA synchronous = FULL")
 
     def schema_lock(self) -> AbstractContextManager[None]:
         """Nothing: each statement locks the file, and none is needed where the schema exists."""
@@ -146,8 +155,8 @@ class PostgresDatabase:
             return rows
 
     @contextmanager
-    def transaction(self) -> Iterator[None]:
-        """Commit all statements of the block, or none if it raises."""
+    def transaction(self, *, durable: bool = True) -> Iterator[None]:
+        """Commit all statements of the block, or none if it raises; how durable they are is a setting of the server."""
         with _as_store_error(self._psycopg.Error), self._connection.transaction():
             yield
 

@@ -141,7 +141,8 @@ class ResponseStore:
 
     async def get(self, id: str, owner: str = "") -> Record | None:
         """The record, if `owner` may read it; updates its time of last use."""
-        return await self._worker.run(lambda database: self._get(database, id, owner))
+        records = await self._worker.run(lambda database: self._get(database, [id], owner))
+        return records[0] if records else None
 
     async def events(self, id: str, owner: str = "") -> bytes:
         """The bytes stored with the record."""
@@ -154,7 +155,7 @@ class ResponseStore:
 
         def read(database: Database) -> list[Record]:
             ids = [row[0] for row in database.run(SELECT_HISTORY, [id, MAX_HISTORY])]
-            return [record for record_id in ids if (record := self._get(database, record_id, owner)) is not None]
+            return self._get(database, ids, owner)
 
         return await self._worker.run(read)
 
@@ -163,9 +164,7 @@ class ResponseStore:
 
         def read(database: Database) -> list[Record]:
             ids = {row[0] for item in items for row in database.run(SELECT_BY_ITEM, [item])}
-            return [
-                record for record_id in sorted(ids) if (record := self._get(database, record_id, owner)) is not None
-            ]
+            return self._get(database, sorted(ids), owner)
 
         return await self._worker.run(read)
 
@@ -180,7 +179,8 @@ class ResponseStore:
 
         def write(database: Database) -> set[str]:
             lease = self.clock() + LEASE_SECONDS
-            return {row[0] for id in ids for row in database.run(statement, [lease, id])}
+            with database.transaction(durable=False):
+                return {row[0] for id in ids for row in database.run(statement, [lease, id])}
 
         return await self._worker.run(write)
 
@@ -215,13 +215,15 @@ class ResponseStore:
             if rows > self.limits.rows or total > self.limits.bytes:
                 database.run(EVICT, [self.limits.rows, self.limits.bytes])
 
-    def _get(self, database: Database, id: str, owner: str) -> Record | None:
+    def _get(self, database: Database, ids: Sequence[str], owner: str) -> list[Record]:
+        """The records of these ids that `owner` may read; updates their times of last use."""
         try:
-            rows = database.run(SELECT_AND_TOUCH, [self.clock(), id, owner])
+            with database.transaction(durable=False):
+                rows = [row for id in ids for row in database.run(SELECT_AND_TOUCH, [self.clock(), id, owner])]
         except StoreError:
             # A full or read-only disk can still be read, without the update of the time.
-            rows = database.run(SELECT_ONLY, [id, owner])
-        return self._record(rows[0]) if rows else None
+            rows = [row for id in ids for row in database.run(SELECT_ONLY, [id, owner])]
+        return [self._record(row) for row in rows]
 
     def _record(self, row: Row) -> Record:
         id, previous, owner, settled, lease, body, input = row

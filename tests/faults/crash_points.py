@@ -63,19 +63,12 @@ class Scenario:
     states       the states before the first step and after each
     errors       a failed step raises one of them
     best_effort  a step may return without effect: a cache that logs the error
-    power_cut    it keeps its promise at a power cut too
     """
 
     open: Callable[[Path], Store]
     states: tuple[object, ...]
     errors: tuple[type[Exception], ...] = (OSError,)
     best_effort: bool = False
-    power_cut: bool = False
-
-    @property
-    def faults(self) -> list[str]:
-        """The faults that it has to survive."""
-        return [fault for fault in FAULTS if fault != "power cut" or self.power_cut]
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +208,7 @@ def _main(arguments: list[str]) -> int:
         counts = [
             measure(name, scenario, fault)
             for name, scenario in chosen.items()
-            for fault in scenario.faults
+            for fault in FAULTS
             if faults is None or fault in faults
         ]
         print(json.dumps([asdict(count) for count in counts]))

@@ -7,6 +7,7 @@
 #include <signal.h>
 #include <stdarg.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
@@ -19,16 +20,17 @@ static long chosen, calls;
 // 0: only count; KILL; TEAR: write the first half, then kill; CUT: kill as a power cut would; else an error number.
 enum { KILL = -1, TEAR = -2, CUT = -3 };
 static int action, sticky;
-// Files that were written and not synchronised since: a power cut replaces the second half of each by zeros.
-#define MAX_UNSAVED 256
-static struct { dev_t device; ino_t number; int file; } unsaved[MAX_UNSAVED];
-static int unsaved_count;
+// Writes that were not synchronised since, in their order, with what was there before: a power cut undoes the later half of
+// those of each file. The file keeps its length, as where only the file system's journal was written.
+struct unsaved { dev_t device; ino_t number; int file; off_t start; size_t count; char *before; };
+static struct unsaved *unsaved;
+static int unsaved_count, unsaved_capacity;
 
 // The calls below `folder` from now on count from 1; `call` 0 chooses none. Sticky: it and all later calls fail.
 void file_faults_arm(const char *folder, long call, int what, int stays) {
     snprintf(root, sizeof(root), "%s", folder);
     root_length = strlen(root);
-    calls = 0, unsaved_count = 0, action = what, sticky = stays, chosen = call;
+    calls = 0, action = what, sticky = stays, chosen = call;
 }
 
 // The number of calls since then; from now on none is counted.
@@ -54,39 +56,59 @@ static int is_inside(int directory, const char *path) {
     return is_below(target);
 }
 
-static int find_unsaved(const struct stat *status) {
-    for (int i = 0; i < unsaved_count; ++i)
-        if (unsaved[i].device == status->st_dev && unsaved[i].number == status->st_ino) return i;
-    return -1;
+static int is_same(const struct unsaved *write, const struct stat *status) {
+    return write->device == status->st_dev && write->number == status->st_ino;
 }
 
-// Called before a write.
-static void mark_unsaved(int file) {
+// Called before a write of `count` bytes; `start` -1: where the file is.
+static void mark_unsaved(int file, off_t start, size_t count) {
     struct stat status;
-    if (action != CUT || fstat(file, &status) || find_unsaved(&status) >= 0 || unsaved_count == MAX_UNSAVED) return;
+    if (action != CUT || !count || fstat(file, &status)) return;
+    if (start < 0) start = fcntl(file, F_GETFL) & O_APPEND ? status.st_size : lseek(file, 0, SEEK_CUR);
     char link[64];
     snprintf(link, sizeof(link), "/proc/self/fd/%d", file);
     const int copy = syscall(SYS_openat, AT_FDCWD, link, O_RDWR | O_CLOEXEC);
     if (copy < 0) return;
-    unsaved[unsaved_count].device = status.st_dev, unsaved[unsaved_count].number = status.st_ino;
-    unsaved[unsaved_count++].file = copy;
+    if (unsaved_count == unsaved_capacity) {
+        unsaved_capacity = 2 * unsaved_capacity + 64;
+        unsaved = realloc(unsaved, unsaved_capacity * sizeof(*unsaved));
+    }
+    char *before = calloc(count, 1);
+    if (pread(copy, before, count, start) < 0) memset(before, 0, count);
+    unsaved[unsaved_count++] = (struct unsaved){status.st_dev, status.st_ino, copy, start, count, before};
 }
 
 // Called before a synchronisation.
 static void mark_saved(int file) {
     struct stat status;
     if (action != CUT || fstat(file, &status)) return;
-    const int index = find_unsaved(&status);
-    if (index < 0) return;
-    close(unsaved[index].file);
-    unsaved[index] = unsaved[--unsaved_count];
+    int left = 0;
+    for (int i = 0; i < unsaved_count; ++i) {
+        if (is_same(&unsaved[i], &status)) {
+            close(unsaved[i].file);
+            free(unsaved[i].before);
+        } else {
+            unsaved[left++] = unsaved[i];
+        }
+    }
+    unsaved_count = left;
+}
+
+static void undo(const struct unsaved *write) {
+    struct stat status;
+    if (fstat(write->file, &status) || status.st_size <= write->start) return;
+    const size_t left = status.st_size - write->start;
+    syscall(SYS_pwrite64, write->file, write->before, write->count < left ? write->count : left, write->start);
 }
 
 static void lose_unsaved(void) {
-    for (int i = 0; i < unsaved_count; ++i) {
+    for (int i = unsaved_count - 1; i >= 0; --i) {
         struct stat status;
         if (fstat(unsaved[i].file, &status)) continue;
-        for (off_t at = status.st_size / 2; at < status.st_size; ++at) syscall(SYS_pwrite64, unsaved[i].file, "", 1, at);
+        int earlier = 0, later = 0;
+        for (int j = 0; j < unsaved_count; ++j)
+            if (is_same(&unsaved[j], &status)) j < i ? ++earlier : j > i ? ++later : 0;
+        if (later <= earlier) undo(&unsaved[i]);
     }
 }
 
@@ -117,7 +139,7 @@ static void *real(void **slot, const char *name) {
         return REAL(name) arguments;                                      \
     }
 
-#define WRITE(name, parameters, half, whole)                              \
+#define WRITE(name, parameters, half, whole, offset, size)               \
     static void *slot_##name;                                             \
     ssize_t name parameters {                                             \
         const int number = fault(file, NULL, 1);                          \
@@ -127,7 +149,7 @@ static void *real(void **slot, const char *name) {
             pause();                                                      \
         }                                                                 \
         if (number) return errno = number, -1;                            \
-        if (is_inside(file, NULL)) mark_unsaved(file);                    \
+        if (is_inside(file, NULL)) mark_unsaved(file, offset, size);      \
         return REAL(name) whole;                                          \
     }
 
@@ -161,11 +183,17 @@ OPEN(open)
 OPEN(open64)
 OPENAT(openat)
 OPENAT(openat64)
-WRITE(write, (int file, const void *bytes, size_t count), (file, bytes, count / 2), (file, bytes, count))
-WRITE(pwrite, (int file, const void *bytes, size_t count, off_t start), (file, bytes, count / 2, start), (file, bytes, count, start))
+WRITE(write, (int file, const void *bytes, size_t count), (file, bytes, count / 2), (file, bytes, count), -1, count)
+WRITE(pwrite, (int file, const void *bytes, size_t count, off_t start), (file, bytes, count / 2, start), (file, bytes, count, start),
+      start, count)
 WRITE(pwrite64, (int file, const void *bytes, size_t count, off64_t start), (file, bytes, count / 2, start),
-      (file, bytes, count, start))
-WRITE(writev, (int file, const struct iovec *parts, int count), (file, parts, count / 2), (file, parts, count))
+      (file, bytes, count, start), start, count)
+static size_t total(const struct iovec *parts, int count) {
+    size_t bytes = 0;
+    for (int i = 0; i < count; ++i) bytes += parts[i].iov_len;
+    return bytes;
+}
+WRITE(writev, (int file, const struct iovec *parts, int count), (file, parts, count / 2), (file, parts, count), -1, total(parts, count))
 #define SYNC(name)                                                        \
     static void *slot_##name;                                             \
     int name(int file) {                                                  \

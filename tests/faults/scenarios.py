@@ -151,7 +151,7 @@ def _batches(folder: Path) -> Steps:
             first and (first.final, first.body),
             [len(content) for content in results],
             sorted(await store.finished_lines("a")),
-            second and second.cancelling,
+            second and (second.final, second.cancelling),
         ]
 
     async def claim() -> None:
@@ -282,7 +282,7 @@ def _conversion(folder: Path) -> Steps:
 
 
 SCENARIOS = {
-    "disk cache": Scenario(_disk_cache, ([], [0], [0, 1], [0, 1, 2], [0, 2]), best_effort=True, power_cut=True),
+    "disk cache": Scenario(_disk_cache, ([], [0], [0, 1], [0, 1, 2], [0, 2]), best_effort=True),
     "responses": Scenario(
         _responses,
         (
@@ -306,17 +306,15 @@ SCENARIOS = {
             [(False, b"{}"), [len(CONTENT)], [0, 1], None],
             [(False, b"{}"), [len(CONTENT), 2 * len(CONTENT)], [0, 1, 2], None],
             [(True, b"done"), [], [], None],
-            [(True, b"done"), [], [], None],
-            [(True, b"done"), [], [], 10**9],
+            [(True, b"done"), [], [], (False, None)],
+            [(True, b"done"), [], [], (False, 10**9)],
         ),
         errors=(StoreError,),
     ),
-    "outcomes": Scenario(_outcomes, ([0, 0], [1, 0], [1, 1], [2, 1], [0, 1]), best_effort=True, power_cut=True),
-    "quantised weights": Scenario(
-        _quantised_weights, ([None, None], [1, None], [1, 2]), best_effort=True, power_cut=True
-    ),
-    "kernels": Scenario(_kernels, ([False, False], [True, False], [True, True]), power_cut=True),
-    "merges": Scenario(_merges, ([False, False], [True, False], [True, True]), best_effort=True, power_cut=True),
-    "download": Scenario(_download, (False, True, True), errors=(CacheNotWritable,), power_cut=True),
-    "conversion": Scenario(_conversion, ([], [b"old"] * 2, [b"new"] * 2), power_cut=True),
+    "outcomes": Scenario(_outcomes, ([0, 0], [1, 0], [1, 1], [2, 1], [0, 1]), best_effort=True),
+    "quantised weights": Scenario(_quantised_weights, ([None, None], [1, None], [1, 2]), best_effort=True),
+    "kernels": Scenario(_kernels, ([False, False], [True, False], [True, True])),
+    "merges": Scenario(_merges, ([False, False], [True, False], [True, True]), best_effort=True),
+    "download": Scenario(_download, (False, True, True), errors=(CacheNotWritable,)),
+    "conversion": Scenario(_conversion, ([], [b"old"] * 2, [b"new"] * 2)),
 }

@@ -341,3 +341,17 @@ def test_a_relative_data_folder_is_ignored(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("XDG_DATA_HOME", "data")
 
     assert str(tmp_path / ".local" / "share" / "cellar" / "responses.sqlite") == default_location()
+
+
+def test_sqlite_synchronises_all_commits_but_those_of_a_transaction_that_need_not_be_durable(tmp_path: Path) -> None:
+    """Also after one that failed."""
+    database = connect(str(tmp_path / "store.sqlite"))
+    with database.transaction(durable=False):
+        inside = database.run("PRAGMA synchronous")
+    with pytest.raises(StoreError), database.transaction(durable=False):
+        database.run("no statement")
+    after = database.run("PRAGMA synchronous")
+    database.close()
+
+    assert inside == [(1,)]
+    assert after == [(2,)]
