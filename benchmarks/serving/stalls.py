@@ -5,8 +5,9 @@
 
 `table` starts a server and streams one answer beside each body. The longest gap between two chunks is compared with the
 gap of the same stream before the body; the best of the rounds counts, since other work on the machine only adds time.
-`fuzz` runs the application in this process and measures the processor time of single callbacks of its event loop,
-beside the gap of the engine's stream and the memory. The worst bodies are sent again, and the smaller value counts.
+`fuzz` runs the application in this process and measures the processor time of single callbacks of its event loop, and
+the gaps of a stream of the engine, of which only the processor time of this process counts: the smaller of the two
+times. So other work on the machine adds little. The worst bodies are sent again, and the smaller value counts.
 Results go to --out as JSON.
 """
 
@@ -25,6 +26,7 @@ from asyncio.events import Handle
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -49,6 +51,8 @@ WORST, AGAIN, TRIES = 20, 40, 3
 AGAIN_SHARE = 0.25
 VICTIM = {"prompt": "Once", "max_tokens": 100000, "ignore_eos": True, "overflow": "shift", "stream": True}
 MEBIBYTE = 2**20
+# Seconds on the clock, and of the processor time of this process.
+Instant = tuple[float, float]
 # Rows of the result, and a note with totals.
 Measurement = tuple[list[dict[str, Any]], str]
 
@@ -86,7 +90,7 @@ class StreamReader:
     def worst(self, begin: float, end: float) -> float:
         """Return the longest gap between chunks that overlaps [begin, end], in milliseconds."""
         times = [begin, *(at for at in list(self.times) if begin < at < end), end]
-        return longest(times)
+        return 1000 * max(later - earlier for earlier, later in pairwise(times))
 
     def _read(self) -> None:
         while not self._over.is_set():
@@ -303,9 +307,9 @@ async def application(model: str | None) -> AsyncIterator[tuple[Engine, httpx.As
 
 
 @asynccontextmanager
-async def streamed(engine: Engine) -> AsyncIterator[list[float]]:
-    """Keep one sequence decoding; yield the list of its event times."""
-    times: list[float] = []
+async def streamed(engine: Engine) -> AsyncIterator[list[Instant]]:
+    """Keep one sequence decoding; yield the list of the instants of its events."""
+    times: list[Instant] = []
 
     async def follow() -> None:
         for number in range(10**9):
@@ -313,7 +317,7 @@ async def streamed(engine: Engine) -> AsyncIterator[list[float]]:
             request = Request(f"reader-{number}", (1, 2, 3), greedy, max_tokens=2000, ignore_eos=True)
             async with engine.open(request) as stream:
                 async for _ in stream:
-                    times.append(time.perf_counter())
+                    times.append(now())
 
     following = asyncio.create_task(follow())
     try:
@@ -323,29 +327,34 @@ async def streamed(engine: Engine) -> AsyncIterator[list[float]]:
         await asyncio.gather(following, return_exceptions=True)
 
 
-async def attempt(body: Body, client: httpx.AsyncClient, timer: CallbackTimer, times: list[float]) -> FuzzedBody:
+async def attempt(body: Body, client: httpx.AsyncClient, timer: CallbackTimer, times: list[Instant]) -> FuzzedBody:
     """Send a body and measure it."""
     headers = {"content-type": body.content_type}
     # End the callback that created the body.
     await asyncio.sleep(0)
     times.clear()
-    before = time.perf_counter()
+    before = now()
     await asyncio.sleep(QUIET_FUZZ_SECONDS)
-    begin = time.perf_counter()
+    begin = now()
     quiet = longest([before, *times, begin])
     times.clear()
     timer.reset()
     answer = await client.post(body.path, content=body.content, headers=headers)
-    end = time.perf_counter()
+    end = now()
     # End the callback that received the answer, and perhaps ran the whole request.
     await asyncio.sleep(0)
     gap, size = longest([begin, *times, end]), len(body.content)
-    return FuzzedBody(body.name, body.path, size, answer.status_code, timer.reset(), gap, quiet, end - begin)
+    return FuzzedBody(body.name, body.path, size, answer.status_code, timer.reset(), gap, quiet, end[0] - begin[0])
 
 
-def longest(times: list[float]) -> float:
-    """Return the longest gap between consecutive times, in milliseconds."""
-    return 1000 * max(later - earlier for earlier, later in zip(times, times[1:], strict=False))
+def now() -> Instant:
+    """Return this instant."""
+    return time.perf_counter(), time.process_time()
+
+
+def longest(instants: list[Instant]) -> float:
+    """Return the longest gap between consecutive instants in milliseconds: the smaller time of each."""
+    return 1000 * max(min(later[0] - earlier[0], later[1] - earlier[1]) for earlier, later in pairwise(instants))
 
 
 def make_parser() -> argparse.ArgumentParser:
