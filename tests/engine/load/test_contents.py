@@ -20,14 +20,20 @@ from engine.model import hooks
 from engine.types.content import Content
 from engine.types.request import Request
 from tests.engine.kit.content_models import CONTENT_MODELS, save_content_model
+from tests.engine.kit.media_in_process import use_media_in_process
 from tests.engine.kit.models import core
 from tests.engine.kit.play import GREEDY, Job, play
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("one_thread")]
 
 
-# One family in every run: each starts the process of its processor.
+# One family in every run.
 ALWAYS = ("qwen2_vl",)
+
+
+@pytest.fixture(autouse=True)
+def media_in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_media_in_process(monkeypatch)
 
 
 def _config(folder: Path, **settings: Any) -> EngineConfig:

@@ -22,14 +22,20 @@ from engine.types.content import Upload
 from engine.types.request import Request
 from tests.engine.gguf.mmproj import FAMILIES, stored_type, write_mmproj, write_pair
 from tests.engine.kit.content_models import save_content_model
+from tests.engine.kit.media_in_process import use_media_in_process
 from tests.engine.kit.models import core
 from tests.engine.kit.play import GREEDY, Job, play
 from tests.engine.media.processors import media_processor, png
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("one_thread")]
 
-# One family in every run: each starts the process of its processor.
+# One family in every run.
 ALWAYS = ("gemma3",)
+
+
+@pytest.fixture(autouse=True)
+def media_in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_media_in_process(monkeypatch)
 
 
 @pytest.fixture

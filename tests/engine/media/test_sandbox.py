@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,9 @@ from engine import sandbox as process_module
 from engine.errors import InvalidContent, Overloaded
 from engine.media import sandbox as sandbox_module
 from engine.media.sandbox import MediaSandbox, SandboxUnavailable
+from engine.sandbox import SandboxProcess
 from engine.types.content import Upload
+from tests.engine.media import light_process
 from tests.engine.media.processors import encoded, media_processor, png, save_processor
 from tests.engine.media.test_images import bare_png
 from tests.engine.media.test_sounds import muxed, wav
@@ -40,6 +42,22 @@ def sandbox(folder: Path) -> Iterator[MediaSandbox]:
     sandbox.close()
 
 
+@pytest.fixture
+def light(tmp_path: Path) -> Iterator[Callable[..., MediaSandbox]]:
+    """Sandboxes whose subprocess starts in a tenth of the time, with the processor of light_process."""
+    sandboxes = []
+
+    def light(folder: Path = tmp_path, **limits: float) -> MediaSandbox:
+        sandbox = MediaSandbox(folder, **limits)  # type: ignore[arg-type]
+        sandbox._process = SandboxProcess(light_process.__name__)
+        sandboxes.append(sandbox)
+        return sandbox
+
+    yield light
+    for sandbox in sandboxes:
+        sandbox.close()
+
+
 def large() -> Upload:
     """As many pixels as an image may have, with transparency: a small file of 256 MiB."""
     return transparent(8192)
@@ -47,6 +65,12 @@ def large() -> Upload:
 
 def transparent(side: int) -> Upload:
     return Upload("image", encoded(Image.new("RGBA", (side, side), (9, 9, 9, 128)), compress_level=1), FIELD)
+
+
+def process_id(sandbox: MediaSandbox) -> int:
+    process = sandbox._process._process
+    assert process is not None
+    return process.pid
 
 
 def test_a_content_equals_that_of_the_processor_in_this_process(sandbox: MediaSandbox, folder: Path) -> None:
@@ -147,38 +171,51 @@ def test_memory_is_limited(folder: Path) -> None:
         sandbox.close()
 
 
-def test_time_is_limited(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_is_limited(light: Callable[..., MediaSandbox]) -> None:
     """The content is not tried again; the next one is processed in another subprocess."""
+    sandbox = light(max_seconds=0.2)
+    sandbox.start()
+    first = process_id(sandbox)
+
+    with pytest.raises(InvalidContent, match="too much time or memory") as error:
+        sandbox.process(Upload("image", light_process.ENDLESS, FIELD))
+
+    assert (error.value.field, error.value.problem) == (FIELD, "too_large")
+    assert not sandbox._process.is_running
+    assert sandbox.process(UPLOAD)
+    assert process_id(sandbox) != first
+
+
+@pytest.mark.slow
+def test_time_of_a_decoder_is_limited(folder: Path) -> None:
+    """The signal ends it between two lines of Python, too."""
     sandbox = MediaSandbox(folder, max_seconds=0.2)
-    started: list[Sequence[object]] = []
-    start = process_module.SandboxProcess._start
-
-    def counted(process: process_module.SandboxProcess, arguments: Sequence[object]) -> Connection:
-        started.append(arguments)
-        return start(process, arguments)
-
-    monkeypatch.setattr(process_module.SandboxProcess, "_start", counted)
     try:
         with pytest.raises(InvalidContent, match="too much time or memory") as error:
             sandbox.process(transparent(4096))
         assert (error.value.field, error.value.problem) == (FIELD, "too_large")
-        assert len(started) == 1
         assert sandbox.process(UPLOAD)
-        assert len(started) == 2
     finally:
         sandbox.close()
 
 
-def test_a_process_that_was_killed_is_replaced(sandbox: MediaSandbox) -> None:
+def test_a_process_that_was_killed_is_replaced(light: Callable[..., MediaSandbox]) -> None:
+    """Before a content, or while it is processed: then the content is tried again."""
+    sandbox = light()
     content = sandbox.process(UPLOAD)
     process = sandbox._process._process
     assert process is not None
     process.kill()
+    process.wait()
 
     assert sandbox.process(UPLOAD) == content
+    assert sandbox.process(Upload("image", light_process.KILLED_ONCE, FIELD))
 
 
-def test_a_sandbox_without_an_answer_may_be_asked_again(sandbox: MediaSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sandbox_without_an_answer_may_be_asked_again(
+    light: Callable[..., MediaSandbox], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sandbox = light()
     monkeypatch.setattr(process_module, "_POLLS", 0)
     with pytest.raises(Overloaded):
         sandbox.process(UPLOAD)
@@ -187,18 +224,25 @@ def test_a_sandbox_without_an_answer_may_be_asked_again(sandbox: MediaSandbox, m
     assert sandbox.process(UPLOAD)
 
 
+def test_a_sandbox_without_a_processor_says_why(light: Callable[..., MediaSandbox]) -> None:
+    with pytest.raises(SandboxUnavailable, match="^it has no processor$"):
+        light(Path("/nonexistent")).describe()
+
+
 @pytest.mark.parametrize(("file", "reason"), [("", "it has no processor"), ("tokenizer.json", "tokenizer")])
-def test_a_folder_without_a_processor_says_why(tmp_path: Path, file: str, reason: str) -> None:
+def test_a_folder_without_a_processor_says_why(
+    tmp_path: Path, file: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In this process, whose messages stay."""
+    monkeypatch.setattr(logging, "disable", lambda: None)
     if file:
         save_processor(tmp_path, "llava")
         (tmp_path / file).write_text("{}")
-    sandbox = MediaSandbox(tmp_path)
-    try:
-        with pytest.raises(SandboxUnavailable) as error:
-            sandbox.describe()
-        assert reason in str(error.value) or file
-    finally:
-        sandbox.close()
+
+    processor = sandbox_module._read_processor(tmp_path, "contents")
+
+    assert isinstance(processor, str)
+    assert reason in processor or file
 
 
 def test_sounds_pass_the_sandbox(tmp_path: Path) -> None:

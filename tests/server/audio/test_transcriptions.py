@@ -18,6 +18,7 @@ import torch
 import webvtt
 from numpy.typing import NDArray
 
+from tests.engine.kit.media_in_process import use_media_in_process
 from tests.engine.kit.speech import save_speech_model, sound, wav
 from tests.selection import quick
 from tests.server.audio.speech_server import Reference, client_of, speech_server
@@ -232,8 +233,9 @@ def test_other_endpoints_refuse_it_by_name(address: str) -> None:
         assert answer.status_code == 400, answer.text
 
 
-def test_a_model_of_one_language_has_no_tasks(tmp_path: Path) -> None:
+def test_a_model_of_one_language_has_no_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its prompt is the start token alone."""
+    use_media_in_process(monkeypatch)
     reference = Reference(save_speech_model(tmp_path, seed=5, multilingual=False))
     with speech_server(reference.folder) as address, client_of(address) as client:
         segments = segments_of(client, SOUND, language="english")

@@ -14,6 +14,7 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from server.app import create_app
 from tests.engine.kit.content_models import save_content_model
+from tests.engine.kit.media_in_process import use_media_in_process
 from tests.server.fakes import Answer, call, settings
 from tests.server.media.requests import data_url
 
@@ -27,8 +28,9 @@ def png(colour: tuple[int, int, int]) -> bytes:
     return file.getvalue()
 
 
-def test_images_of_a_request_reach_the_model(tmp_path: Path) -> None:
+def test_images_of_a_request_reach_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another image gives other logits; damaged bytes are a 400 that names the part."""
+    use_media_in_process(monkeypatch)
     save_content_model("llava", tmp_path)
     asyncio.run(_compare(tmp_path))
 
