@@ -29,6 +29,8 @@ from tests.server.terminal.session import CTRL_C, CTRL_D, PROMPT, ROOT, Terminal
 FIGURES = re.compile(r"\d+ tokens, \d+\.\d tokens/s, first token after \d+\.\d\d s")
 ANSWER = "A slot is one sequence's place in the shared cache."
 Home = dict[str, str]
+# Of a busy machine.
+PATIENCE_SECONDS = 120.0
 CANCELLED = 'cellar_requests_total{endpoint="chat",finish_reason="cancelled",'
 
 
@@ -38,12 +40,12 @@ def chat(url: str, home: Home, *arguments: str) -> TerminalSession:
 
 def counted(url: str, name: str) -> float:
     """A metric of the server."""
-    text = httpx.get(f"{url}/metrics", trust_env=False).text
+    text = httpx.get(f"{url}/metrics", trust_env=False, timeout=PATIENCE_SECONDS).text
     return sum(float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(name))
 
 
 def wait_until(condition: object) -> None:
-    give_up = time.monotonic() + 30
+    give_up = time.monotonic() + PATIENCE_SECONDS
     while not condition():  # type: ignore[operator]
         assert time.monotonic() < give_up
         time.sleep(0.05)
@@ -113,7 +115,9 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat(url: str, home: Home) -> None:
     before = counted(url, CANCELLED)
     with chat(url, home) as session:
         session.wait(PROMPT)
-        session.ask("/set ignore_eos true")
+        # On a busy machine an answer that ends with the context would end before Ctrl-C.
+        for parameter in ("ignore_eos true", "overflow shift", "max_tokens 1000000"):
+            session.ask(f"/set {parameter}")
         session.type("Tell me about Cellar\r")
         wait_until(lambda: counted(url, "cellar_requests_running") == 1)
         session.wait("Tell me about Cellar")
@@ -123,6 +127,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat(url: str, home: Home) -> None:
         session.wait(PROMPT)
         wait_until(lambda: counted(url, "cellar_requests_running") == 0)
         session.ask("/set ignore_eos default")
+        session.ask("/set max_tokens default")
         assert "answers    1" in session.ask("/stats")
         assert FIGURES.search(session.ask("What is a slot?"))
         session.type(CTRL_D)
