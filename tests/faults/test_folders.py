@@ -41,6 +41,18 @@ def test_an_invalid_tokenizer_is_refused(tmp_path: Path, change: Callable[[dict[
     assert str(folder) in str(refused.value)
 
 
+def test_an_index_without_weights_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(BUNDLED, folder)
+    weights = folder / "model.safetensors"
+    weights.rename(folder / "model-00001-of-00001.safetensors")
+    (folder / "model.safetensors.index.json").write_text('{"metadata": {}, "weight_map": {}}')
+
+    with pytest.raises(ModelError, match=r"model\.safetensors\.index\.json names no weights") as refused:
+        load(EngineConfig(model=str(folder), device="cpu"), lambda _: None)
+    assert str(folder) in str(refused.value)
+
+
 @pytest.mark.slow
 def test_damaged_files_are_refused_or_have_no_effect() -> None:
     done = subprocess.run(

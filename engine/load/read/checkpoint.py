@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ from engine.types.model_name import plain_name
 READ_ERRORS = (
     OSError,
     ValueError,
-    KeyError,
+    LookupError,
     TypeError,
     AttributeError,
     ImportError,
@@ -218,11 +219,17 @@ def incomplete_weights_reason(report: Mapping[str, Any]) -> str | None:
 
 
 def broken_weights_reason(folder: Path) -> str | None:
-    """The weight file of a folder that is another kind of file, such as an incomplete download."""
-    for file in () if is_gguf(folder) else weight_files(folder):
+    """The weight file of a folder that is another kind of file, such as an incomplete download, or an empty index."""
+    if is_gguf(folder):
+        return None
+    for file in weight_files(folder):
         kind = file_kind(file)
         if kind != SAFETENSORS_FILE:
             return f"{file.name} is {kind}"
+    index = folder / "model.safetensors.index.json"
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        if not json.loads(index.read_bytes())["weight_map"]:
+            return f"{index.name} names no weights"
     return None
 
 
