@@ -1,12 +1,14 @@
-// Random blocks of GGUF files, repacked and unpacked with memory of exactly their size. Compiled with
-// sanitizers by sanitizers.py; arguments: number of matrices, seed. Prints the number of matrices of each outcome.
+// Random blocks of GGUF files: repacked, unpacked, looked up as embeddings and multiplied, with memory of exactly their size.
+// Compiled with sanitizers by sanitizers.py; arguments: number of matrices, seed. Prints the number of matrices of each outcome.
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <memory>
 #include <random>
 #include <type_traits>
 
-#include "products/block_packing.h"
+#include "products/linear.cpp"
+#include "products/packed_rows.h"
 
 namespace {
 
@@ -28,6 +30,21 @@ Owned<T> exact(int64_t bytes, int64_t alignment) {
 }
 
 enum FuzzOutcome { SOUND, REFUSED, WRONG, OUTCOMES };
+
+// Products take most of the time: one in a few matrices is multiplied, by more rows than a tile has.
+constexpr int64_t MATRICES_PER_PRODUCT = 4, MAX_ROWS = 20;
+
+// Whether the rows of a repacked matrix, as they are looked up for embeddings, are its weights.
+bool rows_equal(WeightFormat format, const uint8_t *codes, const uint8_t *scales, const float *weights, int64_t outputs,
+                int64_t columns) {
+    bool are_equal = true;
+    with_format(format, [&](auto constant) {
+        for (int64_t output = 0; output < outputs; ++output)
+            PackedRow<decltype(constant)::value>(codes, scales, columns, output)
+                .for_each(columns, [&](int64_t column, float weight) { are_equal &= weight == weights[output * columns + column]; });
+    });
+    return are_equal;
+}
 
 FuzzOutcome run(std::mt19937_64 &random) {
     const auto draw = [&](int64_t first, int64_t last) { return first + (int64_t)(random() % (uint64_t)(last - first + 1)); };
@@ -51,22 +68,26 @@ FuzzOutcome run(std::mt19937_64 &random) {
     const Owned<uint8_t> codes = exact<uint8_t>(packed_blocks * groups * layout.group_bytes(), 64);
     const Owned<uint8_t> scales = exact<uint8_t>(packed_blocks * layout.scale_bytes(groups), 64);
     const BlockCall pack = {data, codes.get(), scales.get(), type, outputs, columns, 1};
-    bool is_finite = true;
-    with_type(type, [&](auto constant_type) {
-        for (int64_t first = 0; first < outputs; first += OUTPUTS) is_finite &= pack_outputs<decltype(constant_type)::value>(pack, first);
-    });
-
+    const bool is_finite = cellar_pack_blocks(&pack) == DONE;
     const Owned<float> numbers = exact<float>(outputs * columns * (int64_t)sizeof(float), 8);
-    with_type(type, [&](auto constant_type) {
-        for (int64_t row = 0; row < outputs; ++row)
-            unpack_row<decltype(constant_type)::value>(data + row * row_bytes, numbers.get() + row * columns, columns);
-    });
+    const UnpackCall unpack = {data, numbers.get(), type, outputs, columns, 1};
+    cellar_unpack_blocks(&unpack);
     if (!is_finite) return REFUSED;
-    // The scales of MXFP4 are powers of two up to 2 ** 127: products with them may be infinite.
-    for (int64_t i = 0; i < outputs * columns && type != BLOCK_MXFP4; ++i)
-        if (!std::isfinite(numbers.get()[i])) return WRONG;
+    // The scales of MXFP4 are powers of two up to 2 ** 127: weights and products may be infinite.
+    const auto are_finite = [&](const float *start, int64_t count) {
+        return type == BLOCK_MXFP4 || std::all_of(start, start + count, [](float number) { return std::isfinite(number); });
+    };
+    if (!are_finite(numbers.get(), outputs * columns)) return WRONG;
+    if (!rows_equal(blocks.format, codes.get(), scales.get(), numbers.get(), outputs, columns)) return WRONG;
+    if (draw(0, MATRICES_PER_PRODUCT - 1)) return SOUND;
 
-    return SOUND;
+    const int64_t rows = draw(1, MAX_ROWS);
+    const Owned<float> input = exact<float>(rows * columns * (int64_t)sizeof(float), 8);
+    const Owned<float> output = exact<float>(rows * outputs * (int64_t)sizeof(float), 8);
+    for (int64_t i = 0; i < rows * columns; ++i) input.get()[i] = (float)draw(-999, 999);
+    const QuantisedMatrix matrix = {codes.get(), scales.get(), blocks.format, outputs, output.get()};
+    const LinearCall product = {input.get(), FLOAT32, columns, rows, columns, &matrix, 1, 1};
+    return cellar_multiply(&product) == DONE && are_finite(output.get(), rows * outputs) ? SOUND : WRONG;
 }
 
 }  // namespace

@@ -1,8 +1,8 @@
-"""Random blocks of GGUF files through the code that repacks and unpacks them, under sanitizers.
+"""Random blocks of GGUF files through the code that repacks, unpacks, looks up and multiplies them, under sanitizers.
 
 `python -m tests.faults.sanitizers --count 100000` compiles block_fuzzer.cpp with the address and undefined behaviour
-sanitizers, for any processor. The exit code is 1 if a sanitizer reports something, or accepted scales make weights that
-are infinite or no numbers.
+sanitizers, for any processor. The exit code is 1 if a sanitizer reports something, or accepted scales make weights
+or products that are infinite or no numbers, or a row that is looked up differs from the weights that are unpacked.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from engine.kernels.cpu.build.libraries import SOURCE
 
 FUZZER = Path(__file__).with_name("block_fuzzer.cpp")
-FLAGS = ("-std=c++17", "-O1", "-g", "-fsanitize=address,undefined", "-fno-omit-frame-pointer")
+FLAGS = ("-std=c++17", "-O1", "-g", "-fsanitize=address,undefined", "-fno-omit-frame-pointer", "-fopenmp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Result:
     """The number of matrices by outcome, and what the sanitizers report.
 
     refused  a scale is infinite or no number
-    wrong    a weight is infinite or no number although its scales are accepted
+    wrong    a weight or product is infinite or no number although the scales are accepted, or rows differ
     """
 
     sound: int
