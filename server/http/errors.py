@@ -78,6 +78,7 @@ MODEL_FAILED = ErrorKind(503, "unavailable_error", "model_failed")
 SERVER_DRAINING = ErrorKind(503, "unavailable_error", "server_draining")
 TOO_MANY_CONNECTIONS = ErrorKind(503, "unavailable_error", "too_many_connections")
 HUB_UNREACHABLE = ErrorKind(503, "unavailable_error", "hub_unreachable")
+THREADS_EXHAUSTED = ErrorKind(503, "unavailable_error", "threads_exhausted")
 ENGINE_DEAD = ErrorKind(503, "unavailable_error", "engine_dead")
 STORE_UNAVAILABLE = ErrorKind(503, "unavailable_error", "store_unavailable")
 LOAD_TIMEOUT = ErrorKind(504, "unavailable_error", "load_timeout")
@@ -136,6 +137,8 @@ CLIENT_CLOSED = 499
 MAX_RETRY_SECONDS = 60
 # Retry-After while the store's database is out of reach.
 STORE_RETRY_SECONDS = 10
+# The wait, before it is spread, while the system gives the server no thread.
+THREAD_RETRY_SECONDS = 5.0
 
 logger = logging.getLogger("cellar.http")
 
@@ -256,6 +259,18 @@ def model_removed(model: str) -> ApiError:
 def internal_error() -> ApiError:
     """An unexpected exception. The log has the traceback, under the request id."""
     return ApiError(INTERNAL_ERROR, "The server had an error while processing your request.")
+
+
+def unexpected_error(error: Exception, subject: str) -> ApiError:
+    """Log an exception that nothing expected, of `subject`: 503 if no thread or process can be started, else 500."""
+    # Python has no class for threads; that of processes is EAGAIN.
+    no_thread = isinstance(error, RuntimeError) and str(error) == "can't start new thread"
+    if no_thread or isinstance(error, BlockingIOError):
+        logger.error("%s failed, as no thread or process can be started: %s", subject, error)
+        message = "The system gives the server no further threads or processes. Try again later."
+        return ApiError(THREADS_EXHAUSTED, message, headers={"Retry-After": str(_retry_seconds(THREAD_RETRY_SECONDS))})
+    logger.error("%s failed", subject, exc_info=error)
+    return internal_error()
 
 
 def check_deadline(finished: Sequence[Finished]) -> None:

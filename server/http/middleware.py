@@ -33,7 +33,7 @@ from server.http.errors import (
     body_too_large,
     error_response,
     from_engine_error,
-    internal_error,
+    unexpected_error,
 )
 from server.http.key_limits import LIMIT_HEADERS
 from server.http.parsing import TEXT_LIMIT
@@ -166,12 +166,12 @@ class BoundaryMiddleware:
                     scope, receive, answer.send
                 )
             raise
-        except Exception:
+        except Exception as error:
             # The HTTP boundary: an unexpected exception fails one request, under its id in the log.
-            logger.exception("request %s failed", answer.id)
+            shown = unexpected_error(error, f"request {answer.id}")
             if answer.status is not None:
                 raise
-            await error_response(internal_error(), scope["path"])(scope, receive, answer.send)
+            await error_response(shown, scope["path"])(scope, receive, answer.send)
         finally:
             answer.log(self.metrics, self.refusals)
 

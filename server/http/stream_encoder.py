@@ -5,7 +5,6 @@ Server-sent events are in sse.py.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
@@ -18,10 +17,8 @@ from engine.errors import EngineError
 from engine.types.events import Event
 from server.http.direct_writer import DirectWriter
 from server.http.encoding import dumps
-from server.http.errors import ApiError, error_body, from_engine_error, internal_error
+from server.http.errors import ApiError, error_body, from_engine_error, unexpected_error
 from server.http.events import ChoiceEvents, is_long
-
-logger = logging.getLogger("cellar.http")
 
 Frames = AsyncGenerator[bytes, None]
 EncodeError = Callable[[Mapping[str, object]], bytes]
@@ -59,10 +56,9 @@ async def encode_stream(
     except EngineError as error:
         yield encode_error(error_body(from_engine_error(error, path), path))
         return
-    except Exception:
+    except Exception as error:
         # The status has been sent, so no outer layer can answer this error.
-        logger.exception("a stream failed")
-        yield encode_error(error_body(internal_error(), path))
+        yield encode_error(error_body(unexpected_error(error, "a stream"), path))
         return
     if end:
         yield end
@@ -83,10 +79,9 @@ async def with_error_frame(frames: Frames, scope: Scope, encode_error: EncodeErr
     except (EngineError, ApiError) as error:
         shown = error if isinstance(error, ApiError) else from_engine_error(error, scope["path"])
         yield encode_error(error_body(shown, scope["path"]))
-    except Exception:
+    except Exception as error:
         # The status has been sent, so no outer layer can answer this error.
-        logger.exception("a stream failed")
-        yield encode_error(error_body(internal_error(), scope["path"]))
+        yield encode_error(error_body(unexpected_error(error, "a stream"), scope["path"]))
 
 
 class NdjsonStream(Response):

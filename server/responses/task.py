@@ -18,7 +18,7 @@ from engine.types.events import Finished, Started
 from server.generation.chat_turn import ChatTurn, ChoiceDelta, ChoiceEnd, EarlierDelta, parse_choices
 from server.generation.logprobs import chat_logprobs
 from server.generation.usage import cache_write_tokens, content_tokens
-from server.http.errors import ApiError, check_deadline, internal_error
+from server.http.errors import ApiError, check_deadline, unexpected_error
 from server.http.events import ChoiceEvents
 from server.http.sse import named_frame
 from server.responses.archive import NOT_STORED
@@ -156,10 +156,9 @@ class ResponseTask:
             if not self._cancelled:
                 raise
             return list(self._writer.cancel())
-        except Exception:
+        except Exception as error:
             # The boundary of this task: no caller would see the exception.
-            logger.exception("a response failed")
-            return self._failure(internal_error())
+            return self._failure(unexpected_error(error, "a response"))
 
     async def _read_events(self, events: ChoiceEvents) -> Iterable[EventFields]:
         async with aclosing(parse_choices(self._turn, events)) as items:

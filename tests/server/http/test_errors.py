@@ -75,7 +75,7 @@ def test_a_prompt_for_a_larger_context_names_the_option(tokens: int, longest: in
 def test_no_deterministic_failure_is_a_5xx() -> None:
     """Clients retry every 5xx, so only temporary or unexpected errors have one."""
     passing = {"model_loading", "server_draining", "engine_dead", "store_unavailable", "disk_full", "adapters_full"}
-    passing |= {"hub_unreachable", "too_many_connections", "model_failed", "load_timeout"}
+    passing |= {"hub_unreachable", "too_many_connections", "threads_exhausted", "model_failed", "load_timeout"}
 
     assert {"internal_error", "generation_failed", *passing} == {kind.code for kind in KINDS if kind.status >= 500}
 

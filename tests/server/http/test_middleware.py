@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import logging
 import re
@@ -251,6 +252,28 @@ def test_an_unexpected_exception_is_a_500_without_details(caplog: pytest.LogCapt
     assert "The server had an error while processing your request." == message
     assert answer.headers["x-request-id"] in caplog.text
     assert "RuntimeError" in caplog.text
+
+
+@pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), BlockingIOError(errno.EAGAIN, "fork")])
+def test_a_thread_or_process_that_cannot_be_started_is_a_503(
+    error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log has one line, without a traceback."""
+    engine = FakeEngine()
+    app = create_app(engine, settings())  # type: ignore[arg-type]
+
+    def broken(request: Request) -> Any:
+        raise error
+
+    engine.open = broken  # type: ignore[method-assign]
+    with caplog.at_level(logging.ERROR, "cellar.http"):
+        answer = ask(app, "POST", CHAT, json_body=BODY)
+
+    message = envelope(answer, 503, "threads_exhausted")
+    assert message == "The system gives the server no further threads or processes. Try again later."
+    assert 5 <= int(answer.headers["retry-after"]) <= 8
+    assert answer.headers["x-request-id"] in caplog.text
+    assert "Traceback" not in caplog.text
 
 
 @pytest.mark.parametrize("path", ["/health", "/ready", "/metrics", "/v1/engine"])
