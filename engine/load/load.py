@@ -12,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import astuple, dataclass, field, replace
 from functools import partial
+from operator import index
 from pathlib import Path
 from typing import Any, Literal
 
@@ -255,7 +256,7 @@ def _load(config: EngineConfig, source: _Source, on_phase: Callable[[str], None]
         unread_modalities=() if contents is None else _further_modalities(model_config, contents),
         default_max_tokens=_default_max_tokens(model),
     )
-    ends = _end_tokens(model, tokenizer)
+    ends = _end_tokens(name, model, tokenizer)
     loaded = LoadedModel(
         model=model,
         tokenizer=tokenizer,
@@ -407,13 +408,18 @@ def _start_tokenizer(name: str, checkpoint: Checkpoint, file: str | None, vocabu
     return reading
 
 
-def _end_tokens(model: Any, tokenizer: Tokenizer) -> frozenset[int]:
-    """The tokens that end a completion, by the model's generation configuration."""
+def _end_tokens(name: str, model: Any, tokenizer: Tokenizer) -> frozenset[int]:
+    """The tokens that end a completion, by the model's generation configuration. Raises ModelUnsupported."""
     settings = getattr(model, "generation_config", None)
     ends = getattr(settings, "eos_token_id", None) or getattr(model.config, "eos_token_id", None)
     if ends is None:
         return tokenizer.eos_tokens
-    return frozenset(ends) if isinstance(ends, list | tuple) else frozenset((int(ends),))
+    try:
+        return frozenset(index(end) for end in (ends if isinstance(ends, list | tuple) else (ends,)))
+    except TypeError as error:
+        raise ModelUnsupported(
+            name, f"its eos_token_id is neither a token nor a list of tokens: {ends!r:.100}"
+        ) from error
 
 
 def _default_max_tokens(model: Any) -> int | None:

@@ -53,6 +53,17 @@ def test_an_index_without_weights_is_refused(tmp_path: Path) -> None:
     assert str(folder) in str(refused.value)
 
 
+@pytest.mark.parametrize("ends", [{"x": 1}, [None]])
+def test_end_tokens_that_are_no_numbers_are_refused(tmp_path: Path, ends: Any) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(BUNDLED, folder)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+
+    with pytest.raises(ModelError, match="its eos_token_id is neither a token nor a list of tokens: ") as refused:
+        load(EngineConfig(model=str(folder), device="cpu"), lambda _: None)
+    assert str(folder) in str(refused.value)
+
+
 @pytest.mark.slow
 def test_damaged_files_are_refused_or_have_no_effect() -> None:
     done = subprocess.run(
