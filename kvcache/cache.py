@@ -122,10 +122,7 @@ class Cache:
     def cached_length(self, slot: int) -> int:
         """Tokens in the slot: the position of the next token."""
         self._check_slot(slot)
-        length = self.capacity
-        for component in self._components:
-            length = min(length, component.length(slot))
-        return length
+        return min([self.capacity, *[component.length(slot) for component in self._components]])
 
     def copy_prefix(self, source: int, target: int, length: int) -> int:
         """Replace the content of `target` by the first tokens of `source`, sharing its cells. Returns the length.

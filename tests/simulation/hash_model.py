@@ -24,13 +24,13 @@ _LIMIT = np.uint64(2**20)
 _FACTOR, _TOKEN, _POSITION, _SUM = (
     np.uint64(factor) for factor in (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x27D4EB2F165667C5)
 )
-_SHIFT = np.uint64(29)
+_SHIFT, _HALF, _ONE = np.uint64(29), np.uint64(32), np.uint64(1)
 
 
 def mix(numbers: Numbers) -> Numbers:
     """A hash of each number."""
     mixed = (numbers ^ (numbers >> _SHIFT)) * _FACTOR
-    return mixed ^ (mixed >> np.uint64(32))
+    return mixed ^ (mixed >> _HALF)
 
 
 @cache
@@ -38,6 +38,18 @@ def rotations(capacity: int) -> NDArray[np.float64]:
     """Cosine and sine at each position [positions, 2]."""
     angles = ANGLE * np.arange(capacity + 1)
     return np.stack((np.cos(angles), np.sin(angles)), -1)
+
+
+@cache
+def _embeddings(vocabulary: int, seed: int) -> Numbers:
+    """The number of each token of a vocabulary."""
+    return mix(np.arange(vocabulary, dtype=np.uint64) * _TOKEN + np.uint64(seed)) % _LIMIT + _ONE
+
+
+@cache
+def _offsets(vocabulary: int, seed: int) -> Numbers:
+    """What each token of a vocabulary adds to the number whose hash is its logit."""
+    return np.arange(vocabulary, dtype=np.uint64) * _POSITION + np.uint64(seed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,17 +72,17 @@ class HashModel:
         rotation = Rotation("half", 0, (ANGLE,)) if self.can_rotate else None
         return [LayerSpec(1, 2, 2, attention_range, rotation) for attention_range in self.ranges]
 
-    def embed(self, tokens: Sequence[int]) -> Numbers:
+    def embed(self, tokens: Sequence[int] | Positions) -> Numbers:
         """The number of each token."""
-        return mix(np.asarray(tokens, np.uint64) * _TOKEN + np.uint64(self.seed)) % _LIMIT + np.uint64(1)
+        return _embeddings(self.vocabulary, self.seed)[np.asarray(tokens, np.int64)]
 
     def weigh(self, layer: int, numbers: Numbers, positions: Positions) -> Numbers:
         """What each cell adds to the sum of a layer."""
-        return mix(numbers * _TOKEN + positions.astype(np.uint64) * _POSITION + np.uint64(layer))
+        return mix(numbers * _TOKEN + positions.view(np.uint64) * _POSITION + np.uint64(layer))
 
     def combine(self, sums: Numbers, numbers: Numbers) -> Numbers:
         """The output of a layer for tokens with some numbers, from the sums over the cells that they attend to."""
-        return mix(sums * _SUM + numbers) % _LIMIT + np.uint64(1)
+        return mix(sums * _SUM + numbers) % _LIMIT + _ONE
 
     def next_state(self, state: int, number: int) -> int:
         """The recurrent state after one more token."""
@@ -82,7 +94,6 @@ class HashModel:
 
     def logits(self, numbers: Numbers) -> NDArray[np.float64]:
         """Logits [rows, vocabulary] between -4 and 4."""
-        tokens = np.arange(self.vocabulary, dtype=np.uint64) * _POSITION
-        hashed = mix(numbers[:, None] * _TOKEN + tokens + np.uint64(self.seed)) >> np.uint64(40)
-        logits: NDArray[np.float64] = hashed.astype(np.float64) / 2.0**21 - 4
+        hashed = mix((numbers * _TOKEN)[:, None] + _offsets(self.vocabulary, self.seed)) >> np.uint64(40)
+        logits: NDArray[np.float64] = hashed / 2.0**21 - 4
         return logits

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -22,19 +22,23 @@ def check_core(core: Core, model: HashModel, salts: Mapping[bytes, int]) -> None
     salts  the number in the cells for each salt of the prefix tree
     """
     _check_sequences(core)
-    check_cache(core.cache)
-    _check_tokens(core, model, salts)
+    resident = check_cache(core.cache)
+    _check_tokens(core, resident, model, salts)
 
 
-def check_cache(cache: Cache) -> None:
-    """Check that every reference of a cell belongs to a slot or a node, and that every other cell is free."""
+def check_cache(cache: Cache) -> list[Node]:
+    """Check that every reference of a cell belongs to a slot or a node, and that every other cell is free.
+
+    Returns the resident nodes of the prefix tree.
+    """
     tree = nodes(cache)
     resident = [node for node in tree if node.resident]
     lengths = [cache.cached_length(slot) for slot in range(cache.slots)]
     for index, group in enumerate(cache.groups):
         tables = [group.table(slot) for slot in range(cache.slots)]
-        held = np.concatenate([*tables, *(node.references[index] for node in resident)])
-        owners = np.bincount(held[held != HOLE], minlength=group.pool.cells)
+        held = np.concatenate([*tables, *[node.references[index] for node in resident]])
+        # Holes are -1, and any cell beyond the pool makes the counts longer.
+        owners = np.bincount(held + 1, minlength=group.pool.cells + 1)[1:]
         assert np.array_equal(owners, group.pool.reference_counts), "references without an owner, or too few"
         assert group.pool.free_cells == group.pool.cells - np.count_nonzero(owners), "the count of free cells"
         assert [len(table) for table in tables] == lengths, "groups of different lengths"
@@ -43,6 +47,7 @@ def check_cache(cache: Cache) -> None:
     states = cache.recurrent_states
     if states is not None:
         assert states._held_bytes == sum(node.references[-1].bytes for node in resident), "bytes of states"
+    return resident
 
 
 def nodes(cache: Cache) -> list[Node]:
@@ -86,27 +91,29 @@ def _check_shares(shares: DeficitRoundRobin, members: Mapping[object, int]) -> N
     assert all(-MAX_DEBT <= credit <= QUANTUM + MAX_DEBT for credit in shares._credit.values()), "unbounded credit"
 
 
-def _check_tokens(core: Core, model: HashModel, salts: Mapping[bytes, int]) -> None:
+def _check_tokens(core: Core, resident: Sequence[Node], model: HashModel, salts: Mapping[bytes, int]) -> None:
     """Check that cells of slots and of nodes hold their tokens, computed under their salt."""
     group, layer = core.cache.layer_group(0)
     index = core.cache.groups.index(group)
-    tokens, cells, numbers = list[int](), list[np.ndarray](), list[int]()
+    # By slot and node.
+    tokens, cells, numbers = list[np.ndarray](), list[np.ndarray](), list[int]()
     for sequence in core._scheduler.running:
         assert sequence.slot is not None
         table = group.table(sequence.slot)
         assert len(table) <= len(sequence.tokens), "more cells than tokens"
-        tokens += sequence.tokens[: len(table)]
+        tokens.append(np.asarray(sequence.tokens[: len(table)], np.int64))
         cells.append(table)
-        numbers += [salts[sequence.context.salt]] * len(table)
-    for node in nodes(core.cache):
-        if node.resident:
-            tokens += node.tokens.tolist()
-            cells.append(node.references[index])
-            numbers += [salts[node.salt]] * len(node.tokens)
+        numbers.append(salts[sequence.context.salt])
+    for node in resident:
+        assert len(node.references[index]) == len(node.tokens), "a node with more or fewer cells than tokens"
+        tokens.append(node.tokens)
+        cells.append(node.references[index])
+        numbers.append(salts[node.salt])
     if not tokens:
         return
     held = np.concatenate(cells)
     kept = held != HOLE
     _, values = read_cells(group, layer, held[kept])
-    assert np.array_equal(values[:, 0], model.embed(tokens).astype(float)[kept]), "cells of other tokens"
-    assert np.array_equal(values[:, 1], np.asarray(numbers, float)[kept]), "cells of another salt"
+    token_salts = np.repeat(np.asarray(numbers, np.float64), [len(part) for part in cells])
+    assert (values[:, 0] == model.embed(np.concatenate(tokens)[kept])).all(), "cells of other tokens"
+    assert (values[:, 1] == token_salts[kept]).all(), "cells of another salt"

@@ -16,6 +16,9 @@ from kvcache.spec import AttentionRange
 from tests.simulation.hash_model import HashModel, Numbers
 from tests.simulation.letters import END, VOCABULARY, allowed_tokens, letter
 
+# Positions whose noise is computed at once.
+_NOISE_POSITIONS = 16
+
 
 @dataclass(frozen=True, slots=True)
 class ExpectedEnd:
@@ -40,8 +43,13 @@ def expected_end(model: HashModel, request: Request, seed: int, *, capacity: int
     context = _Context(model, request, capacity)
     output: list[int] = []
     text = ""
+    noise_start, noise = 0, np.empty((0, VOCABULARY))
     while len(output) < limit:
-        token = _sample(context.logits(), request, seed, output)
+        position = len(request.prompt) + len(output)
+        if request.sampling.temperature and position >= noise_start + len(noise):
+            noise_start, noise = position, _noise(seed, position)
+        scores = _scores(context.logits(), request, output)
+        token = int((scores + noise[position - noise_start]).argmax() if len(noise) else scores.argmax())
         context.tokens.append(token)
         output.append(token)
         if token in request.stop_token_ids:
@@ -67,6 +75,8 @@ class _Context:
         self._carries = request.recurrent_shift == "carry"
         # The input of each layer and the output of the last, for the computed tokens.
         self._numbers: list[Numbers] = [np.empty(0, np.uint64) for _ in range(len(model.ranges) + 1)]
+        # What the inputs of each layer add to its sums; those of moved tokens are computed again.
+        self._weights: list[Numbers] = [np.empty(0, np.uint64) for _ in model.ranges]
         self._states: list[int] = []
 
     def logits(self) -> NDArray[np.float64]:
@@ -78,7 +88,9 @@ class _Context:
         queries = np.arange(start, len(self.tokens))
         for layer, attention_range in enumerate(model.ranges):
             seen = self._numbers[layer] = np.concatenate((self._numbers[layer], numbers))
-            weights = model.weigh(layer, seen, np.arange(len(seen)))
+            known = self._weights[layer]
+            added = model.weigh(layer, seen[len(known) :], np.arange(len(known), len(seen)))
+            weights = self._weights[layer] = np.concatenate((known, added))
             oldest = [_oldest(attention_range, int(query)) for query in queries]
             sums = [weights[first : query + 1].sum() for first, query in zip(oldest, queries, strict=True)]
             numbers = model.combine(np.asarray(sums, np.uint64), numbers)
@@ -98,6 +110,7 @@ class _Context:
             seen = _oldest(attention_range, length) == 0 or _oldest(attention_range, length - drop) >= keep
             moves = moves and attention_range.kind != "chunk" and seen
         del self.tokens[dropped]
+        self._weights = [weights[:keep] for weights in self._weights]
         if moves:
             self._numbers = [np.delete(numbers, dropped) for numbers in self._numbers]
             # The last state still contains the dropped tokens.
@@ -113,28 +126,35 @@ def _oldest(attention_range: AttentionRange, position: int) -> int:
     return position - position % attention_range.size if attention_range.kind == "chunk" else 0
 
 
-def _sample(logits: NDArray[np.float64], request: Request, seed: int, output: Sequence[int]) -> int:
-    """The next token after an output."""
+def _noise(seed: int, start: int) -> NDArray[np.float64]:
+    """The noise of each token at the positions from `start` on [positions, vocabulary]."""
+    positions, tokens = torch.meshgrid(
+        torch.arange(start, start + _NOISE_POSITIONS), torch.arange(VOCABULARY), indexing="ij"
+    )
+    return gumbel(torch.full_like(tokens, seed), positions, tokens).numpy()
+
+
+def _scores(logits: NDArray[np.float64], request: Request, output: Sequence[int]) -> NDArray[np.float64]:
+    """The scores of all tokens after an output, without noise."""
     params, scores = request.sampling, logits.copy()
     for token, bias in params.logit_bias:
         scores[token] += bias
-    counts = Counter(output)
     if params.repetition_penalty != 1:
         for token in {*request.prompt, *output}:
             factor = params.repetition_penalty
             scores[token] = scores[token] / factor if scores[token] > 0 else scores[token] * factor
-    for token, count in counts.items():
-        scores[token] -= params.frequency_penalty * count + params.presence_penalty
+    if params.frequency_penalty or params.presence_penalty:
+        for token, count in Counter(output).items():
+            scores[token] -= params.frequency_penalty * count + params.presence_penalty
     forbidden = _forbidden(request, output)
-    scores[list(forbidden)] = -np.inf
+    if forbidden:
+        scores[list(forbidden)] = -np.inf
     if params.temperature == 0:
-        return int(scores.argmax())
+        return scores
     scores /= params.temperature
     if params.top_k:
         scores[scores < np.sort(scores)[-params.top_k]] = -np.inf
-    tokens = torch.arange(VOCABULARY)
-    noise = gumbel(torch.full_like(tokens, seed), torch.full_like(tokens, len(request.prompt) + len(output)), tokens)
-    return int((scores + noise.numpy()).argmax())
+    return scores
 
 
 def _forbidden(request: Request, output: Sequence[int]) -> set[int]:

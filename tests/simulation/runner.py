@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -14,6 +16,7 @@ from engine.sample.sampler import SamplingContext, TorchSampler
 from engine.step.input import StepFeatures, StepInput
 from engine.step.output import StepOutput, sampled_output
 from kvcache.attention_group import AttentionGroup
+from kvcache.cell_pool import CellPool
 from kvcache.forward import Forward
 from kvcache.kv_buffer import CellIndex
 from tests.simulation.faults import Faults
@@ -62,7 +65,7 @@ class HashRunner(ModelRunner):
         tokens = model.embed(step.tokens)
         salts = [self._salt_of(span.slot) for span in forward.spans]
         lengths = [span.length for span in forward.spans]
-        positions = np.concatenate([np.arange(span.start, span.stop) for span in forward.spans])
+        positions = _ranges([span.start for span in forward.spans], lengths)
         token_salts = np.repeat(np.asarray(salts, np.float64), lengths)
         numbers = tokens
         for layer in range(len(model.ranges)):
@@ -85,7 +88,8 @@ class HashRunner(ModelRunner):
         positions: NDArray[np.int64],
         salts: NDArray[np.float64],
     ) -> None:
-        values = np.stack((numbers.astype(np.float64), salts), -1)
+        values = np.empty((len(numbers), 2))
+        values[:, 0], values[:, 1] = numbers, salts
         keys = values[:, :1] * rotations(forward.capacity)[positions]
         forward.store_kv(layer, torch.from_numpy(keys)[None], torch.from_numpy(values)[None])
 
@@ -93,23 +97,22 @@ class HashRunner(ModelRunner):
         self, forward: Forward, layer: int, numbers: Numbers, queries: NDArray[np.int64], salts: list[int]
     ) -> Numbers:
         """The output of a layer, from the cells of its segments."""
-        segments, group = forward.segments(layer), forward.cache.layer_group(layer)[0]
+        segments, (group, group_layer) = forward.segments(layer), forward.cache.layer_group(layer)
         cells = [_cell_numbers(segment.cells) for segment in segments]
         counts = [len(part) for part in cells]
         oldest = [segment.oldest_visible for segment in segments]
-        positions = np.concatenate(
-            [np.arange(first, first + count) for first, count in zip(oldest, counts, strict=True)]
-        )
-        keys, values = read_cells(group, forward.cache.layer_group(layer)[1], np.concatenate(cells))
+        positions = _ranges(oldest, counts)
+        keys, values = read_cells(group, group_layer, np.concatenate(cells))
         expected = values[:, :1] * rotations(forward.capacity)[positions]
-        if np.abs(keys - expected).max() > 1e-3:
+        if not (np.abs(keys - expected) <= 1e-3).all():
             self.violations.append(f"layer {layer} reads keys of other positions")
         if (values[:, 1] != np.repeat(np.asarray(salts, np.float64), counts)).any():
             self.violations.append(f"layer {layer} reads cells of another salt")
         weights = self.model.weigh(layer, values[:, 0].astype(np.uint64), positions)
-        sums = np.concatenate((np.zeros(1, np.uint64), np.cumsum(weights, dtype=np.uint64)))
+        sums = np.zeros(len(weights) + 1, np.uint64)
+        weights.cumsum(out=sums[1:])
         # Of each batch token: the place of position 0 of its sequence among the sums.
-        starts = np.cumsum([0, *counts[:-1]]) - oldest
+        starts = [before - first for before, first in zip(accumulate(counts, initial=0), oldest, strict=False)]
         places = np.repeat(starts, [span.length for span in forward.spans])
         first_seen = forward.attention_range(layer).oldest_visible(queries)
         return self.model.combine(sums[places + queries + 1] - sums[places + first_seen], numbers)
@@ -129,6 +132,12 @@ class HashRunner(ModelRunner):
         return self.model.with_states(numbers, states)
 
 
+def _ranges(starts: list[int], lengths: list[int]) -> NDArray[np.int64]:
+    """The numbers from each start on."""
+    parts = [np.arange(start, start + length) for start, length in zip(starts, lengths, strict=True)]
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
 def _cell_numbers(cells: CellIndex) -> NDArray[np.int64]:
     return np.arange(cells.start, cells.stop) if isinstance(cells, slice) else cells.numpy()
 
@@ -137,5 +146,11 @@ def read_cells(
     group: AttentionGroup, layer: int, cells: NDArray[np.int64]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Keys and values [cells, 2] of the one head of a layer."""
-    keys, values = (buffer.tensors["rows"][layer, 0].numpy() for buffer in (group.pool.keys, group.pool.values))
-    return keys[cells], values[cells]
+    keys, values = _rows(group.pool)
+    return keys[layer, 0][cells], values[layer, 0][cells]
+
+
+@lru_cache(8)
+def _rows(pool: CellPool) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Views of the keys and the values of a pool, which stay at their place."""
+    return pool.keys.tensors["rows"].numpy(), pool.values.tensors["rows"].numpy()
