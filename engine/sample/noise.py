@@ -29,12 +29,14 @@ def philox(counter: tuple[Words, Words, Words, Words], key: tuple[Words, Words])
     """Four random words for each counter; all int64 of one shape with values in [0, 2^32)."""
     a, b, c, d = counter
     k0, k1 = key
+    # Products wrap like those of uint64, and bits above the word are dropped only where they are multiplied: here every
+    # operation is a pass over memory, or a call of numpy for a few numbers.
     for _ in range(_ROUNDS):
-        high_a, low_a = _multiply(a, _MULTIPLIERS[0])
-        high_c, low_c = _multiply(c, _MULTIPLIERS[1])
-        a, b, c, d = high_c ^ b ^ k0, low_c, high_a ^ d ^ k1, low_a
-        k0, k1 = (k0 + _WEYL[0]) & _WORD, (k1 + _WEYL[1]) & _WORD
-    return a, b, c, d
+        product_a, product_c = a * _MULTIPLIERS[0], c * _MULTIPLIERS[1]
+        a, b = ((product_c >> 32) ^ b ^ k0) & _WORD, product_c
+        c, d = ((product_a >> 32) ^ d ^ k1) & _WORD, product_a
+        k0, k1 = k0 + _WEYL[0], k1 + _WEYL[1]
+    return a, b & _WORD, c, d & _WORD
 
 
 def gumbel(seeds: Tensor, positions: Tensor, tokens: Tensor, lane: int = 0) -> Tensor:
@@ -61,9 +63,3 @@ def _random_word(seeds: Words, positions: Words, tokens: Words, lanes: Words) ->
     """The first of the four words."""
     counter = (positions & _WORD, (positions >> 32) & _WORD, tokens, lanes)
     return philox(counter, (seeds & _WORD, (seeds >> 32) & _WORD))[0]
-
-
-def _multiply(words: Words, factor: int) -> tuple[Words, Words]:
-    """The high and low 32 bits of a product; int64 wraps like uint64, so only the sign of the shift needs care."""
-    product = words * factor
-    return (product >> 32) & _WORD, product & _WORD

@@ -92,11 +92,13 @@ def main() -> int:
 def _simulate_all(seeds: range, arguments: argparse.Namespace) -> int:
     began = time.monotonic()
     with ProcessPoolExecutor(arguments.jobs, initializer=_start_process) as pool:
-        outcomes = list(pool.map(partial(simulate, operations=arguments.steps), seeds, chunksize=8))
+        outcomes = list[Outcome]()
+        for outcome in pool.map(partial(simulate, operations=arguments.steps), seeds, chunksize=8):
+            outcomes.append(outcome)
+            if outcome.failure:
+                print(f"seed {outcome.seed}: {outcome.failure[:300]}")
+                print(f"  python -m tests.simulation --seed {outcome.seed} --steps {arguments.steps}", flush=True)
     failures = [outcome for outcome in outcomes if outcome.failure]
-    for outcome in failures:
-        print(f"seed {outcome.seed}: {outcome.failure[:300]}")
-        print(f"  python -m tests.simulation --seed {outcome.seed} --steps {arguments.steps}")
     operations, seconds = len(seeds) * arguments.steps, sum(outcome.seconds for outcome in outcomes)
     counts = sum((Counter(outcome.counts) for outcome in outcomes), Counter[str]())
     summary = {
