@@ -127,9 +127,11 @@ class Engine(EngineClient):
             raise self._failure
 
     async def wait_dead(self) -> None:
-        """Return when the engine is no longer `alive`."""
+        """Return when the engine is no longer `alive`; its streams have ended with Failed."""
         while self.alive:
             await self._wait_until(self._failed, self._loop.time() + _LIVENESS_CHECK_SECONDS)
+        if self._stuck_reason:
+            self._fail(EngineDead(self._stuck_reason))
 
     @property
     def ready(self) -> bool:
@@ -145,10 +147,8 @@ class Engine(EngineClient):
             return False
         tokenizers = [part.tokenizer for part in (self._loaded, self._embedder) if part is not None]
         stuck_workers = [tokenizer.is_stuck() for tokenizer in tokenizers]
-        if self._watchdog.is_stuck():
-            self._stuck_reason = self._watchdog.describe()
-        else:
-            self._stuck_reason = "a worker thread does not leave the tokenizer" if any(stuck_workers) else ""
+        worker_reason = "a worker thread does not leave the tokenizer" if any(stuck_workers) else ""
+        self._stuck_reason = self._watchdog.describe() if self._watchdog.is_stuck() else worker_reason
         return not self._stuck_reason
 
     @property
@@ -404,15 +404,19 @@ class Engine(EngineClient):
             self._config = with_ranges(self._config, loaded.content_encoder)
             if loaded.adapter_reader is not None:
                 self._adapters = self._catalog(loaded, loaded.adapter_reader)
-        self._failure = self._failure or failure
         self._phase = "ready"
         self._load_done.set()
-        if failure is not None and not self._failed.is_set():
+        if failure is not None:
+            self._fail(failure)
+
+    def _fail(self, failure: EngineError) -> None:
+        """On the event loop: the engine computes nothing more."""
+        self._failure = self._failure or failure
+        if not self._failed.is_set():
             self._failed.set()
             self._streams.fail("the engine stopped")
-            for pending in self._pending:
-                if not pending.done():
-                    pending.set_exception(failure)
+            for pending in [future for future in self._pending if not future.done()]:
+                pending.set_exception(failure)
 
     def _catalog(self, loaded: LoadedModel, reader: AdapterReader) -> AdapterCatalog:
         """The adapters that are loaded, and those of the folder of the settings."""
@@ -457,9 +461,7 @@ class Engine(EngineClient):
             drafting = replace(drafting, model=draft.info, memory=draft.memory)
         self._set_phase("ready")
         self._call_on_loop(self._finish_loading, loaded, drafting, None, embedder)
-        embedding = None
-        if embedder is not None:
-            embedding = EmbeddingScheduler(embedder.embedder, max_batch_tokens=config.chunk)
+        embedding = None if embedder is None else EmbeddingScheduler(embedder.embedder, max_batch_tokens=config.chunk)
         with closing(core):
             EngineLoop(core, embedding).run(self._inbox, self._deliver_from_thread, self._watchdog)
 

@@ -15,6 +15,7 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.loop import EngineLoop
 from engine.schedule.step import Stepper
+from engine.types.events import Failed
 from engine.types.status import Stats
 from engine.watchdog import Watchdog, WatchedLock
 from tests.engine.kit.play import ask
@@ -143,6 +144,37 @@ def test_a_step_that_does_not_end_is_reported_with_its_requests(
             async for _ in stream:
                 pass
         assert (engine.alive, engine.phase) == (True, "ready")
+        await asyncio.to_thread(engine.close)
+
+    asyncio.run(scene())
+
+
+def test_streams_end_when_a_step_is_stuck(
+    folder: Callable[[str], Path], clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though the step, a native call perhaps, never returns."""
+    started, go_on = threading.Event(), threading.Event()
+
+    def stuck(*arguments: Any, **options: Any) -> Any:
+        started.set()
+        go_on.wait(60)
+        raise AssertionError
+
+    async def scene() -> None:
+        engine = Engine(EngineConfig(model=str(folder("llama")), context=64, slots=1), clock=clock)
+        engine.start()
+        await engine.wait_ready()
+        monkeypatch.setattr(Stepper, "run", stuck)
+        async with engine.open(replace(ask("owner/r", (5, 4, 3), 2), group="req_1")) as stream:
+            await asyncio.to_thread(started.wait, 60)
+            while engine.alive:
+                clock.now += STRIDE
+            await engine.wait_dead()
+            events = [event async for event in stream]
+            assert events == [Failed("the engine stopped")]
+            assert engine.phase == "dead: a step has taken longer than 120 s, of the requests req_1"
+            assert not engine.ready
+        go_on.set()
         await asyncio.to_thread(engine.close)
 
     asyncio.run(scene())
