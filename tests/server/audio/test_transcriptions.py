@@ -35,6 +35,14 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     return Reference(save_speech_model(tmp_path_factory.mktemp("speech"), seed=3, max_tokens=32))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def media_in_process() -> Iterator[None]:
+    """The sandbox of sounds has tests of its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        use_media_in_process(patch)
+        yield
+
+
 @pytest.fixture(scope="module")
 def address(reference: Reference) -> Iterator[str]:
     with speech_server(reference.folder) as address:
@@ -233,9 +241,8 @@ def test_other_endpoints_refuse_it_by_name(address: str) -> None:
         assert answer.status_code == 400, answer.text
 
 
-def test_a_model_of_one_language_has_no_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_of_one_language_has_no_tasks(tmp_path: Path) -> None:
     """Its prompt is the start token alone."""
-    use_media_in_process(monkeypatch)
     reference = Reference(save_speech_model(tmp_path, seed=5, multilingual=False))
     with speech_server(reference.folder) as address, client_of(address) as client:
         segments = segments_of(client, SOUND, language="english")
