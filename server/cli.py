@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 from cyclopts import App, Group, Parameter
 
 from bench.options import BenchOptions
+from engine.load.machine.resources import limit_spinning
 from server.commands.option_sources import EXIT_USAGE, SECTIONS, Environment, File, check_environment
 from server.commands.usage_errors import format_usage_error
 from server.configuration.config_file import find, model_sections
@@ -65,6 +66,7 @@ def main() -> None:
     """The entry point of the distribution."""
     if sys.platform == "win32":
         sys.exit("cellar: Windows is not supported; run it in WSL, the Windows Subsystem for Linux: wsl --install")
+    limit_spinning()
     make_app()()
 
 

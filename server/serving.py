@@ -42,9 +42,6 @@ def warn_of_exposed_keys(settings: Settings, show: Callable[[str], None] = print
 
 def run(settings: Settings) -> int:
     """Serve until a signal; the exit code."""
-    from engine.load.machine.resources import limit_spinning
-
-    limit_spinning()
     # Garbage collections free nothing during imports and take a sixth of their time (4.6 s without, 5.4 s with them).
     gc.disable()
     screen = load_screen(Console(highlight=False), _print_status, "import torch and transformers")
@@ -77,13 +74,11 @@ def _run(settings: Settings, screen: LoadScreen) -> int:
 def run_several(settings: Settings, entries: tuple[ModelEntry, ...]) -> int:
     """Serve models that are loaded on demand, until a signal; the exit code."""
     from engine.errors import EngineError
-    from engine.load.machine.resources import limit_spinning
     from engine.remote.planning import measure_budget
     from engine.remote.zygote import Zygote
     from server.hosting import ModelsHosting
     from server.lifecycle import EXIT_MODEL, Lifecycle, listen
 
-    limit_spinning()
     zygote = Zygote()
     zygote.start()
     configure_logging(settings.log_level, settings.log_format)

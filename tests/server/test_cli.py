@@ -494,22 +494,15 @@ def test_the_start_up_screen_shows_drafters() -> None:
 def test_spinning_of_threads_is_limited(
     given: dict[str, str], rounds: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What bounds their spinning is set before the engine is loaded, and the user's own word stays."""
+    """What bounds their spinning is set before any command runs, and the user's own word stays."""
     seen = []
-
-    def load(settings: Settings, screen: LineScreen) -> None:
-        seen.append(os.environ.get("GOMP_SPINCOUNT"))
-        raise KeyboardInterrupt
-
     for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(serving, "_engine", load)
-    monkeypatch.setattr(serving, "configure_logging", lambda level, form: None)
-    with pytest.raises(KeyboardInterrupt):
-        serving.run(Settings(port=0))
+    monkeypatch.setattr(cli, "make_app", lambda: lambda: seen.append(os.environ.get("GOMP_SPINCOUNT")))
+    cli.main()
 
     assert [rounds] == seen
 
