@@ -135,11 +135,13 @@ class Verification:
         return ConditionResult(name, outcome.count > 0, f"{outcome.count} {outcome.unit}", seconds, comparisons)
 
     def _cached(self) -> ConditionAnswers:
-        """All answers cold, each alone: the expected ones; then again with the prompts in the cache."""
-        cells = len(self._requests) * self._context
-        with self._cores.open(context=self._context, cells=cells) as core:
-            self._expected |= run_alone(core, self._requests)
-            return _cached_outcome(run_alone(core, self._requests))
+        """Each answer alone and cold, the expected one; then again with its prompt in the cache."""
+        answers: dict[str, Answer] = {}
+        with self._cores.open(context=self._context) as core:
+            for request in self._requests:
+                self._expected |= run_alone(core, [request])
+                answers |= run_alone(core, [request])
+        return _cached_outcome(answers)
 
     def _partly_cached(self) -> ConditionAnswers:
         answers: dict[str, Answer] = {}
