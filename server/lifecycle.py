@@ -238,9 +238,10 @@ def freeze_garbage_collector() -> None:
 
 
 def collect_if_idle(requests: Collection[object]) -> None:
-    """Collect all garbage if no request runs, and enough objects have been created."""
+    """Collect all garbage if no request runs, and enough objects have been created; return the memory to the system."""
     if not requests and gc.get_count()[2] >= IDLE_COLLECTION_COUNT:
         gc.collect()
+        release_freed_memory()
 
 
 def listen(host: str, port: int) -> socket.socket:
