@@ -157,7 +157,7 @@ class WorkerLink:
         try:
             process = await asyncio.to_thread(self._start_process)
             await self._loop.create_connection(lambda: self._connection, sock=process.socket)
-        except OSError as error:
+        except (OSError, RuntimeError) as error:  # RuntimeError: no thread can be started
             self.end(EngineDead(f"the worker process cannot be started: {error}"))
             return
         self.send(first)

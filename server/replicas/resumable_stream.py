@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from server.http.encoding import dumps
-from server.http.errors import ENGINE_DEAD, GENERATION_FAILED, SERVER_DRAINING
+from server.http.errors import ENGINE_DEAD, GENERATION_FAILED, SERVER_DRAINING, THREADS_EXHAUSTED
 from server.http.sse import frame
 
 PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})
-# Errors of a replica that ends: another one does not have them.
-_REPLICA_ERRORS = frozenset(kind.code for kind in (ENGINE_DEAD, GENERATION_FAILED, SERVER_DRAINING))
+# Errors of a replica that ends, or lacks threads: another one does not have them.
+_REPLICA_ERRORS = frozenset(kind.code for kind in (ENGINE_DEAD, GENERATION_FAILED, SERVER_DRAINING, THREADS_EXHAUSTED))
 # Fields of the first chunk that the client gets once, and those that it gets only if it asked for tokens.
 _FIRST_FIELDS, _TOKEN_FIELDS = ("warnings", "prompt_token_ids", "seed"), ("prompt_token_ids", "seed")
 _END, _DATA, _DONE = b"\n\n", b"data: ", b"[DONE]"

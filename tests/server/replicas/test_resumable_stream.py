@@ -116,7 +116,8 @@ def test_a_continued_request_has_the_seed_and_all_tokens() -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "continues"), [("engine_dead", True), ("server_draining", True), ("invalid_value", False)]
+    ("code", "continues"),
+    [("engine_dead", True), ("server_draining", True), ("threads_exhausted", True), ("invalid_value", False)],
 )
 def test_errors_of_a_replica_are_not_relayed(code: str, continues: bool) -> None:
     """Those that another replica would send too are the end."""
