@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
+
+from server.terminal.load_screen import load_screen
 
 if TYPE_CHECKING:
     from engine.verify.comparison import Comparison
@@ -21,17 +25,20 @@ _TABLE_WIDTH = 120
 
 
 def run_verify(settings: Settings, json_file: Path | None) -> int:
-    """Verify the model and print the report; returns the exit code."""
+    """Verify the model and print the report, its phases to stderr; returns the exit code."""
     console = Console(highlight=False, soft_wrap=True, width=max(Console().width, _TABLE_WIDTH))
-    with console.status("import of torch and transformers") as status:
-        from engine.errors import ModelError
-        from engine.verify.verify import load_and_verify
+    print_status = partial(print, file=sys.stderr, flush=True)
+    screen = load_screen(Console(stderr=True, highlight=False), print_status, "import of torch and transformers")
+    from engine.errors import ModelError
+    from engine.verify.verify import load_and_verify
 
-        try:
-            report = load_and_verify(settings.engine_config(), status.update)
-        except ModelError as error:
-            console.print(f"cellar: {error}", markup=False)
-            return EXIT_DIFFERENT
+    try:
+        report = load_and_verify(settings.engine_config(), screen.set_phase)
+    except ModelError as error:
+        console.print(f"cellar: {error}", markup=False)
+        return EXIT_DIFFERENT
+    finally:
+        screen.stop()
     _print_report(console, report)
     if json_file is not None:
         try:
