@@ -29,7 +29,7 @@ TRAINED = "Gemma 3 270M"
 LATENCIES = ("first token p50, ms", "first token p99, ms", "between p50, ms", "between p99, ms")
 # Columns of the table of GGUF files.
 GGUF_FIGURES = SPEEDS | {
-    "read in decode, GB/s": ("prompt of 512", "file read in decode, GB/s"),
+    "read in decode, GB/s": ("prompt of 512", "weights read in decode, GB/s"),
     "first token, ms": ("prompt of 512", "first token, ms"),
     "first start, ms": ("server", "first start, ms"),
     "start, ms": ("server", "start, ms"),
@@ -68,9 +68,10 @@ included. llama.cpp has q8_0 and bf16 weights where Cellar has int8 and bfloat16
 GGUF_NOTE = """\
 As Cellar / peer, and in brackets how many times better Cellar is: a higher rate, a lower time, size or error. Both
 serve the same file with two threads, in turns, without drafts; ik_llama.cpp with `-rtr -fa on -mla 3`. Streams: 64
-tokens of prompt and 64 of output each. "read in decode" is the size of the file times the decode rate, of the memory
-bandwidth that a sum over a large tensor reaches. "start" is the time to readiness of a file that was served before; a
-first start checks the model too, and takes longer. "memory" is resident after a prompt of 2,048 tokens in one slot.
+tokens of prompt and 64 of output each. "read in decode" is the size of the weights that a token reads, experts that
+it does not use left out, times the decode rate; of the memory bandwidth that a sum over a large tensor reaches. "start"
+is the time to readiness of a file that was served before; a first start checks the model too, and takes longer.
+"memory" is resident after a prompt of 2,048 tokens in one slot.
 Accuracy beside the dequantised weights in float32: the change of the perplexity, and the root mean square error of
 log-probabilities, on texts that the dequantised model samples.
 """

@@ -37,6 +37,7 @@ from typing import Any
 import httpx
 import psutil
 import torch
+from gguf import GGUFReader
 from rich.console import Console
 from rich.table import Table
 
@@ -70,7 +71,9 @@ ALONE_SLOTS = 1
 TEXTS, START_TOKENS, TEXT_TOKENS, QUICK_TOKENS = 4, 8, 48, 8
 FIRST_START, START, MEMORY = "first start, ms", "start, ms", "resident, MiB"
 PERPLEXITY, DISTANCE = "perplexity, %", "distance, millinats"
-READ = "file read in decode, GB/s"
+READ = "weights read in decode, GB/s"
+# Tables of which a token reads one row.
+LOOKED_UP = ("token_embd.weight", "per_layer_token_embd.weight")
 # What Cellar keeps of a served file in its cache folder; compiled kernels are of the machine.
 CACHED_OF_FILES = ("checks", "tokenizers", "weights")
 # Figures of which less is better, beside those in milliseconds.
@@ -96,6 +99,22 @@ class GgufFile:
     def model(self) -> str:
         """The published name of the model."""
         return model_name(_quantisation.sub("", self.path.stem))
+
+    @property
+    def token_bytes(self) -> int:
+        """The bytes of the weights that a token reads: of experts those that it uses, of an embedding table a row."""
+        reader = GGUFReader(self.path)
+        architecture = reader.fields["general.architecture"].contents()
+        used, count = (reader.fields.get(f"{architecture}.expert_{name}") for name in ("used_count", "count"))
+        share = used.contents() / count.contents() if used and count else 1
+        names = {tensor.name for tensor in reader.tensors}
+        # A tied table is the output projection too.
+        looked_up = LOOKED_UP if "output.weight" in names else LOOKED_UP[1:]
+        return sum(
+            round(tensor.n_bytes * (share if "_exps." in tensor.name else 1))
+            for tensor in reader.tensors
+            if tensor.name not in looked_up
+        )
 
     @property
     def about(self) -> dict[str, str]:
@@ -307,8 +326,8 @@ def measure(machine: Machine, file: GgufFile, cells: Sequence[Cell], *, slots: i
 
 
 def read_rate(file: GgufFile, decode: Row, bandwidth: float) -> Row:
-    """The bytes of the file times the decode rate, beside the memory bandwidth; such a row has no ratio."""
-    size = file.path.stat().st_size / 1e9
+    """The bytes of a token times the decode rate, beside the memory bandwidth; such a row has no ratio."""
+    size = file.token_bytes / 1e9
     rates = {name: round(decode[name] * size, 2) for name in ("cellar", "other")}
     return file.about | {"cell": decode["cell"], "figure": READ, "limit": round(bandwidth / 1e9, 2)} | rates
 

@@ -7,8 +7,10 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from gguf import GGUFWriter
 from transformers import AutoModelForCausalLM
 
 from benchmarks.gguf.files import (
@@ -71,9 +73,18 @@ def test_measured_cells_are_not_measured_again(tmp_path: Path) -> None:
     assert [(alone, 1)] == labels(Rows(tmp_path / "rows.json", "ik_llama.cpp"), "--cells", "alone,prefill")
 
 
-def test_read_rate_is_the_size_of_the_file_times_the_decode_rate(tmp_path: Path) -> None:
-    """In GB/s, of both servers."""
-    (file := tmp_path / "tiny-Q4_0.gguf").write_bytes(bytes(2 * 10**6))
+def test_read_rate_is_the_weights_of_a_token_times_the_decode_rate(tmp_path: Path) -> None:
+    """In GB/s, of both servers: half of the experts, and of the embedding table one row."""
+    file = tmp_path / "tiny-Q4_0.gguf"
+    writer = GGUFWriter(file, "qwen3moe")
+    writer.add_expert_count(2)
+    writer.add_expert_used_count(1)
+    for name, megabytes in (("token_embd", 18), ("output", 1), ("blk.0.ffn_up_exps", 2)):
+        writer.add_tensor(f"{name}.weight", np.zeros(megabytes * 250_000, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
     row = read_rate(GgufFile(file), {"cell": "prompt of 512", "cellar": 5000.0, "other": 2500.0}, 3e10)
 
     assert {"cellar": 10.0, "other": 5.0, "limit": 30.0, "cell": "prompt of 512"}.items() <= row.items()
