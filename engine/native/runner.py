@@ -39,12 +39,21 @@ from engine.native.description import (
 from engine.native.draft_loop import context_table, describe_draft_loop
 from engine.native.query_scale import query_factors
 from engine.native.recurrent_states import RecurrentStates
+from engine.native.rotary_axes import angles_by_axis, pair_axes
 from engine.native.sampler import NativeSampler, SamplingCall, is_native
 from engine.native.step_library import CellGroupFields, LayerFields, RotaryFields, StepFields, StepLibrary
 from engine.native.trace import LinearModule
 from engine.run.packed import PackedRunner
 from engine.run.runner import DraftLoopInput, LocalRunner
-from engine.step.input import FINAL_NORM, HiddenRows, Sampling, StepFeatures, StepInput, decoder_layers_of
+from engine.step.input import (
+    FINAL_NORM,
+    HiddenRows,
+    Sampling,
+    StepFeatures,
+    StepInput,
+    decoder_layers_of,
+    differ_by_axis,
+)
 from engine.step.output import StepOutput, sampled_output
 from kvcache.attention_group import AttentionGroup
 from kvcache.forward import Forward
@@ -125,6 +134,7 @@ class NativeRunner(LocalRunner):
         self._named_layers = range(count if len(hooks.decoder_layers(packed.model)) == count else 0)
         rotaries = _rotaries(decoder)
         self._rotaries = tuple(dict.fromkeys(rotaries))
+        self._pair_axes = [pair_axes(packed.model, rotary) for rotary in self._rotaries]
         self._long_rotaries = {} if long_decoder is None else dict(zip(rotaries, _rotaries(long_decoder), strict=True))
         layers = describe_layers(decoder, self._rotaries)
         self._fields = (LayerFields * len(layers))(*layers)
@@ -146,7 +156,10 @@ class NativeRunner(LocalRunner):
         self._cell_groups = (CellGroupFields * 0)()
         self._angles: list[tuple[Tensor, Tensor]] = []
         self._query_factors: list[Tensor | None] = []
+        self._rotary_tables = (RotaryFields * 0)()
         self._rotary_rows = array("q")
+        # Angles of the last step with positions that differ by axis.
+        self._axis_angles: list[tuple[Tensor, Tensor]] = []
         # Segment tables by group, of steps with `_spans` spans.
         self._spans = 0
         self._tables: list[array[int]] = []
@@ -164,8 +177,10 @@ class NativeRunner(LocalRunner):
             return self._contents.reason
         if features.content_arguments:
             return "the native step has no further arguments of contents"
-        if features.position_axes:
+        if features.position_axes and not self._has_position_axes:
             return "the native step has one position for each token"
+        if features.far_positions:
+            return "the native step has rotary tables up to the capacity"
         missing = [layer for layer in decoder_layers_of(features.hidden_layers) if layer not in self._named_layers]
         return f"the native step has no layer {missing[0]}" if missing else None
 
@@ -300,7 +315,10 @@ class NativeRunner(LocalRunner):
         for layer, table in zip(self._group_layers, self._tables, strict=True):
             write_segments(table, forward.segments(layer))
         step = self._step
-        step.rotary_rows = self._write_rotary_rows(forward, positions)
+        if positions is None or not differ_by_axis(positions):
+            step.rotaries, step.rotary_rows = self._rotary_tables, self._write_rotary_rows(forward, positions)
+        else:
+            step.rotaries, step.rotary_rows = self._write_axis_angles(positions)
         step.rows, step.threads = forward.batch_tokens, torch.get_num_threads()
         step.state_layer_count = step.adapter_range_count = 0
         return step
@@ -331,7 +349,7 @@ class NativeRunner(LocalRunner):
         self._angles = [self._angles_of(rotary, positions) for rotary in self._rotaries]
         self._query_factors = [self._query_factors_of(rotary, positions) for rotary in self._rotaries]
         tables = map(describe_rotary, self._rotaries, self._angles, self._query_factors)
-        self._step.rotaries = (RotaryFields * len(self._rotaries))(*tables)
+        self._rotary_tables = (RotaryFields * len(self._rotaries))(*tables)
         self._bound = forward.groups
 
     def _angles_of(self, rotary: RotarySpec, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -346,6 +364,26 @@ class NativeRunner(LocalRunner):
         if scale is None:
             return None
         return query_factors(scale, positions).repeat(1 if long_rotary is None else 2)
+
+    @property
+    def _has_position_axes(self) -> bool:
+        """Whether the positions of a token may differ by axis."""
+        is_scaled = any(rotary.query_scale is not None for rotary in self._rotaries)
+        return self.switch is None and not is_scaled and all(axes is not None for axes in self._pair_axes)
+
+    def _write_axis_angles(self, positions: Tensor) -> tuple[ctypes.Array[RotaryFields], int]:
+        """Rotary tables with a row for each batch token, and the address of the rows."""
+        self._axis_angles = [
+            angles_by_axis(angles, axes, positions)
+            for angles, axes in zip(self._angles, self._pair_axes, strict=True)
+            if axes is not None
+        ]
+        tables = [
+            describe_rotary(rotary, angles, None)
+            for rotary, angles in zip(self._rotaries, self._axis_angles, strict=True)
+        ]
+        self._rotary_rows = array("q", range(positions.shape[1]))
+        return (RotaryFields * len(tables))(*tables), address(self._rotary_rows)
 
     def _write_rotary_rows(self, forward: Forward, positions: Tensor | None) -> int | None:
         """The address of the rows of the batch tokens in the rotary tables; None: their indices in their sequences."""

@@ -24,7 +24,13 @@ class TensorParallelRunner(ModelRunner):
         self.switch, self.sampler = runner.switch, runner.sampler
 
     def supports(self, features: StepFeatures) -> str | None:
-        if features.bidirectional or features.encoder or features.contents or features.position_axes:
+        if (
+            features.bidirectional
+            or features.encoder
+            or features.contents
+            or features.position_axes
+            or features.far_positions
+        ):
             return "media are not supported with --tensor-parallel"
         if features.adapters:
             return "adapters are not supported with --tensor-parallel"

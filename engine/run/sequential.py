@@ -124,7 +124,7 @@ class SequentialRunner(LocalRunner):
         """See ModelRunner."""
         if features.bidirectional:
             return "this model cannot run packed"
-        if features.contents or features.position_axes:
+        if features.contents or features.position_axes or features.far_positions:
             return "images and audio need a model that runs packed"
         if features.adapters:
             return "adapters need a model that runs packed"

@@ -65,7 +65,8 @@ class StepFeatures:
     adapters           tokens have a LoRA adapter
     contents           the inputs of tokens are rows of contents in place of embeddings
     content_arguments  contents have further arguments of the decoder (deepstack)
-    position_axes      positions that differ by axis, or exceed the capacity of a slot
+    position_axes      positions that differ by axis
+    far_positions      positions that exceed the capacity of a slot
     """
 
     hidden_layers: Sequence[int] = ()
@@ -75,6 +76,7 @@ class StepFeatures:
     contents: bool = False
     content_arguments: bool = False
     position_axes: bool = False
+    far_positions: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,10 +117,13 @@ class StepInput:
             content_arguments=any(
                 [rows.entry.token_arguments or rows.entry.feature_arguments for rows in self.embeddings]
             ),
-            position_axes=self.positions is not None and not self._has_table_positions(self.positions),
+            position_axes=self.positions is not None and differ_by_axis(self.positions),
+            far_positions=self.positions is not None
+            and int(self.positions[-ROTARY_AXES:].max()) >= self.forward.capacity,
         )
 
-    def _has_table_positions(self, positions: Tensor) -> bool:
-        """Whether every token has one position below the capacity."""
-        rotary = positions[-ROTARY_AXES:]
-        return bool((rotary == rotary[-1]).all()) and int(rotary[-1].max()) < self.forward.capacity
+
+def differ_by_axis(positions: Tensor) -> bool:
+    """Whether a token has several positions [axes, tokens]."""
+    rotary = positions[-ROTARY_AXES:]
+    return not bool((rotary == rotary[-1]).all())
