@@ -52,7 +52,7 @@ def _replace_inputs(
     inputs = model.get_input_embeddings()(*tokens) if inputs is None else inputs.clone()
     for rows in embedded:
         inputs[0, rows.batch_start : rows.batch_stop] = rows.entry.rows[rows.entry_rows].to(inputs)
-    arguments = {**_token_arguments(embedded, inputs.shape[1]), **_feature_arguments(embedded)}
+    arguments = {**_token_arguments(embedded, inputs.shape[1]), **feature_arguments(embedded)}
     named = {**kwargs, "inputs_embeds": inputs, **arguments}
     return ((None, *further), named) if args else ((), {**named, "input_ids": None})
 
@@ -69,11 +69,11 @@ def _token_arguments(embedded: Sequence[EmbeddedRows], batch_tokens: int) -> dic
     return _packed(embedded, lambda rows: rows.entry.token_arguments, pack)
 
 
-def _feature_arguments(embedded: Sequence[EmbeddedRows]) -> dict[str, TensorTree]:
+def feature_arguments(embedded: Sequence[EmbeddedRows]) -> dict[str, TensorTree]:
     """Arguments [features, ...] of all features in the batch, in its order."""
 
     def pack(holders: Sequence[EmbeddedRows], *leaves: Tensor) -> Tensor:
-        return torch.cat([leaf[_feature_rows(rows)] for rows, leaf in zip(holders, leaves, strict=True)])
+        return torch.cat([leaf[feature_rows(rows)] for rows, leaf in zip(holders, leaves, strict=True)])
 
     return _packed(embedded, lambda rows: rows.entry.feature_arguments, pack)
 
@@ -91,7 +91,7 @@ def _packed(
     return packed
 
 
-def _feature_rows(rows: EmbeddedRows) -> slice:
+def feature_rows(rows: EmbeddedRows) -> slice:
     """The features among the rows, as rows of a feature argument."""
     features, selected = rows.entry.features, rows.entry_rows
     first = int(features[: selected.start].sum())

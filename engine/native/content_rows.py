@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from engine.model.injection import feature_arguments
 from engine.native.comparison import least_squares_ratio
 from engine.native.decoder import DecoderSpec
 from engine.native.trace import embedding_rows
@@ -17,6 +19,36 @@ from engine.step.content import EmbeddedRows
 
 # Tokens of the embedding whose scale is compared, and the relative error of scales in bfloat16.
 _COMPARED_TOKENS, _SCALE_ERROR = 8, 0.01
+# Arguments of decoders that add features of contents to the states after the first layers (deepstack of Qwen3-VL).
+_FEATURES = "deepstack_visual_embeds"
+FEATURE_ARGUMENTS = frozenset({_FEATURES, "visual_pos_masks"})
+
+
+@dataclass(frozen=True, slots=True)
+class AddedFeatures:
+    """Features of contents that are added to the states after the first layers.
+
+    features  [layers, features, width] float32
+    rows      of the features by batch token; -1: none
+    """
+
+    features: Tensor
+    rows: array[int]
+
+    @classmethod
+    def of(cls, tokens: int, embedded: Sequence[EmbeddedRows]) -> AddedFeatures | None:
+        """Those of a step; None: its contents have none."""
+        layers = feature_arguments(embedded).get(_FEATURES)
+        if not layers:
+            return None
+        numbers = torch.full((tokens,), -1)
+        for part in embedded:
+            if _FEATURES in part.entry.feature_arguments:
+                has_features = part.entry.features[part.entry_rows]
+                numbers[part.batch_start : part.batch_stop][has_features] = 0
+        selected = numbers == 0
+        numbers[selected] = torch.arange(int(selected.sum()))
+        return cls(torch.stack(list(layers)).float().contiguous(), array("q", numbers.tolist()))
 
 
 class ContentRows:

@@ -24,7 +24,7 @@ from engine.kernels.products import RowInvariantProduct
 from engine.model import hooks
 from engine.native.adapters import NativeAdapters
 from engine.native.attention import rotary_angles, switched_rotary_angles
-from engine.native.content_rows import ContentRows
+from engine.native.content_rows import FEATURE_ARGUMENTS, AddedFeatures, ContentRows
 from engine.native.decoder import CachedSpec, DecoderSpec, RecurrenceSpec, RotarySpec
 from engine.native.description import (
     describe_embedding,
@@ -175,8 +175,8 @@ class NativeRunner(LocalRunner):
             return "the native step has no adapters"
         if features.contents and self._contents.reason is not None:
             return self._contents.reason
-        if features.content_arguments:
-            return "the native step has no further arguments of contents"
+        if not features.content_arguments <= (FEATURE_ARGUMENTS if self._named_layers else frozenset()):
+            return "the native step has no such arguments of contents"
         if features.position_axes and not self._has_position_axes:
             return "the native step has one position for each token"
         if features.far_positions:
@@ -272,6 +272,10 @@ class NativeRunner(LocalRunner):
         fields.hidden_states, fields.logits = output.hidden_states_address, output.logits_address
         fields.state_layers, fields.state_layer_count = address(layers), len(layers)
         fields.layer_states = output.layer_states.data_ptr()
+        added = AddedFeatures.of(len(tokens), step.embeddings) if step.embeddings else None
+        if added is not None:
+            fields.features, fields.feature_rows = added.features.data_ptr(), address(added.rows)
+            fields.feature_layers, fields.feature_count = added.features.shape[:2]
         if inputs is not None:
             fields.initial_states = inputs.data_ptr()
         if self.adapters is not None:
@@ -320,7 +324,7 @@ class NativeRunner(LocalRunner):
         else:
             step.rotaries, step.rotary_rows = self._write_axis_angles(positions)
         step.rows, step.threads = forward.batch_tokens, torch.get_num_threads()
-        step.state_layer_count = step.adapter_range_count = 0
+        step.state_layer_count = step.adapter_range_count = step.feature_layers = 0
         return step
 
     def _allocate_tables(self, forward: Forward) -> None:

@@ -64,7 +64,7 @@ class StepFeatures:
     encoder            tokens attend to the output of an encoder
     adapters           tokens have a LoRA adapter
     contents           the inputs of tokens are rows of contents in place of embeddings
-    content_arguments  contents have further arguments of the decoder (deepstack)
+    content_arguments  names of further arguments of the decoder that contents have (deepstack)
     position_axes      positions that differ by axis
     far_positions      positions that exceed the capacity of a slot
     """
@@ -74,7 +74,7 @@ class StepFeatures:
     encoder: bool = False
     adapters: bool = False
     contents: bool = False
-    content_arguments: bool = False
+    content_arguments: frozenset[str] = frozenset()
     position_axes: bool = False
     far_positions: bool = False
 
@@ -114,8 +114,10 @@ class StepInput:
             encoder=any(self.encoder_masks),
             adapters=any(self.adapters),
             contents=bool(self.embeddings),
-            content_arguments=any(
-                [rows.entry.token_arguments or rows.entry.feature_arguments for rows in self.embeddings]
+            content_arguments=frozenset(
+                name
+                for rows in self.embeddings
+                for name in (*rows.entry.token_arguments, *rows.entry.feature_arguments)
             ),
             position_axes=self.positions is not None and differ_by_axis(self.positions),
             far_positions=self.positions is not None

@@ -301,10 +301,18 @@ class StepRunner {
         }
     }
 
+    void add_features(int64_t layer, int64_t row) const {
+        if (layer < 0 || layer >= step.feature_layers || step.feature_rows[row] < 0) return;
+        const float *const from = step.features + (layer * step.feature_count + step.feature_rows[row]) * step.width;
+        float *const to = states_of(row);
+        for (int64_t i = 0; i < step.width; ++i) to[i] += from[i];
+    }
+
     void begin_layer(const Layer &layer, int64_t number) {
         const Layer *const before = number > 0 ? &step.layers[number - 1] : nullptr;
         by_rows([&](int64_t row) {
             add_outputs(before, row);
+            add_features(number - 1, row);
             normalise_states(has_mixer(layer) ? layer.attention_norm : layer.mlp_norm, row, normed);
             if (layer.parallel) normalise_states(layer.mlp_norm, row, parallel_normed);
         });
@@ -431,7 +439,10 @@ class StepRunner {
     }
 
     void compute_logits(const Layer &before) {
-        by_rows([&](int64_t row) { add_outputs(&before, row); });
+        by_rows([&](int64_t row) {
+            add_outputs(&before, row);
+            add_features(step.layer_count - 1, row);
+        });
         write_states(step.layer_count - 1);
 #pragma omp for schedule(static)
         for (int64_t index = 0; index < step.output_count; ++index)
@@ -569,7 +580,8 @@ EXPORT_LAYOUT(
            gated_convolution, state_space, stores_cells, values_are_keys, norms_all_heads, rotates_before_norm, gate_matrix, gate_offset, up_matrix,
            up_offset, activation, experts, parallel, per_layer, attention_residual_scale, mlp_residual_scale, output_scale, sinks, scale,
            softcap, rotary, cell_group, key_buffer, value_buffer, attention_range, attention_range_size)
-    LAYOUT(Step, tokens, rows, width, embedding, per_layer_inputs, pair_input, initial_states, layers, layer_count, rotaries, rotary_rows, cell_groups,
+    LAYOUT(Step, tokens, rows, width, embedding, per_layer_inputs, pair_input, initial_states, features, feature_rows,
+           feature_layers, feature_count, layers, layer_count, rotaries, rotary_rows, cell_groups,
            cell_group_count, state_ranges, state_range_count, adapter_ranges, adapter_range_count, max_rank, format, final_norm, head, output_rows, output_count,
            logit_count, hidden_states, state_layers, state_layer_count, layer_states, logits, rounds_to_bfloat16,
            threads)

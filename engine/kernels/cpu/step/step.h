@@ -232,6 +232,9 @@ struct Step {
     const PerLayerInputs *per_layer_inputs;  // or null
     const PairInput *pair_input;             // or null
     const float *initial_states;             // [rows][width] before the first layer; null: the embeddings; of pairs: the states
+    const float *features;                   // [feature_layers][feature_count][width], added to the states after the first layers
+    const int64_t *feature_rows;             // [rows], of the features of a layer; -1: none
+    int64_t feature_layers, feature_count;
     const Layer *layers;
     int64_t layer_count;
     const Rotary *rotaries;
