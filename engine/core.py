@@ -69,7 +69,13 @@ class Core:
         self._stepper = Stepper(loaded, self.cache)
         self._budget = Budget(self._cost, max_tokens=config.chunk, target_seconds=config.itl_target_seconds)
         scored = max(_SCORED_LOGITS_BYTES // (4 * loaded.info.vocabulary), _MIN_SCORED_TOKENS)
-        self._scheduler = Scheduler(self.cache, self._budget, max_scored=scored, on_start=self._on_slot_assigned)
+        self._scheduler = Scheduler(
+            self.cache,
+            self._budget,
+            max_scored=scored,
+            on_start=self._on_slot_assigned,
+            computes_together=self._stepper.computes_together,
+        )
         self._totals = Totals()
         self._waits = WaitPredictor(self.cache, self._scheduler, self._budget, self._totals)
         self._inspection = Inspection(self.cache, self._scheduler, self._totals, clock)

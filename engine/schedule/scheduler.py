@@ -12,6 +12,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
+from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 
 from engine.schedule.fairness import Fairness
@@ -50,17 +51,24 @@ class ShiftFailed(Exception):
 class Scheduler:
     """The waiting and the running sequences of one cache.
 
-    budget      limits the prompt tokens of a step
-    max_scored  limits the scored prompt tokens of a step, each of which needs logits
-    on_start    called with a sequence that got a slot, and its cached length
+    budget             limits the prompt tokens of a step
+    max_scored         limits the scored prompt tokens of a step, each of which needs logits
+    on_start           called with a sequence that got a slot, and its cached length
+    computes_together  whether tokens of contents may be in one step with others
     """
 
     def __init__(
-        self, cache: Cache, budget: Budget, *, max_scored: int, on_start: Callable[[Sequence, int], None]
+        self,
+        cache: Cache,
+        budget: Budget,
+        *,
+        max_scored: int,
+        on_start: Callable[[Sequence, int], None],
+        computes_together: Callable[[Rows[ScheduledSequence]], bool],
     ) -> None:
         self._cache = cache
         self._budget, self._max_scored = budget, max_scored
-        self._on_start = on_start
+        self._on_start, self._computes_together = on_start, computes_together
         self._slots = Slots(cache)
         self.fairness = Fairness()
         # Preemption would make no share fairer, until a sequence is queued or leaves its slot.
@@ -312,9 +320,9 @@ class Scheduler:
         return self._of_one_kind(scheduled or decoding)
 
     def _of_one_kind(self, scheduled: list[ScheduledSequence]) -> list[ScheduledSequence]:
-        """Those with tokens of contents, or the others, in turns: different runners may compute them."""
+        """Those with tokens of contents, or the others, in turns, where different runners compute them; else all."""
         contents = [sequence for sequence in scheduled if sequence.has_content_rows]
-        if not contents or len(contents) == len(scheduled):
+        if not contents or len(contents) == len(scheduled) or self._computes_together(scheduled):
             return scheduled
         if self._was_contents:
             return [sequence for sequence in scheduled if not sequence.has_content_rows]

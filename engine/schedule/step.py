@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from engine.load.load import LoadedModel
+from engine.run.runner import runners_of
 from engine.sample.logprobs import SAMPLED, LogprobQuery
 from engine.sample.verify import VerifyTokens, contexts_of, verify
 from engine.schedule.contents import content_inputs
 from engine.schedule.scheduled import ScheduledSequence
-from engine.step.input import FINAL_NORM, HiddenRows, Sampling, StepInput
+from engine.step.input import FINAL_NORM, HiddenRows, Sampling, StepFeatures, StepInput
 from engine.step.output import StepOutput
 from engine.types.events import Logprob, TokenLogprob
 from kvcache.cache import Cache
@@ -77,6 +78,13 @@ class Stepper:
         describe = loaded.tokenizer.describe_token
         # To decode a token takes 30 microseconds, and top tokens repeat.
         self._describe_token = lru_cache(maxsize=8192)(lambda token: describe(token, 0.0))
+
+    def computes_together(self, batch: Sequence[ScheduledSequence]) -> bool:
+        """Whether tokens of contents and of text run in the same runner, and may be in one step."""
+        spans = [scheduled.span for scheduled in batch]
+        rows, positions = content_inputs([scheduled.sequence.contents for scheduled in batch], spans)
+        features = StepFeatures.of_contents(rows, positions, spans, self._cache.capacity)
+        return runners_of(self._runner)[0].supports(features) is None
 
     def run(self, batch: Sequence[ScheduledSequence], *, returns_states: bool = False) -> list[StepResult]:
         """Compute the step; a result for each scheduled sequence, in order. An exception leaves the cache unchanged.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -12,6 +12,7 @@ from engine.sample.sampler import SamplingContext
 from engine.step.content import EmbeddedRows
 from engine.step.encoder_mask import EncoderMask
 from kvcache.forward import Forward
+from kvcache.spec import Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +79,23 @@ class StepFeatures:
     position_axes: bool = False
     far_positions: bool = False
 
+    @classmethod
+    def of_contents(
+        cls, rows: Sequence[EmbeddedRows], positions: Tensor | None, spans: Sequence[Span], capacity: int
+    ) -> StepFeatures:
+        """What the contents of a step require; `rows` and `positions` as in StepInput."""
+        return cls(
+            bidirectional=any([span.bidirectional for span in spans]),
+            contents=bool(rows),
+            content_arguments=frozenset(
+                name
+                for of_entry in rows
+                for name in (*of_entry.entry.token_arguments, *of_entry.entry.feature_arguments)
+            ),
+            position_axes=positions is not None and differ_by_axis(positions),
+            far_positions=positions is not None and int(positions[-ROTARY_AXES:].max()) >= capacity,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class StepInput:
@@ -108,20 +126,11 @@ class StepInput:
     @property
     def features(self) -> StepFeatures:
         """What the step requires of its runner."""
-        return StepFeatures(
+        return replace(
+            StepFeatures.of_contents(self.embeddings, self.positions, self.forward.spans, self.forward.capacity),
             hidden_layers=() if self.hidden is None else self.hidden.layers,
-            bidirectional=any([span.bidirectional for span in self.forward.spans]),
             encoder=any(self.encoder_masks),
             adapters=any(self.adapters),
-            contents=bool(self.embeddings),
-            content_arguments=frozenset(
-                name
-                for rows in self.embeddings
-                for name in (*rows.entry.token_arguments, *rows.entry.feature_arguments)
-            ),
-            position_axes=self.positions is not None and differ_by_axis(self.positions),
-            far_positions=self.positions is not None
-            and int(self.positions[-ROTARY_AXES:].max()) >= self.forward.capacity,
         )
 
 

@@ -22,6 +22,7 @@ from engine.errors import InvalidRequest
 from engine.load.load import LoadedModel
 from engine.run.runner import FirstSupporting
 from engine.step.content import PromptLayout
+from engine.step.input import StepFeatures
 from engine.types.content import Content
 from engine.types.events import Failed, Finished
 from engine.types.request import Request
@@ -526,19 +527,32 @@ def test_an_order_of_contents_that_the_model_refuses_fails_its_request(models: C
     assert isinstance(answers["2"].end, Finished)
 
 
-def test_steps_have_tokens_of_contents_or_others(models: Callable[[str], ContentModel]) -> None:
-    """So that a faster runner of text alone rounds the same whatever stands beside it."""
+class TextRunner(RecordingRunner):
+    """A runner of text alone."""
+
+    def supports(self, features: StepFeatures) -> str | None:
+        return "text alone" if features.contents else super().supports(features)
+
+
+@pytest.mark.parametrize("text_alone", [False, True])
+def test_contents_and_text_are_in_one_step_where_one_runner_computes_both(
+    models: Callable[[str], ContentModel], *, text_alone: bool
+) -> None:
+    """Else a faster runner of text would round otherwise beside contents."""
     model = models("qwen2_vl")
-    runner = RecordingRunner(model.loaded.runner)
+    packed = RecordingRunner(model.loaded.runner)
+    text = TextRunner(model.loaded.runner)
+    runner = FirstSupporting((text, packed)) if text_alone else packed
     engine = core(replace(model.loaded, runner=runner), context=CONTEXT, chunk=5)
 
-    play(engine, [Job(request, number) for number, request in enumerate(requests(model))])
+    answers = play(engine, [Job(request, number) for number, request in enumerate(requests(model))])
 
     counts = [
-        (sum(rows.batch_stop - rows.batch_start for rows in step.embeddings), len(step.tokens)) for step in runner.steps
+        (sum(rows.batch_stop - rows.batch_start for rows in step.embeddings), len(step.tokens))
+        for step in (*text.steps, *packed.steps)
     ]
-    assert {count for count in counts if count[0] not in (0, count[1])} == set()
-    assert any(count for count, _ in counts)
+    assert texts(answers) == {f"{number}": model.expected(prompt) for number, prompt in enumerate(prompts(model))}
+    assert {contents < tokens for contents, tokens in counts if contents} == {not text_alone}
 
 
 @pytest.mark.parametrize("name", quick(MECHANISMS, MORE_NAMES))
@@ -560,3 +574,17 @@ def test_text_beside_and_after_images_runs_natively(loaded: Callable[..., Loaded
     assert bool(packed.steps) == (not is_native)
     assert any(step.embeddings for step in native.steps) == is_native
     assert any(step.positions is not None for step in native.steps) == name.startswith(("qwen", "glm"))
+
+
+@pytest.mark.parametrize("name", ["llava", pytest.param("qwen3_vl", marks=pytest.mark.slow)])
+def test_native_bits_do_not_depend_on_contents_in_the_step(loaded: Callable[..., LoadedModel], name: str) -> None:
+    """Of texts and of images, alone and beside each other."""
+    model = content_model(loaded("llama", "float32"), name, torch.float32)
+    served = with_native_step(model)
+    scored = [replace(request, logprobs=2) for request in requests(model)]
+
+    together = play(core(served, context=CONTEXT, chunk=16), [Job(request) for request in scored])
+
+    for request in scored:
+        alone = play(core(served, context=CONTEXT, chunk=16), [Job(request)])
+        assert alone[request.id].logprobs == together[request.id].logprobs
