@@ -189,8 +189,8 @@ def test_verification_of_drafts_takes_no_other_wait(folder: Callable[[str], Path
 def test_context_shift_and_disk_cache_run_on_a_device(folder: Callable[[str], Path], tmp_path: Path) -> None:
     """A shift, eviction to the disk cache, and a prefix that is read from it."""
     jobs = [
-        Job(ask("shift", range(3, 60), 90, overflow="shift", ignore_eos=True)),
-        Job(ask("again", range(3, 60), 9), 60),
+        Job(ask("shift", range(3, 60), 30, overflow="shift", ignore_eos=True)),
+        Job(ask("again", range(3, 60), 9), 20),
     ]
     settings = {"slots": 1, "context": 64, "cells": 64}
     expected = play(
