@@ -308,13 +308,15 @@ async def application(model: str | None) -> AsyncIterator[tuple[Engine, httpx.As
 
 @asynccontextmanager
 async def streamed(engine: Engine) -> AsyncIterator[list[Instant]]:
-    """Keep one sequence decoding; yield the list of the instants of its events."""
+    """Keep one sequence decoding; yield the list of the instants of its tokens, one for each step."""
     times: list[Instant] = []
 
     async def follow() -> None:
         for number in range(10**9):
             greedy = SamplingParams(temperature=0.0)
-            request = Request(f"reader-{number}", (1, 2, 3), greedy, max_tokens=2000, ignore_eos=True)
+            request = Request(
+                f"reader-{number}", (1, 2, 3), greedy, max_tokens=2000, ignore_eos=True, tokens_at_once=True
+            )
             async with engine.open(request) as stream:
                 async for _ in stream:
                     times.append(now())

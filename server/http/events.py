@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable
 
-from engine.types.events import Delta, Event, Started
+from engine.types.events import Delta, Event, PromptScored, Started
 
 # Takes a delta of a choice; False: the delta goes through the iterator.
 DeltaSink = Callable[[int, Delta], bool]
 SetSink = Callable[[DeltaSink], None]
-# Of an answer that is continued, parsed on the event loop: each takes 10 microseconds.
-MAX_INLINE_DELTAS = 256
+# Of an answer that is continued, parsed on the event loop: each takes 10 microseconds; and scored tokens of a prompt
+# that are encoded there: 80 microseconds with 20 log-probabilities each.
+MAX_INLINE_DELTAS = MAX_INLINE_SCORES = 256
 # Deltas of an answer that is not streamed, for which its task is woken up once.
 BATCHED_DELTAS = 32
 
@@ -54,5 +55,11 @@ def in_batches(events: ChoiceEvents) -> ChoiceEvents:
 
 
 def is_long(event: Event) -> bool:
-    """Whether an event has so many deltas that a worker thread parses it."""
-    return isinstance(event, Started) and len(event.earlier) > MAX_INLINE_DELTAS
+    """Whether an event has so many deltas or scores that a worker thread parses and encodes it."""
+    match event:
+        case Started():
+            return len(event.earlier) > MAX_INLINE_DELTAS
+        case PromptScored():
+            return len(event.entries) > MAX_INLINE_SCORES
+        case _:
+            return False
