@@ -328,7 +328,7 @@ class Core:
             self._speculation = self._no_speculation()
             return batch
         vocabulary = self._loaded.info.vocabulary
-        drafts = {sequence: text for sequence, draft in drafts.items() if (text := draft.before_content(vocabulary))}
+        drafts = {sequence: kept for sequence, draft in drafts.items() if (kept := draft.before_content(vocabulary))}
         if not drafts:
             return batch
         drafted = [replace(scheduled, draft=drafts.get(scheduled.sequence)) for scheduled in batch]

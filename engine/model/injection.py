@@ -73,7 +73,7 @@ def feature_arguments(embedded: Sequence[EmbeddedRows]) -> dict[str, TensorTree]
     """Arguments [features, ...] of all features in the batch, in its order."""
 
     def pack(holders: Sequence[EmbeddedRows], *leaves: Tensor) -> Tensor:
-        return torch.cat([leaf[feature_rows(rows)] for rows, leaf in zip(holders, leaves, strict=True)])
+        return torch.cat([leaf[_feature_rows(rows)] for rows, leaf in zip(holders, leaves, strict=True)])
 
     return _packed(embedded, lambda rows: rows.entry.feature_arguments, pack)
 
@@ -91,7 +91,7 @@ def _packed(
     return packed
 
 
-def feature_rows(rows: EmbeddedRows) -> slice:
+def _feature_rows(rows: EmbeddedRows) -> slice:
     """The features among the rows, as rows of a feature argument."""
     features, selected = rows.entry.features, rows.entry_rows
     first = int(features[: selected.start].sum())

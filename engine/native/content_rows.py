@@ -41,14 +41,12 @@ class AddedFeatures:
         layers = feature_arguments(embedded).get(_FEATURES)
         if not layers:
             return None
-        numbers = torch.full((tokens,), -1)
+        has_features = torch.zeros(tokens, dtype=torch.bool)
         for part in embedded:
             if _FEATURES in part.entry.feature_arguments:
-                has_features = part.entry.features[part.entry_rows]
-                numbers[part.batch_start : part.batch_stop][has_features] = 0
-        selected = numbers == 0
-        numbers[selected] = torch.arange(int(selected.sum()))
-        return cls(torch.stack(list(layers)).float().contiguous(), array("q", numbers.tolist()))
+                has_features[part.batch_start : part.batch_stop] = part.entry.features[part.entry_rows]
+        rows = torch.where(has_features, has_features.cumsum(0) - 1, -1)
+        return cls(torch.stack(layers).float(), array("q", rows.tolist()))
 
 
 class ContentRows:
