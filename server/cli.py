@@ -27,7 +27,7 @@ from server.replicas.options import RayOptions
 from server.serving import EXIT_ADDRESS, run, run_several, warn_of_exposed_keys
 from server.store.database import StoreError
 from server.store.store import check_store
-from server.terminal.load_screen import print_line
+from server.terminal.load_screen import print_error, print_line
 from server.terminal.options import ChatOptions, RunOptions
 
 SERVER_GROUP = Group("Options of a server that is started", sort_key=1)
@@ -199,7 +199,7 @@ def models(
     """
     from server.commands.models import list_models
 
-    with _usage_errors(_print_error):
+    with _usage_errors(print_error):
         check_environment()
     sys.exit(list_models(as_json=as_json, url=url, api_key=api_key))
 
@@ -239,10 +239,10 @@ def completion(shell: Literal["bash", "zsh", "fish"], *, install: bool = False) 
 def _checked_client_settings(options: Settings | None) -> Settings:
     """The settings of a command whose output is for programs or a chat: messages go to stderr."""
     settings = options or Settings()
-    with _usage_errors(_print_error):
+    with _usage_errors(print_error):
         check_environment()
         settings.check()
-        warn_of_exposed_keys(settings, _print_error)
+        warn_of_exposed_keys(settings, print_error)
     return settings
 
 
@@ -254,10 +254,6 @@ def _usage_errors(show: Callable[[str], None]) -> Iterator[None]:
     except (ValueError, OSError, StoreError) as error:
         show(f"cellar: {error}")
         sys.exit(EXIT_USAGE)
-
-
-def _print_error(text: str) -> None:
-    print(text, file=sys.stderr)
 
 
 def bench(
@@ -341,13 +337,13 @@ def route(*urls: Annotated[str, Parameter(show_env_var=False)], host: str = "127
     from server.commands.route import check_addresses, run_route
     from server.lifecycle import listen
 
-    with _usage_errors(_print_error):
+    with _usage_errors(print_error):
         check_addresses(urls)
     configure_logging("warning", "text")
     try:
         listening = listen(host, port)
     except OSError as error:
-        _print_error(f"cellar: cannot listen on {host}:{port}: {error}")
+        print_error(f"cellar: cannot listen on {host}:{port}: {error}")
         sys.exit(EXIT_ADDRESS)
     with listening:
         run_route(urls, listening)

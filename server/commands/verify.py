@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
-from server.terminal.load_screen import load_screen
+from server.terminal.load_screen import load_screen, print_error
 
 if TYPE_CHECKING:
     from engine.verify.comparison import Comparison
@@ -27,8 +25,7 @@ _TABLE_WIDTH = 120
 def run_verify(settings: Settings, json_file: Path | None) -> int:
     """Verify the model and print the report, its phases to stderr; returns the exit code."""
     console = Console(highlight=False, soft_wrap=True, width=max(Console().width, _TABLE_WIDTH))
-    print_status = partial(print, file=sys.stderr, flush=True)
-    screen = load_screen(Console(stderr=True, highlight=False), print_status, "import of torch and transformers")
+    screen = load_screen(Console(stderr=True, highlight=False), print_error, "import of torch and transformers")
     from engine.errors import ModelError
     from engine.verify.verify import load_and_verify
 

@@ -25,6 +25,11 @@ def print_line(text: str) -> None:
     sys.stdout.flush()
 
 
+def print_error(text: str) -> None:
+    """Print a line to stderr."""
+    sys.stderr.write(f"{text}\n")
+
+
 class LoadScreen(Protocol):
     """Shows a load. Its methods may be called from any thread."""
 
