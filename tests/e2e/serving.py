@@ -24,15 +24,20 @@ def serving(flags: Sequence[str], errors: IO[str], variables: Mapping[str, str] 
     """
     port = [] if "--port" in flags else ["--port", "0"]
     command = [sys.executable, "-c", "from server.cli import main; main()", "serve", *port, *flags]
-    environment = {**os.environ, **(variables or {})}
-    with subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True
-    ) as server:
+    with start_process(command, errors, variables) as server:
         try:
             yield read_address(server)
         finally:
             server.terminate()
             assert 0 == server.wait(30)
+
+
+def start_process(
+    command: Sequence[str], errors: IO[str], variables: Mapping[str, str] | None = None
+) -> subprocess.Popen[str]:
+    """A server process with these environment variables, whose start-up lines `read_address` reads."""
+    environment = {**os.environ, **(variables or {})}
+    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True)
 
 
 def read_address(server: subprocess.Popen[str]) -> str:

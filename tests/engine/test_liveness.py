@@ -21,6 +21,7 @@ from engine.watchdog import Watchdog, WatchedLock
 from tests.engine.kit.play import ask
 
 LIMIT, STRIDE = 120.0, 10.0
+NAMED = replace(ask("owner/r", (5, 4, 3), 2), group="req_1")
 
 
 class Clock:
@@ -31,6 +32,13 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
+
+
+async def ready_engine(model: Path, clock: Clock) -> Engine:
+    engine = Engine(EngineConfig(model=str(model), context=64, slots=1), clock=clock)
+    engine.start()
+    await engine.wait_ready()
+    return engine
 
 
 def observed(watchdog: Watchdog, clock: Clock, seconds: float, pulse: float = 5.0) -> bool:
@@ -128,11 +136,9 @@ def test_a_step_that_does_not_end_is_reported_with_its_requests(
         return run(*arguments, **options)
 
     async def scene() -> None:
-        engine = Engine(EngineConfig(model=str(folder("llama")), context=64, slots=1), clock=clock)
-        engine.start()
-        await engine.wait_ready()
+        engine = await ready_engine(folder("llama"), clock)
         monkeypatch.setattr(Stepper, "run", stuck)
-        async with engine.open(replace(ask("owner/r", (5, 4, 3), 2), group="req_1")) as stream:
+        async with engine.open(NAMED) as stream:
             await asyncio.to_thread(started.wait, 60)
             alive = [engine.alive]
             for _ in range(13):
@@ -161,11 +167,9 @@ def test_streams_end_when_a_step_is_stuck(
         raise AssertionError
 
     async def scene() -> None:
-        engine = Engine(EngineConfig(model=str(folder("llama")), context=64, slots=1), clock=clock)
-        engine.start()
-        await engine.wait_ready()
+        engine = await ready_engine(folder("llama"), clock)
         monkeypatch.setattr(Stepper, "run", stuck)
-        async with engine.open(replace(ask("owner/r", (5, 4, 3), 2), group="req_1")) as stream:
+        async with engine.open(NAMED) as stream:
             await asyncio.to_thread(started.wait, 60)
             while engine.alive:
                 clock.now += STRIDE

@@ -22,7 +22,7 @@ import psutil
 import pytest
 
 from engine.kernels.cache_folder import _root
-from tests.e2e.serving import ROOT, read_address
+from tests.e2e.serving import ROOT, read_address, start_process
 
 pytestmark = pytest.mark.slow
 
@@ -146,14 +146,7 @@ def test_no_more_threads_for_the_user(tmp_path: Path, unprivileged: tuple[list[s
     options = ["serve", "--port", "0", "--context", "1024", "--threads", "1", "--store", "memory"]
     with (
         (tmp_path / "log").open("w") as log,
-        subprocess.Popen(
-            [*prefix, sys.executable, "-c", NO_THREADS, *options],
-            cwd=ROOT,
-            env={**os.environ, **variables},
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-        ) as server,
+        start_process([*prefix, sys.executable, "-c", NO_THREADS, *options], log, variables) as server,
     ):
         try:
             address = read_address(server)

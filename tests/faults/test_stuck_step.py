@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -14,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.e2e.serving import ROOT, read_address
+from tests.e2e.serving import read_address, start_process
 
 pytestmark = pytest.mark.slow
 
@@ -81,14 +79,7 @@ def test_a_step_that_never_returns_ends_the_process(tmp_path: Path) -> None:
     options = ["serve", "--port", "0", "--context", "1024", "--slots", "4", "--threads", "1", "--store", "memory"]
     with (
         (tmp_path / "log").open("w") as log,
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, *options],
-            cwd=ROOT,
-            env=os.environ,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-        ) as server,
+        start_process([sys.executable, "-c", PROGRAM, *options], log) as server,
     ):
         try:
             address = read_address(server)
