@@ -385,10 +385,10 @@ class Engine(EngineClient):
             self._flushed.set()
         else:
             self._flushed.clear()
-        for request_id, event in events:
-            stream = self._streams.get(request_id)
-            if stream is not None and stream.number <= submitted:
-                stream.deliver(event)
+        streams = ((self._streams.get(request_id), event) for request_id, event in events)
+        self._streams.deliver(
+            (stream, event) for stream, event in streams if stream is not None and stream.number <= submitted
+        )
 
     def _finish_loading(
         self,

@@ -307,10 +307,8 @@ class RemoteEngine(EngineClient):
         """Deliver the events of a step."""
         if batch.stats is not None:
             self._stats = batch.stats
-        for message in batch.events:
-            stream = self._streams.get(message.number)
-            if stream is not None:
-                stream.deliver(message.event)
+        streams = ((self._streams.get(message.number), message.event) for message in batch.events)
+        self._streams.deliver((stream, event) for stream, event in streams if stream is not None)
 
     def _end(self, failure: EngineError) -> None:
         self._load_done.set()
