@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from llguidance.gbnf_to_lark import any_to_lark
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from engine.chat_format.message import AnswerConstraint
 from engine.errors import InvalidRequest
@@ -24,6 +24,10 @@ _COMPACT = {"whitespace_flexible": False, "item_separator": ", ?", "key_separato
 _SPACE = r"/[ \n]{1,2}/"
 _REGEX_SPECIALS = re.compile(r"[\\.+*?()|\[\]{}^$]")
 _SLASH = re.compile(r"\\.|/|\n", re.DOTALL)
+# llguidance's own expression for it takes the square of a run of empty lines, and holds the interpreter lock.
+_LARK = re.compile(r"^[^\S\n]*+(?:%llguidance\b|start\s*+:)", re.MULTILINE)
+# Converted in Python, in a time that grows with the square of the rules: 1.6 s of processor time at most.
+_MAX_GBNF_LENGTH = 64 * 2**10
 
 
 class LarkWriter:
@@ -124,8 +128,13 @@ def escaped(text: str) -> str:
 
 def _to_lark(grammar: str) -> str:
     """A client's Lark or GBNF grammar as Lark."""
+    if _LARK.search(grammar):
+        return grammar
+    if len(grammar) > _MAX_GBNF_LENGTH:
+        reason = f"a grammar in GBNF has {len(grammar)} characters, and the limit is {_MAX_GBNF_LENGTH}"
+        raise InvalidRequest("response_format", reason)
     try:
-        return any_to_lark(grammar)
+        return gbnf_to_lark(grammar)
     except Exception as error:
         # llguidance raises Exception itself for a missing rule, and RecursionError for deep nesting.
         raise InvalidRequest("response_format", f"the grammar is neither Lark nor GBNF: {error}") from error

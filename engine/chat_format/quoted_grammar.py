@@ -25,6 +25,7 @@ _LARK_TOKEN = re.compile(
     |"(?P<first>(?:\\.|[^"\\\n])+)"\.\."(?P<last>(?:\\.|[^"\\\n])+)"
     |(?P<string>"(?:\\.|[^"\\\n])*")(?P<case>i?)
     |/(?P<regex>(?:\\.|[^/\\\n])+)/(?P<flags>[imslux]*)
+    |"(?:\\.|[^"\\\n])*+|/(?:\\.|[^/\\\n])*+    # unclosed: one match to the end of the line, in linear time
     |%import\s+common\.(?P<name>\w+)(?:\s*->\s*(?P<alias>\w+))?
     |%import\s+common\s*\((?P<names>[\w\s,]+)\)
     |%ignore\s+(?P<ignored>[^\n]+)

@@ -71,6 +71,12 @@ def test_any_input_is_decoded_without_loss(name: str) -> None:
     assert expected == read(example.chat_format, list(written), [tool], example.generation_prompt)
 
 
+@pytest.mark.parametrize("literal", ['"' + r"\"" * 100_000, "/" + r"\/" * 100_000], ids=["string", "regex"])
+def test_unclosed_literal_is_left_to_the_compiler(literal: str) -> None:
+    """In linear time: the square would take minutes."""
+    assert quoted_grammar(f"start: {literal}\n") == f"start: {literal}\n"
+
+
 @pytest.mark.parametrize(
     "expression",
     [

@@ -218,6 +218,7 @@ def test_required_call_without_callable_tool_is_refused() -> None:
         'root ::= a-b a_b\na-b ::= "x"\na_b ::= "y"',
         f'root ::= {"(" * 3000}"a"{")" * 3000}',
         f'root ::= "a"{{{"9" * 5000}}}',
+        "\n" * 60_000,
     ],
     ids=lambda source: source[:30],
 )
@@ -225,6 +226,21 @@ def test_invalid_grammar_is_refused(source: str) -> None:
     """Whatever exception the grammar parser raises."""
     with pytest.raises(InvalidRequest, match="neither Lark nor GBNF"):
         chat_format("hermes").grammar([], ToolChoice(), AnswerConstraint("grammar", source), "")
+
+
+def test_a_long_gbnf_grammar_is_refused() -> None:
+    """Its conversion takes the square of its length."""
+    with pytest.raises(InvalidRequest, match="the limit is 65536"):
+        chat_format("hermes").grammar([], ToolChoice(), AnswerConstraint("grammar", 'root ::= "a"\n' * 10_000), "")
+
+
+@pytest.mark.parametrize("start", ["", "\n \n", "\n\t", "%llguidance {}\n", "x: y\n"])
+def test_lark_is_recognized_in_any_line(start: str) -> None:
+    source = f"{start}start : /a/"
+
+    grammar = chat_format("hermes").grammar([], ToolChoice(), AnswerConstraint("grammar", source), "")
+    assert grammar is not None
+    assert source in grammar.source
 
 
 def test_reasoning_may_come_before_required_calls() -> None:
