@@ -109,8 +109,11 @@ async def measure(options: Any, folder: Path) -> dict[str, list[float]]:
             for _ in range(options.loads):
                 await engine.load_adapter("other", f"{streams}", in_place=False)
                 engine.unload_adapter("other")
-            # Loads of a tiny model may all fall between two steps.
-            while len(times.step_ends) == second and not any(task.done() for task in running):
+            # The loads wait for the step in progress, and those of a tiny model may all fall between two steps.
+            while len(times.loads) < 2 * options.loads and not any(task.done() for task in running):
+                await asyncio.sleep(0.01)
+            loaded = len(times.step_ends)
+            while len(times.step_ends) == loaded and not any(task.done() for task in running):
                 await asyncio.sleep(0.01)
             last = len(times.step_ends)
             if any(task.done() for task in running):
