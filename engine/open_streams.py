@@ -13,8 +13,8 @@ from engine.queue_limit import QueueLimit
 from engine.types.events import Event, Failed
 
 Key = TypeVar("Key")
-# Events that are delivered in one iteration of the event loop. Each write to a client releases the interpreter lock, so
-# it takes 1 ms while the engine's thread needs the lock: in one iteration, those of 512 streams held probes for 100 ms.
+# Events that are delivered in one iteration of the event loop. A write to a client releases the interpreter lock, and
+# takes 1 ms while the engine's thread needs the lock: 512 writes in one iteration held probes for 100 ms.
 EVENTS_PER_ITERATION = 8
 
 

@@ -24,9 +24,10 @@ _COMPACT = {"whitespace_flexible": False, "item_separator": ", ?", "key_separato
 _SPACE = r"/[ \n]{1,2}/"
 _REGEX_SPECIALS = re.compile(r"[\\.+*?()|\[\]{}^$]")
 _SLASH = re.compile(r"\\.|/|\n", re.DOTALL)
-# llguidance's own expression for it takes the square of a run of empty lines, and holds the interpreter lock.
+# A line of Lark that GBNF does not have. The expression of llguidance takes the square of a run of empty lines, and
+# holds the interpreter lock.
 _LARK = re.compile(r"^[^\S\n]*+(?:%llguidance\b|start\s*+:)", re.MULTILINE)
-# Converted in Python, in a time that grows with the square of the rules: 1.6 s of processor time at most.
+# A conversion to Lark takes the square of the number of rules: 1.6 s of processor time at this length.
 _MAX_GBNF_LENGTH = 64 * 2**10
 
 
